@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import make_prompts
 from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
-from windlass.base.errors import ModelError, RequestError
+from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.inference.chat_template import reads_parts
 from windlass.inference.detokenizer import Detokenizer, held_back, text_offsets
 from windlass.inference.llm import LLM
@@ -47,6 +47,20 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> list[Any]:
     while llm.engine.has_requests():
         outputs += llm.engine.step()
     return outputs
+
+
+def test_a_cache_that_is_too_small_for_one_request_says_what_to_change() -> None:
+    message = r"the KV cache holds 32 tokens, fewer than max_model_len \(96\); raise kv_cache_tokens or lower max_model"
+    with pytest.raises(ConfigError, match=message):
+        serve(llama(), kv_cache_tokens=32, max_model_len=96)
+    with serve(llama(), kv_cache_tokens=32) as llm:  # the cache is the limit
+        assert llm.max_model_len == 32
+        with pytest.raises(RequestError, match="32"):
+            llm.generate([[3] * 40], GREEDY)
+        several = GREEDY.replace(n=8, temperature=1.0)  # more blocks than there are, so answers wait for each other
+        (output,) = llm.generate([[3] * 20], several)
+        assert [len(one.token_ids) for one in output.outputs] == [12] * 8
+        assert llm.stats().kv_cache_usage == 0
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))

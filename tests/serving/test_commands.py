@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.hf_models import t5
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.tiny_model import make_byte_tokenizer
-from windlass.base.errors import ModelError
+from windlass import LLM
+from windlass.base.errors import ConfigError, ModelError
 from windlass.cli.chat import Conversation, _accept_any_bytes, _read_line, talk
 from windlass.cli.main import main
 from windlass.cli.serve import _read_template
@@ -73,6 +76,31 @@ def test_options_are_checked_before_the_model_is_loaded(
 def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("serve", str(tmp_path)) == 1
     assert "is not a model: it has no config.json" in capsys.readouterr().err
+
+
+def test_the_default_address_is_loopback(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(host: str, port: int) -> None:
+        raise ConfigError(f"bound to {host}:{port}")
+
+    monkeypatch.setattr("windlass.serving.http_server.bind_socket", refuse)
+    assert call("serve", str(model)) == 1
+    assert capsys.readouterr().err == "windlass: bound to 127.0.0.1:8000\n"
+
+
+def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    assert call("serve", str(tmp_path), "--port", "0") == 1
+    message = (
+        f"{tmp_path} is an encoder-decoder (t5); windlass serves causal language models, which have only a decoder"
+    )
+    assert capsys.readouterr().err.endswith(f"windlass: {message}\n")
+    for options in ({}, {"skip_tokenizer_init": True}):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            LLM(tmp_path, **options)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder; windlass serves"):
+        LLM(t5(), skip_tokenizer_init=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])  # transformers loads the last two with an empty vocabulary

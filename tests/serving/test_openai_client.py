@@ -11,10 +11,15 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
+import pydantic
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.harness import server_on_thread, wait_until
+from windlass.serving.chat_request import ChatRequest
+from windlass.serving.completions_endpoint import CompletionRequest
+from windlass.serving.embeddings_endpoint import EmbeddingRequest
+from windlass.serving.responses_request import ResponsesRequest
 from windlass.serving.server_settings import ApiKeys
 
 if TYPE_CHECKING:  # an import takes seconds, wherever tests are collected
@@ -85,6 +90,101 @@ def test_chat_logprobs_have_the_likeliest_tokens_in_order(client: openai.OpenAI)
     entry = logprobs.content[0]
     assert (entry.token, entry.logprob, entry.bytes) == ("<", -1.0, [60])
     assert [(one.token, one.logprob) for one in entry.top_logprobs] == [("=", -0.5), ("<", -1.0)]
+
+
+class City(pydantic.BaseModel):
+    """Arguments of a tool, and form of an answer."""
+
+    city: str
+
+
+ARGUMENTS = '{"city": "Rom"}'
+FORCED = {"type": "function", "function": {"name": "City"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "answer"),
+    [
+        (FORCED, ARGUMENTS),
+        ("required", f'[{{"name": "City", "parameters": {ARGUMENTS}}}]'),
+        ("auto", f'<tool_call>{{"name": "City", "arguments": {ARGUMENTS}}}</tool_call>'),
+        ("auto", f'{{"name": "City", "parameters": {ARGUMENTS}}}'),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [FORCED]}},
+         f'[{{"name": "City", "parameters": {ARGUMENTS}}}]'),
+    ],
+)  # fmt: skip
+def test_the_clients_own_stream_sees_the_end_of_a_call(
+    client: openai.OpenAI, engine: FakeEngine, choice: Any, answer: str
+) -> None:
+    import openai
+
+    engine.answer = answer
+    other = {"type": "function", "function": {"name": "other", "strict": True, "parameters": {"type": "object"}}}
+    arguments: dict[str, Any] = {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        "tools": [openai.pydantic_function_tool(City), *([other] if "allowed_tools" in choice else [])],
+        "tool_choice": choice,
+        "max_completion_tokens": 200,
+    }
+    try:
+        with client.chat.completions.stream(**arguments) as stream:
+            ended = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            message = stream.get_final_completion().choices[0].message
+        assert [(event.name, event.parsed_arguments) for event in ended] == [("City", City(city="Rom"))]
+        whole = client.chat.completions.parse(**arguments).choices[0].message
+        assert "other" not in engine.tokenizer.decode(engine.seen[-1][0])
+        for one in (message, whole):
+            assert one.tool_calls is not None and one.tool_calls[0].function.parsed_arguments == City(city="Rom")
+            result = {"role": "tool", "tool_call_id": one.tool_calls[0].id, "content": [{"type": "text", "text": "ok"}]}
+            client.chat.completions.create(model="m", messages=[*arguments["messages"], one, result], max_tokens=1)
+    finally:
+        engine.answer = None
+
+
+def test_a_form_of_the_client_parses_whole_and_streamed_answers(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.answer = ARGUMENTS
+    arguments: dict[str, Any] = {
+        "model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": City,
+        "max_completion_tokens": 50, "logprobs": True, "top_logprobs": 1,
+    }  # fmt: skip
+    try:
+        whole = client.chat.completions.parse(**arguments).choices[0]
+        with client.chat.completions.stream(**arguments, stream_options={"include_usage": True}) as stream:
+            assert [event.parsed for event in stream if event.type == "content.done"] == [City(city="Rom")]
+            final = stream.get_final_completion()
+    finally:
+        engine.answer = None
+    assert final.choices[0].message.parsed == whole.message.parsed == City(city="Rom")
+    assert final.choices[0].logprobs == whole.logprobs
+    assert final.usage is not None and final.usage.completion_tokens == len(ARGUMENTS)
+
+
+def test_raw_responses_have_the_id_of_the_request(client: openai.OpenAI) -> None:
+    raw = client.completions.with_raw_response.create(
+        model="m", prompt="a", max_tokens=1, extra_headers={"X-Request-Id": "mine"}
+    )
+    assert raw.headers["x-request-id"] == raw.parse()._request_id == "mine"
+    with client.completions.with_streaming_response.create(
+        model="m", prompt="a", max_tokens=1, stream=True
+    ) as streamed:
+        assert [line for line in streamed.iter_lines() if line][-1] == "data: [DONE]"
+
+
+def test_all_fields_of_the_client_have_an_effect_or_a_message_of_their_own() -> None:
+    from openai.types import completion_create_params as completions
+    from openai.types import embedding_create_params as embeddings
+    from openai.types.chat import completion_create_params as chats
+    from openai.types.responses import response_create_params as responses
+
+    for request, sent in (
+        (CompletionRequest, completions.CompletionCreateParamsBase),
+        (ChatRequest, chats.CompletionCreateParamsBase),
+        (EmbeddingRequest, embeddings.EmbeddingCreateParams),
+        (ResponsesRequest, responses.ResponseCreateParamsBase),
+    ):
+        unknown = set(sent.__annotations__) - {*request.model_fields, *request.harmless, *request.refused}
+        assert not unknown, request
 
 
 def test_embeddings_in_both_encodings_are_equal(client: openai.OpenAI) -> None:

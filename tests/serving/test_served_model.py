@@ -8,6 +8,8 @@ import math
 import os
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,10 +43,10 @@ class ServedModel:
         wait_until(lambda: self.process.poll() is not None or "serving tiny on" in self.log_path.read_text())
         assert self.process.poll() is None, self.log_path.read_text()
 
-    def metric(self, name: str) -> float:
-        """Return the sum of a metric over the engines."""
+    def metric(self, name: str, label: str = "") -> float:
+        """Return the sum of a metric over the engines, of its values with a label."""
         lines = self.client.with_options(max_retries=0).get("/../metrics", cast_to=str).splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{") and label in line)
 
     def stop(self) -> int:
         """Send SIGTERM and return the exit code."""
@@ -103,6 +105,31 @@ def test_a_stream_has_the_text_of_the_whole_answer(served: ServedModel) -> None:
         # On a busy machine one event may hold many tokens; tests/serving/test_server_process.py
         # checks that events come before the answer is complete.
         assert "".join(parts) == whole
+
+
+def test_a_chat_stream_of_several_answers_has_all_of_the_whole_ones(served: ServedModel) -> None:
+    arguments: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": PROMPTS[2]}],
+        **{"n": 3, "seed": 3, "max_completion_tokens": 60, "logprobs": True, "top_logprobs": 4},
+    }
+    create = served.client.chat.completions.create
+    unstopped = create(**arguments).choices[0].message.content
+    arguments["stop"] = ["no such text", unstopped[10:12]]
+    whole = create(**arguments)
+    texts, logprobs, ends, usage = [""] * 3, [[] for _ in range(3)], {}, None
+    for chunk in create(**arguments, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+            ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert logprobs == [choice.logprobs.content for choice in whole.choices]
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices} and ends[0] == "stop"
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == sum(map(len, logprobs))
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
 
 
 def test_a_response_is_the_chat_completion_of_its_items(served: ServedModel) -> None:
@@ -164,6 +191,38 @@ def test_a_repeated_prompt_comes_from_the_cache(served: ServedModel) -> None:
         assert usage is not None and usage.prompt_tokens_details is not None
         cached.append(usage.prompt_tokens_details.cached_tokens)
     assert cached == [0, len(prompt) // 16 * 16]
+
+
+def test_a_connection_that_is_reset_during_its_stream_harms_no_other_request(served: ServedModel) -> None:
+    arguments: dict[str, Any] = {"model": "tiny", "prompt": "reset", "max_tokens": 400, "temperature": 0}
+    body = json.dumps({**arguments, "stream": True, "ignore_eos": True}).encode()
+    arguments["extra_body"] = {"ignore_eos": True}
+    expected = served.client.completions.create(**arguments).choices[0].text
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+
+    def count_aborted() -> float:
+        return served.metric("vllm:request_success_total", 'finished_reason="abort"')
+
+    aborted = count_aborted()
+
+    def reset_one() -> bool:
+        """Reset a connection after its first event; return True if its request has ended before its last token."""
+        with socket.create_connection(("127.0.0.1", served.port)) as client:
+            client.sendall(head.encode() + b"\r\n\r\n" + body)
+            received = b""
+            while b"data: {" not in received:
+                received += client.recv(4096)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # `close` sends RST
+        wait_until(lambda: served.metric("vllm:num_requests_running") <= 1)
+        return count_aborted() > aborted
+
+    stream = served.client.completions.create(**arguments, stream=True)
+    first = next(stream).choices[0].text
+    wait_until(reset_one)  # on a busy machine the whole answer may be in the buffers of the first connections
+    assert first + "".join(chunk.choices[0].text for chunk in stream) == expected
+    wait_until(lambda: served.metric("vllm:num_requests_running") == 0)
+    assert served.metric("vllm:kv_cache_usage_perc") == 0
+    assert "Traceback" not in served.log_path.read_text()
 
 
 def test_nothing_is_lost_and_no_block_leaks_under_load(served: ServedModel) -> None:

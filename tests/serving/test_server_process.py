@@ -96,6 +96,32 @@ def test_a_replica_that_dies_at_start_ends_the_server_with_its_exit_code(
         assert f"ended at its start {words}" in server.log()
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_huge_body_gets_413_and_is_not_kept(tmp_path: Path, replicas: int) -> None:
+    with ServerProcess(tmp_path, replicas=replicas, max_body_bytes=10_000) as server:
+        server.wait_until_ready()
+        assert server.request("POST", TEXT, {"prompt": "abc", "max_tokens": 3})[0] == 200
+        peak = _peak_bytes(server.process.pid)
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
+        headers = {"Content-Type": "application/json"}
+        # a chunked body, whose length is not declared, and a declared one, both sent to their end
+        for length in ({}, {"Content-Length": str(100 * 2**20)}):
+            pieces = (b"x" * 2**20 for _ in range(100))
+            connection.request("POST", TEXT, pieces, {**headers, **length}, encode_chunked=not length)
+            answer = connection.getresponse()
+            assert answer.status == 413 and "10,000 bytes" in answer.read().decode()
+        connection.close()
+        assert _peak_bytes(server.process.pid) < peak + 16 * 2**20
+        assert server.request("POST", TEXT, {"prompt": "abc", "max_tokens": 3})[0] == 200
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the peak of the resident memory of a process."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with ServerProcess(tmp_path) as server:
         server.wait_until_ready()

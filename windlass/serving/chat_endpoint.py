@@ -143,6 +143,8 @@ class _ChatAnswer:
         shows_tokens = self.fields.return_token_ids and piece.tokens
         if not deltas and not (piece.logprobs or piece.finish_reason or shows_tokens):
             return []
+        if parsed.calls and piece.finish_reason:
+            deltas.append({})  # as OpenAI's: its client sees no end of a call that comes in the last event
         # the end and the log-probabilities are part of the last event of the piece
         silent = AnswerPiece("", [], None, None, None, None)
         deltas = deltas or [{}]

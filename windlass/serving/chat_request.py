@@ -140,6 +140,9 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
     names = {tool.name for tool in tools}
     choice = fields.tool_choice if fields.tool_choice is not None else ("auto" if tools else "none")
     several = fields.parallel_tool_calls is not False
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed_tools(tools, choice.get("allowed_tools"))
+        names = {tool.name for tool in tools}
     if choice == "none":
         return ToolChoice([], None, PlainText)
     if not tools and choice == "auto" and fields.tools is not None:
@@ -162,6 +165,38 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
             parameter="tool_choice",
         )
     return ToolChoice(tools, forced_call_schema(tools, name), lambda: ForcedFunction(name), forced=True)
+
+
+def _allowed_tools(tools: list[ChatTool], allowed: Any) -> tuple[list[ChatTool], str]:
+    """Return the tools that a choice allows, which are the only ones in the prompt, and its mode."""
+    fields = allowed if isinstance(allowed, dict) else {}
+    entries, place = fields.get("tools"), "tool_choice.allowed_tools"
+    listed = entries if isinstance(entries, list) else []
+    functions = [one.get("function") if isinstance(one, dict) else one for one in listed]
+    names = check_allowed_tools(place, entries, functions, [tool.name for tool in tools], fields.get("mode"))
+    return [tool for tool in tools if tool.name in names], str(fields["mode"])
+
+
+def check_allowed_tools(place: str, entries: Any, functions: list[Any], known: list[Any], mode: Any) -> list[Any]:
+    """Return the names of a choice's tools.
+
+    Args:
+        entries: the list in the request.
+        functions: the object with the name of each entry.
+        known: names of all tools.
+
+    Raises:
+        ApiError: an empty list, an entry that is not a function of the tools, or another mode.
+    """
+    names = [one.get("name") if isinstance(one, dict) else one for one in functions]
+    wrong = [name for name, one in zip(names, functions, strict=True) if name not in known or not isinstance(one, dict)]
+    if not names or wrong:
+        shown = one_line(repr(wrong[0] if wrong else entries), 80)
+        raise ApiError(400, f"{place}.tools has {shown}; write functions of tools", parameter="tool_choice")
+    if mode not in ("auto", "required"):
+        shown = one_line(repr(mode), 80)
+        raise ApiError(400, f"{place}.mode is {shown}; write auto or required", parameter="tool_choice")
+    return names
 
 
 def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | None, StructuredOutputsParams | None]:

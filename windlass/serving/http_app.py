@@ -35,7 +35,8 @@ from windlass.serving.status_endpoints import (
 )
 from windlass.serving.tokenizer_endpoints import detokenize, tokenize
 
-_CORS_HEADERS = ("Authorization", "Content-Type", "X-Request-Id")
+# headers that scripts may read; they may send any, since OpenAI's client for browsers adds several of its own
+_EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")
 _STATUS_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]]], ...] = (
     ("/", show_page),
     ("/health", show_health),
@@ -80,7 +81,8 @@ def cors_middleware(settings: ServerSettings) -> list[Middleware]:
             _PreflightAnswers,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=_CORS_HEADERS,
+            allow_headers=["*"],
+            expose_headers=_EXPOSED_HEADERS,
         )
     ]
 
@@ -98,8 +100,7 @@ class _PreflightAnswers(CORSMiddleware):
             reason = bytes(response.body).decode()
             refused = ApiError(
                 response.status_code,
-                f"{reason}; allow the page's origin with --allowed-origin, and send only GET and POST with the headers "
-                f"{', '.join(_CORS_HEADERS)}",
+                f"{reason}; allow the page's origin with --allowed-origin, and send only GET and POST",
                 code="cors_refused",
             ).response()
             refused.headers.update(

@@ -19,6 +19,7 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "metadata": _ANY,
     "safety_identifier": _ANY,
     "prompt_cache_key": _ANY,
+    "prompt_cache_options": _ANY,  # equal prefixes are found without them
     "prompt_cache_retention": _ANY,
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -45,6 +46,7 @@ _REFUSED = {
     "logits_processors": "the server runs no code of requests",
     "mm_processor_kwargs": "the server takes text only",
     "modalities": "the server generates text only",
+    "moderation": "the server moderates nothing",
     "prediction": "leave it out",
     "reasoning_effort": "pass the template's own switch in chat_template_kwargs",
     "service_tier": "leave it out",

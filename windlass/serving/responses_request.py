@@ -9,7 +9,7 @@ from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.text import one_line
 from windlass.serving.api_errors import ApiError
 from windlass.serving.chat_prompt import content_text
-from windlass.serving.chat_request import ChatRequest
+from windlass.serving.chat_request import ChatRequest, check_allowed_tools
 from windlass.serving.request_fields import CommonSamplingFields, DictField, ListField, RequestModel
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -67,8 +67,12 @@ class ResponsesRequest(CommonSamplingFields):
     }
     refused: ClassVar = {
         **RequestModel.refused,
+        "access_programs": "the server has none",
         "background": "the answer is sent to the request that asks for it",
+        "background_options": "the answer is sent to the request that asks for it",
+        "context_management": "shorten the input",
         "conversation": "the server keeps no conversations; send all items as input",
+        "image": "the server takes text only",
         "max_tokens": "write max_output_tokens",
         "max_completion_tokens": "write max_output_tokens",
         "max_tool_calls": "the server calls no tools",
@@ -211,20 +215,9 @@ def _chat_tools(
     if isinstance(choice, dict) and choice.get("type") == "function":
         return nested or None, {"type": "function", "function": {"name": choice.get("name")}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("tools")
-        entries = allowed if isinstance(allowed, list) else []
-        names = [one.get("name") if isinstance(one, dict) else one for one in entries]
+        allowed, mode = choice.get("tools"), choice.get("mode") or "auto"
         known = [tool["function"].get("name") for tool in nested]
-        missing = [
-            name for name, one in zip(names, entries, strict=True) if name not in known or not isinstance(one, dict)
-        ]
-        if not names or missing:
-            shown = one_line(repr(missing[0] if missing else allowed), 80)
-            raise ApiError(400, f"tool_choice.tools has {shown}; write functions of tools", parameter="tool_choice")
-        mode = choice.get("mode")
-        if mode not in (None, "auto", "required"):
-            shown = one_line(repr(mode), 80)
-            raise ApiError(400, f"tool_choice.mode is {shown}; write auto or required", parameter="tool_choice")
+        names = check_allowed_tools("tool_choice", allowed, allowed if isinstance(allowed, list) else [], known, mode)
         return [tool for tool in nested if tool["function"].get("name") in names], mode
     return nested or None, choice
 
