@@ -240,6 +240,8 @@ class CompressionRun:
             expected += f", {1e3 * choice.seconds:.3g} ms a token"
         if choice.uniform is not None:
             expected += f"; the best uniform format of no more bytes, {choice.uniform[0]}: +{choice.uniform[1]:.4f}"
+        if choice.gap:
+            expected += f"; at most {100 * choice.gap:.2g} % above the best choice"
         self._notes = [note for note in self._notes if not note.startswith("expected: ")]
         self._notes.append(f"{expected} ({choice.tokens} tokens)")
 
