@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -90,7 +91,17 @@ def test_a_model_is_compressed_and_measured(
     for name, column in (("before", 0), ("after", 2)):
         one = report[name]
         assert one["ms_per_token"] == pytest.approx(64 / tokens) and one["memory"] > one["idle_memory"] > 1 << 20
-        assert " ".join(rows["peak memory, one request"][column : column + 2]) == format_size(one["memory"])
+        memory = " ".join(rows["peak memory, one request"][column : column + 2])
+        drawn = titles(tmp_path / "out")
+        assert memory == format_size(one["memory"]) and f"peak memory, {name}: {memory}" in drawn
+        assert f"held-out bits per byte, {name}: {one['bits']:.4f}" in drawn
+        assert f"tokens/s, one request, {name}: {one['speed']:.1f}" in drawn
+    sizes = {one["names"][0]: one for one in report["layers"]}
+    packed = [name for name, one in sizes.items() if one["format"] == "int4_g32"]
+    assert len(packed) == 14 and len(sizes) == 16 and sizes["lm_head"]["nbytes"] == 4 * 300 * 64
+    assert "model.layers.1.mlp.up_proj: int4_g32, 32.8 kB -> 4.6 kB" in drawn
+    written = (tmp_path / "out" / "compression.md").read_text()
+    assert re.search(r"model\.layers\.1\.mlp\.up_proj +int4_g32 +32,768 +4,624\n", written)
     assert torch.isfinite(load_packed_model(tmp_path / "out")(torch.arange(8)[None]).logits).all()
     message = failed(capsys, model, tmp_path / "out")
     assert f"{tmp_path / 'out'} exists; choose another directory" in message
@@ -101,6 +112,12 @@ def load(path: Path) -> torch.nn.Module:
 
     found: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path)
     return found
+
+
+def titles(path: Path) -> list[str]:
+    """Return the texts of the shapes in the picture of a directory, which is well-formed."""
+    root = ElementTree.fromstring((path / "compression.svg").read_text())
+    return [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
 
 
 def test_an_interruption_is_continued(
@@ -248,6 +265,7 @@ def test_a_pruned_model_is_an_ordinary_directory(
     assert report["after"]["nbytes"] < report["before"]["nbytes"] and report["after"]["bits"] > 0
     assert any(line.startswith("parameters:") for line in report["pruned"])
     assert "tokens/s" in (tmp_path / "out" / "compression.md").read_text()
+    assert "model.layers.0.mlp.up_proj: wide, 24.6 kB -> 24.6 kB" in titles(tmp_path / "out")
     assert torch.isfinite(load(tmp_path / "out")(torch.arange(8)[None]).logits).all()
     assert not list(tmp_path.glob(".out*")), "no traces"
     # pruned and packed in one run, and again from the pruned one
@@ -282,7 +300,15 @@ def test_a_budget_is_met_and_reported(
     got = report["after"]["nbytes"] / report["before"]["nbytes"]
     assert 0.98 * 0.45 <= got <= 0.45
     assert report["choice"]["nbytes"] == report["after"]["nbytes"], "as expected, to the byte"
-    assert (tmp_path / "out" / "compression.svg").read_text().count("<rect") > 8
+    drawn = titles(tmp_path / "out")
+    assert [one for one in drawn if one.startswith("bytes of all")] == [
+        f"bytes of all tensors, {name}: {format_size(report[key]['nbytes'])}"
+        for name, key in (("before", "before"), ("after", "after"), ("expected", "choice"))
+    ]
+    formats = {name: one["format"] for one in report["choice"]["groups"] for name in one["names"]}
+    assert {one["names"][0]: one["format"] for one in report["layers"] if one["format"]} == formats
+    for one in report["layers"]:
+        assert f"{one['names'][0]}: {one['format'] or 'wide'}, " in "".join(drawn)
     assert torch.isfinite(load_packed_model(tmp_path / "out")(torch.arange(8)[None]).logits).all()
     message = failed(capsys, model, tmp_path / "no", "--budget", "size=20x", *text)
     assert "size=0.05 cannot be met: the nearest is size=" in message

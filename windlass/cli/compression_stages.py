@@ -26,6 +26,7 @@ from windlass.cli.compression_figures import (
     measure_figures,
     warn_of_uneven_groups,
 )
+from windlass.cli.compression_picture import LayerSize, layer_sizes
 from windlass.cli.compression_report import CompressionReport, choice_lines, prune_lines
 from windlass.cli.compression_settings import WIDE, CompressionSettings
 from windlass.cli.model_run import RunFigures
@@ -40,6 +41,7 @@ from windlass.compress.partial_directory import check_target
 from windlass.compress.post_training import LayerResult, RoundingOptions, compress_directory, fingerprint_tokens
 from windlass.compress.prune_directory import prune_directory
 from windlass.compress.pruned_config import PRUNING_ENTRY
+from windlass.compress.rotation import RotatedDirectory
 from windlass.data.pack_corpus import pack_corpus
 from windlass.kernels.weight_format import PackedWeight, WeightFormat
 from windlass.launch.supervisor import capture_signals
@@ -56,6 +58,7 @@ class CompressionRun:
         self.is_complete = False  # the output directory is complete; measurements may still follow
         self._bits_before: float | None = None  # bits per byte of the source model on held-out text
         self._run_before: RunFigures | None = None  # run of the source model
+        self._layers: list[LayerSize] = []
         self._pruned: list[str] = []
         self._notes: list[str] = []
 
@@ -216,8 +219,14 @@ class CompressionRun:
 
         path, choice, nbytes = round_within_loss(chooser, work, allowed, loss_text(limits), write, measure)
         self._expect(choice)
+        self._layers = layer_sizes(self._matrices(source), choice.formats)  # of the last choice that was rounded so far
         replace_directory(path, settings.out.resolve())
         return nbytes, choice
+
+    def _matrices(self, source: Path) -> ModelDirectory:
+        """Return the directory whose matrices are rounded."""
+        directory = as_linear_directory(ModelDirectory(source), trust_remote_code=self._settings.trust_remote_code)
+        return RotatedDirectory(directory) if self._settings.rotate else directory
 
     def _print_choice(self, choice: BudgetChoice) -> None:
         print_escaped("\n".join(choice_lines(choice)))
@@ -231,6 +240,8 @@ class CompressionRun:
             expected += f", {1e3 * choice.seconds:.3g} ms a token"
         if choice.uniform is not None:
             expected += f"; the best uniform format of no more bytes, {choice.uniform[0]}: +{choice.uniform[1]:.4f}"
+        if choice.gap:
+            expected += f"; at most {100 * choice.gap:.2g} % above the best choice"
         self._notes = [note for note in self._notes if not note.startswith("expected: ")]
         self._notes.append(f"{expected} ({choice.tokens} tokens)")
 
@@ -246,6 +257,7 @@ class CompressionRun:
             directory = ModelDirectory(source)
             names, formats = [WIDE], partial(_wide_format, directory, settings.head)
         else:
+            self._layers = layer_sizes(ModelDirectory(source), {})
             replace_directory(source, settings.out.resolve())
             print_escaped(f"{settings.out}: unquantized weights, in {self.progress.seconds:.0f} s")
             return tensor_bytes(ModelDirectory(settings.out))
@@ -260,8 +272,9 @@ class CompressionRun:
         what = names[0] if len(names) == 1 else f"{len(names)} formats"
         layers = plural(len(report.layers), "layer")
         print_escaped(f"{settings.out}: {layers} as {what} by {how}, in {self.progress.seconds:.0f} s")
-        directory = as_linear_directory(ModelDirectory(source), trust_remote_code=settings.trust_remote_code)
+        directory = self._matrices(source)
         self._print_layers(directory, report, results, names)
+        self._layers = layer_sizes(directory, report.layers)
         return report.bytes_after
 
     def _pack_trained(self, source: Path, target: Path) -> tuple[str, PackedReport, list[LayerResult]]:
@@ -352,7 +365,7 @@ class CompressionRun:
         lines = figure_lines(before, after)
         print_escaped("\n".join([*lines, *(f"  {line}" for line in got)]))
         report = CompressionReport(
-            lines, asdict(before), asdict(after), settings.given(), self._pruned, choice, self._notes
+            lines, asdict(before), asdict(after), settings.given(), self._pruned, self._layers, choice, self._notes
         )
         report.write(settings.out)
 

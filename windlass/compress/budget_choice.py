@@ -76,6 +76,7 @@ class BudgetChoice:
         seconds: seconds of a generated token; None: not measured.
         uniform: the best uniform format of no more bytes, and its loss; None: there is none.
         tokens: number of tokens of each measurement.
+        gap: bound of the excess of the knapsack's loss, or bytes, above the least, as a share; 0: it is the least.
     """
 
     groups: list[GroupChoice]
@@ -84,6 +85,7 @@ class BudgetChoice:
     seconds: float | None = None
     uniform: tuple[str, float] | None = None
     tokens: int = 0
+    gap: float = 0.0
     formats: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,7 +158,9 @@ def choose_for_budget(
     measured = losses(lambda: meter.sensitivities(formats, progress))
     for one, found in zip(options, measured, strict=True):
         one[1:] = [replace(option, loss=found[str(option.name)]) for option in one[1:]]
-    chosen, nats, uniform = solver.solve()
+    solution = solver.solve()
+    chosen, uniform = solution.places, solution.uniform
+    least = total(options, chosen, "nbytes" if budget.size is None and times is None else "loss")
     choices = [
         GroupChoice(
             layers, one[place].name, size, one[place].nbytes, one[place].loss * bits_per_nat, one[place].seconds
@@ -166,10 +170,11 @@ def choose_for_budget(
     return BudgetChoice(
         choices,
         fixed + int(total(options, chosen, "nbytes")),
-        nats * bits_per_nat,
+        solution.nats * bits_per_nat,
         products.token_seconds(total(options, chosen, "seconds")),
         None if uniform is None else (uniform[0], uniform[1] * bits_per_nat),
         meter.tokens,
+        solution.gap / least if solution.gap else 0.0,
     )
 
 
@@ -240,6 +245,23 @@ class _Products:
         return self._wide + (token - self._times.wide) / self._scale
 
 
+@dataclass(frozen=True)
+class _Solution:
+    """Choice for a budget.
+
+    Attributes:
+        places: index of the option of each group.
+        nats: measured loss in nats per token.
+        gap: bound of the excess of the knapsack's sum above the least one; see `FormatChoice`.
+        uniform: the best uniform format of no more bytes, and its loss; None: there is none.
+    """
+
+    places: list[int]
+    nats: float
+    gap: float = 0.0
+    uniform: tuple[str, float] | None = None
+
+
 @dataclass
 class _Solver:
     """Solver for one budget."""
@@ -254,8 +276,8 @@ class _Solver:
     bits_per_nat: float
     products: _Products
 
-    def solve(self) -> tuple[list[int], float, tuple[str, float] | None]:
-        """Return the index of each group's option, the measured loss in nats per token, and the best uniform choice.
+    def solve(self) -> _Solution:
+        """Return the choice for the budget, with its measured loss, and the best uniform choice.
 
         Raises:
             ConfigError: the budget cannot be met.
@@ -263,42 +285,41 @@ class _Solver:
         limits = self._limits()
         asked = limits.loss
         allowed = asked
-        best: tuple[list[int], float] | None = None
-        measured: list[tuple[list[int], float]] = []
+        best: _Solution | None = None
+        measured: list[_Solution] = []
         for _ in range(_REPAIRS):
             try:
-                chosen = choose_formats(self.options, FormatLimits(limits.nbytes, allowed, limits.seconds))
+                found = choose_formats(self.options, FormatLimits(limits.nbytes, allowed, limits.seconds))
             except UnmetLimitError as error:
                 if error.resource != "loss":
                     raise self._refusal(error) from error
                 break
-            nats = self._measure(chosen)
-            measured.append((chosen, nats))
-            within = asked is None or nats <= asked
-            if within and (
-                best is None or total(self.options, chosen, "nbytes") < total(self.options, best[0], "nbytes")
-            ):
-                best = chosen, nats
-            expected = total(self.options, chosen, "loss")
-            if asked is None or 0.97 * asked <= nats <= asked or not nats or not expected:
+            if any(found.places == one.places for one in measured):
                 break
-            allowed = asked * expected / nats
+            one = self._measure(found.places, found.gap)
+            measured.append(one)
+            within = asked is None or one.nats <= asked
+            if within and (best is None or self._nbytes(one.places) < self._nbytes(best.places)):
+                best = one
+            expected = total(self.options, one.places, "loss")
+            if asked is None or 0.98 * asked <= one.nats <= asked or not one.nats or not expected:
+                break
+            allowed = asked * expected / one.nats
         if best is None:
             assert asked is not None
             best = self._least_measured(measured, limits)
-            if best[1] > asked:
-                raise self._refusal(UnmetLimitError("loss", best[1]))
-        return self._better_of_uniform(*best, limits)
+            if best.nats > asked:
+                raise self._refusal(UnmetLimitError("loss", best.nats))
+        return self._better_of_uniform(best, limits)
 
-    def _least_measured(self, measured: list[tuple[list[int], float]], limits: FormatLimits) -> tuple[list[int], float]:
+    def _least_measured(self, measured: Sequence[_Solution], limits: FormatLimits) -> _Solution:
         """Return the choice of the least measured loss among the measured ones and the uniform formats within the
         limits of bytes and time. Losses of groups only nearly add up, so that the sum of a choice refuses nothing."""
         tried = list(measured)
         if not tried:  # the least sum within the other limits was above the limit of the loss
-            chosen = choose_formats(self.options, replace(limits, loss=None))
-            tried.append((chosen, self._measure(chosen)))
-        tried += [(one, self._measure(one)) for one in self._uniform_choices(limits.nbytes, limits.seconds)]
-        return min(tried, key=lambda one: one[1])
+            tried.append(self._measure(choose_formats(self.options, replace(limits, loss=None)).places))
+        tried += [self._measure(one) for one in self._uniform_choices(limits.nbytes, limits.seconds)]
+        return min(tried, key=lambda one: one.nats)
 
     def check_bytes_and_time(self) -> None:
         """Raise a ConfigError if the fewest bytes, or the least time, are above their limits."""
@@ -324,27 +345,28 @@ class _Solver:
             token = own if token is None else min(token, own)
         return FormatLimits(nbytes, loss, None if token is None else self.products.limit(token))
 
-    def _measure(self, chosen: Sequence[int]) -> float:
+    def _measure(self, places: list[int], gap: float = 0.0) -> _Solution:
         formats = {
             name: options[place].name
-            for group, options, place in zip(self.groups, self.options, chosen, strict=True)
+            for group, options, place in zip(self.groups, self.options, places, strict=True)
             for name in group.names
         }
-        return self.meter.divergence(formats)
+        return _Solution(places, self.meter.divergence(formats), gap=gap)
 
-    def _better_of_uniform(
-        self, chosen: list[int], nats: float, limits: FormatLimits
-    ) -> tuple[list[int], float, tuple[str, float] | None]:
+    def _nbytes(self, places: Sequence[int]) -> float:
+        return total(self.options, places, "nbytes")
+
+    def _better_of_uniform(self, chosen: _Solution, limits: FormatLimits) -> _Solution:
         """Return the choice, or the best uniform format of at most as many bytes if its loss is lower."""
-        size = total(self.options, chosen, "nbytes")
         best: tuple[str, float] | None = None
-        for uniform in self._uniform_choices(size, limits.seconds):
+        result = chosen
+        for uniform in self._uniform_choices(self._nbytes(chosen.places), limits.seconds):
             found = self._measure(uniform)
-            if best is None or found < best[1]:
-                best = str(self.options[0][uniform[0]].name), found
-            if found < nats:
-                chosen, nats = uniform, found
-        return chosen, nats, best
+            if best is None or found.nats < best[1]:
+                best = str(self.options[0][uniform[0]].name), found.nats
+            if found.nats < result.nats:
+                result = found
+        return replace(result, uniform=best)
 
     def _uniform_choices(self, nbytes: float | None, seconds: float | None) -> Iterator[list[int]]:
         """Yield each choice of one format for all groups that is within limits of bytes and time; None: no limit."""

@@ -1,23 +1,32 @@
 """Choice of a weight format for each layer under limits of bytes, loss and time: a knapsack, solved exactly.
 
-[Note: format knapsack] The losses of layers are taken to add up, as their bytes and times do. For one limit the set of
-all sums that no other sum beats in both resources is built group by group, so the result is exact unless a set has more
-than `_MOST_SUMS` and is thinned. With a limit of bytes and one of time, a bisection finds the smallest multiplier of
-the time whose best choice under the limit of bytes fits both limits; exchanges between two groups then improve the
-result.
+[Note: format knapsack] The losses of layers are taken to add up, as their bytes and times do. Multipliers of the
+limited resources give a lower bound of the objective (Lagrange). An option's reduced cost is its objective plus
+multiplied resources, above the least of its group. A choice within the limits exceeds the bound by its reduced costs
+plus the multiplied unused resources. So all choices within a given distance of the bound are built group by group: a
+partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or if another
+one is no worse in the objective and all resources. The distance grows until it has a choice, and the best one is the
+optimum. The work is bounded by `_MOST_SUMS` partial choices: beyond, those of the least reduced costs are kept, and
+`FormatChoice.gap` states how far above the bound, and so at most above the optimum, the result is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-_MOST_SUMS = 200_000
-_BISECTIONS = 40
-_EXCHANGES = 500
+_MOST_SUMS = 50_000
+_FINEST = 1 << 44  # resources that are not integers are counted in units of their limit divided by this
+_SEARCHES = 60  # golden-section steps for each multiplier
+_GOLDEN = (5**0.5 - 1) / 2
+_GROWTH = 4.0
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -51,16 +60,30 @@ class UnmetLimitError(ValueError):
 
     Attributes:
         resource: nbytes, loss or seconds.
-        nearest: least possible sum of the resource.
+        nearest: least possible sum of the resource, within the other limit if there is one.
+        places: a choice with this sum.
     """
 
-    def __init__(self, resource: str, nearest: float) -> None:
+    def __init__(self, resource: str, nearest: float, places: Sequence[int] = ()) -> None:
         super().__init__(f"the least {resource} is {nearest}")
-        self.resource, self.nearest = resource, nearest
+        self.resource, self.nearest, self.places = resource, nearest, list(places)
 
 
-def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimits) -> list[int]:
-    """Return the index of the chosen option of each group; see [Note: format knapsack].
+@dataclass(frozen=True)
+class FormatChoice:
+    """Solution of the knapsack.
+
+    Attributes:
+        places: index of the chosen option of each group.
+        gap: bound of the excess of its objective above the optimum; 0: it is the optimum.
+    """
+
+    places: list[int]
+    gap: float = 0.0
+
+
+def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimits) -> FormatChoice:
+    """Return the best choice of an option for each group; see [Note: format knapsack].
 
     With a limit of bytes or time, the choice of the least loss within them; else the choice of the fewest bytes within
     the limit of the loss.
@@ -69,18 +92,12 @@ def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimit
         UnmetLimitError: no choice is within the limits.
     """
     if limits.nbytes is None and limits.seconds is None:
-        chosen = _Frontier(groups, {"nbytes": 1.0}, {"loss": 1.0}).first_below(limits.loss)
-        if chosen is None:
-            raise UnmetLimitError("loss", _least(groups, "loss"))
-        return chosen
-    for resource in ("nbytes", "seconds"):
-        limit = getattr(limits, resource)
-        if limit is not None and _least(groups, resource) > limit:
-            raise UnmetLimitError(resource, _least(groups, resource))
-    chosen = _within(groups, limits)
-    if limits.loss is not None and total(groups, chosen, "loss") > limits.loss:
-        raise UnmetLimitError("loss", total(groups, chosen, "loss"))
-    return chosen
+        return _least(groups, "nbytes", {"loss": limits.loss})
+    found = _least(groups, "loss", {"nbytes": limits.nbytes, "seconds": limits.seconds})
+    loss = total(groups, found.places, "loss")
+    if limits.loss is not None and loss > limits.loss:
+        raise UnmetLimitError("loss", loss, found.places)
+    return found
 
 
 def total(groups: Sequence[Sequence[FormatOption]], chosen: Sequence[int], resource: str) -> float:
@@ -88,117 +105,178 @@ def total(groups: Sequence[Sequence[FormatOption]], chosen: Sequence[int], resou
     return float(sum(getattr(options[place], resource) for options, place in zip(groups, chosen, strict=True)))
 
 
-def _least(groups: Sequence[Sequence[FormatOption]], resource: str) -> float:
-    return float(sum(min(getattr(option, resource) for option in options) for options in groups))
+def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dict[str, float | None]) -> FormatChoice:
+    """Return the choice of the least objective within limits of resources.
 
-
-def _within(groups: Sequence[Sequence[FormatOption]], limits: FormatLimits) -> list[int]:
-    if limits.nbytes is None or limits.seconds is None:
-        resource = "nbytes" if limits.seconds is None else "seconds"
-        chosen = _Frontier(groups, {resource: 1.0}, {"loss": 1.0}).last_within(getattr(limits, resource))
-        assert chosen is not None
-        return chosen
-
-    def under(multiplier: float) -> list[int]:
-        cost = {"loss": 1.0, "seconds": multiplier} if multiplier < float("inf") else {"seconds": 1.0}
-        found = _Frontier(groups, {"nbytes": 1.0}, cost).last_within(limits.nbytes)
-        assert found is not None
+    Raises:
+        UnmetLimitError: there is none.
+    """
+    bounds = {name: limit for name, limit in limits.items() if limit is not None}
+    for name, limit in bounds.items():
+        places = [min(range(len(one)), key=lambda place: getattr(one[place], name)) for one in groups]  # noqa: B023
+        if (least := total(groups, places, name)) > limit:
+            raise UnmetLimitError(name, least, places)
+    costs = [np.array([getattr(option, objective) for option in options], dtype=np.float64) for options in groups]
+    counted = [_count(groups, name, limit) for name, limit in bounds.items()]
+    resources = [np.stack([one[0][group] for one in counted]) for group in range(len(groups))]
+    search = _Search(costs, resources, np.array([one[1] for one in counted], dtype=np.int64))
+    found = search.solve()
+    if found is not None:
         return found
-
-    chosen = under(0.0)
-    if total(groups, chosen, "seconds") <= limits.seconds:
-        return chosen
-    chosen = under(float("inf"))
-    if total(groups, chosen, "seconds") > limits.seconds:
-        raise UnmetLimitError("seconds", total(groups, chosen, "seconds"))
-    spread = sum(max(one.loss for one in options) for options in groups) + 1e-12
-    low, high = 0.0, 1e6 * spread / limits.seconds
-    for _ in range(_BISECTIONS):
-        middle = (low * high) ** 0.5 if low else high / 1024
-        trial = under(middle)
-        if total(groups, trial, "seconds") <= limits.seconds:
-            high = middle
-            if total(groups, trial, "loss") <= total(groups, chosen, "loss"):
-                chosen = trial
-        else:
-            low = middle
-        if low and high / low < 1.001:
-            break
-    return _exchange(groups, chosen, limits)
+    first, second = bounds  # each limit can be met alone
+    places = _least(groups, second, {first: bounds[first]}).places
+    if (nearest := total(groups, places, second)) > bounds[second]:
+        raise UnmetLimitError(second, nearest, places)
+    return FormatChoice(places, total(groups, places, objective) - search.bound)  # all others were dropped
 
 
-def _exchange(groups: Sequence[Sequence[FormatOption]], chosen: list[int], limits: FormatLimits) -> list[int]:
-    """Change one or two groups at a time while the loss falls within the limits of bytes and time."""
-    assert limits.nbytes is not None and limits.seconds is not None
-    places = [(group, place) for group, options in enumerate(groups) for place in range(len(options))]
-    owner = np.array([group for group, _ in places])
-    for _ in range(_EXCHANGES):
-        changes = {
-            resource: np.array(
-                [getattr(groups[g][p], resource) - getattr(groups[g][chosen[g]], resource) for g, p in places]
-            )
-            for resource in ("nbytes", "seconds", "loss")
-        }
-        sums = {resource: one[:, None] + one[None] for resource, one in changes.items()}
-        allowed = owner[:, None] != owner[None]  # a place that is chosen already changes nothing
-        allowed &= sums["nbytes"] <= limits.nbytes - total(groups, chosen, "nbytes")
-        allowed &= sums["seconds"] <= limits.seconds - total(groups, chosen, "seconds")
-        losses = np.where(allowed, sums["loss"], 0.0)
-        best = int(losses.argmin())
-        if losses.flat[best] >= -1e-15:
-            break
-        for one in divmod(best, len(places)):
-            group, place = places[one]
-            chosen[group] = place
-    return chosen
+def _count(groups: Sequence[Sequence[FormatOption]], name: str, limit: float) -> tuple[list[Integers], int]:
+    """Return a resource of all options, and its limit, as integers: bytes as they are. So equal sums are equal in any
+    order of their terms, and the rounding of a sum is added to the limit."""
+    values = [[getattr(option, name) for option in options] for options in groups]
+    if all(isinstance(value, int) for options in values for value in options):
+        return [np.array(options, dtype=np.int64) for options in values], int(limit)
+    most = max(limit, sum(max(options) for options in values)) or 1.0
+    unit = most / _FINEST
+    counts = [np.array([round(value / unit) for value in options], dtype=np.int64) for options in values]
+    return counts, round(limit / unit) + len(groups) // 2 + 1
 
 
-class _Frontier:
-    """Pareto frontier of the sums of a resource and a cost, with the choices on it.
+class _Search:
+    """Search for the best choice within limits.
 
     Args:
-        resource, cost: multiplier of each attribute of an option.
+        costs: objective of each group's options.
+        resources: `[limits, options]` of each group.
+        limits: largest sum of each resource.
+
+    Attributes:
+        bound: a lower bound of the objective.
     """
 
-    def __init__(
-        self, groups: Sequence[Sequence[FormatOption]], resource: Mapping[str, float], cost: Mapping[str, float]
-    ) -> None:
-        def values(options: Sequence[FormatOption], weights: Mapping[str, float]) -> NDArray[np.float64]:
-            return np.array([sum(weight * getattr(one, name) for name, weight in weights.items()) for one in options])
+    def __init__(self, costs: Sequence[Floats], resources: Sequence[Integers], limits: Integers) -> None:
+        self._costs, self._resources, self._limits = costs, resources, limits
+        width = max(map(len, costs))
+        self._padded = np.full((len(costs), width), np.inf)
+        self._weights = np.zeros((len(limits), len(costs), width))
+        for group, (cost, resource) in enumerate(zip(costs, resources, strict=True)):
+            self._padded[group, : len(cost)] = cost
+            self._weights[:, group, : len(cost)] = resource
+        self.bound, self._multipliers = self._best_bound()
 
-        self._sums: NDArray[np.float64] = np.zeros(1)  # bytes below 2**53 are exact
-        self.costs: NDArray[np.float64] = np.zeros(1)
-        self._links: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        for options in groups:
-            self._add(values(options, resource), values(options, cost))
+    def solve(self) -> FormatChoice | None:
+        """Return the best choice; None if no choice within the limits was found."""
+        bound, multipliers = self.bound, self._multipliers
+        reduced = [cost + multipliers @ resource for cost, resource in zip(self._costs, self._resources, strict=True)]
+        reduced = [one - one.min() for one in reduced]
+        largest = sum(float(one.max()) for one in reduced) + float(multipliers @ self._limits)
+        scale = max(abs(bound), *(float(cost.max()) for cost in self._costs), 1e-300)
+        distance = max(largest / len(self._costs) / 64, 1e-12 * scale)
+        while True:
+            found, is_whole = self._within(reduced, multipliers, distance + 1e-12 * scale)
+            if found is not None and (found[0] <= bound + distance or not is_whole or distance > largest):
+                return FormatChoice(found[1], 0.0 if is_whole else max(found[0] - bound, 0.0))
+            if distance > largest:
+                return None
+            distance *= _GROWTH
 
-    def _add(self, resources: NDArray[np.float64], costs: NDArray[np.float64]) -> None:
-        count = len(self._sums)
-        sums = (self._sums[None] + resources[:, None]).ravel()
-        totals = (self.costs[None] + costs[:, None]).ravel()
-        order = np.lexsort((totals, sums))
-        best = np.minimum.accumulate(totals[order])
-        kept = order[np.concatenate([[True], totals[order][1:] < best[:-1]])]
-        if len(kept) > _MOST_SUMS:
-            kept = kept[np.unique(np.linspace(0, len(kept) - 1, _MOST_SUMS).astype(np.int64))]
-        self._links.append((kept // count, kept % count))
-        self._sums, self.costs = sums[kept], totals[kept]
+    def _best_bound(self) -> tuple[float, Floats]:
+        """Return the largest lower bound of the objective that was found, and its multipliers."""
+        spread = float(sum(cost.max() - cost.min() for cost in self._costs)) or 1.0
+        scales = [spread / max(int(limit), 1) for limit in self._limits]
+        chosen = np.zeros(len(self._limits))
 
-    def last_within(self, limit: float | None) -> list[int] | None:
-        """Return the choice of the least cost whose resource is within a limit."""
-        assert limit is not None
-        place = int(np.searchsorted(self._sums, limit * (1 + 1e-12), side="right")) - 1
-        return self._choice(max(place, 0))
+        def bound_of(multipliers: Floats) -> float:
+            sums = self._padded + np.tensordot(multipliers, self._weights, 1)
+            return float(sums.min(1).sum() - multipliers @ self._limits)
 
-    def first_below(self, limit: float | None) -> list[int] | None:
-        """Return the choice of the least resource whose cost is within a limit."""
-        assert limit is not None
-        within = np.flatnonzero(self.costs <= limit)
-        return self._choice(int(within[0])) if len(within) else None
+        def maximize(resource: int) -> float:
+            """Choose the multipliers from a resource on, given those before it."""
+            if resource == len(chosen):
+                return bound_of(chosen)
 
-    def _choice(self, place: int) -> list[int]:
-        found = []
-        for options, before in reversed(self._links):
+            def at(exponent: float) -> float:
+                chosen[resource] = scales[resource] * 10**exponent if exponent > -np.inf else 0.0
+                return maximize(resource + 1)
+
+            best = max(_golden_section(at, -5.0, 6.0), -np.inf, key=at)
+            return at(best)
+
+        return maximize(0), chosen
+
+    def _within(
+        self, reduced: Sequence[Floats], multipliers: Floats, distance: float
+    ) -> tuple[tuple[float, list[int]] | None, bool]:
+        """Return the least objective, with its choice, among the choices within the limits and within a distance of
+        the bound; and False if partial choices were dropped for their number."""
+        kept = [np.flatnonzero(one <= distance) for one in reduced]
+        least = np.array([one[:, places].min(1) for one, places in zip(self._resources, kept, strict=True)])
+        rest = least[::-1].cumsum(0)[::-1] - least  # of the groups after each one
+        sums, costs, spent = np.zeros((len(multipliers), 1), dtype=np.int64), np.zeros(1), np.zeros(1)
+        links: list[tuple[Integers, Integers]] = []
+        is_whole = True
+        for group, places in enumerate(kept):
+            count = costs.size
+            sums = (self._resources[group][:, places, None] + sums[:, None]).reshape(len(multipliers), -1)
+            costs = (self._costs[group][places, None] + costs).ravel()
+            spent = (reduced[group][places, None] + spent).ravel()
+            fits = (sums <= (self._limits - rest[group])[:, None]).all(0) & (spent <= distance)
+            chosen = np.flatnonzero(fits)
+            if not chosen.size:
+                return None, is_whole
+            chosen = chosen[_undominated(sums[:, chosen], costs[chosen])]
+            if chosen.size > _MOST_SUMS:
+                is_whole = False
+                chosen = chosen[np.argpartition(spent[chosen], _MOST_SUMS)[:_MOST_SUMS]]
+            links.append((places[chosen // count], chosen % count))
+            sums, costs, spent = sums[:, chosen], costs[chosen], spent[chosen]
+        place = int(costs.argmin())
+        objective, found = float(costs[place]), []
+        for options, before in reversed(links):
             found.append(int(options[place]))
             place = int(before[place])
-        return found[::-1]
+        return (objective, found[::-1]), is_whole
+
+
+def _undominated(sums: Integers, costs: Floats) -> Integers:
+    """Return the indices of the partial choices that no other one equals or beats in the cost and in all resources.
+
+    Args:
+        sums: one or two resources, `[resources, choices]`.
+    """
+    order = np.lexsort((costs, *sums[::-1]))
+    if len(sums) == 1:
+        best = np.minimum.accumulate(costs[order])
+        return order[np.concatenate([[True], costs[order][1:] < best[:-1]])]
+    seconds, values = sums[1][order].tolist(), costs[order].tolist()
+    kept = []
+    steps: list[int] = []  # ascending second resource of the choices so far, with descending costs in `lows`
+    lows: list[float] = []
+    for place, (second, value) in enumerate(zip(seconds, values, strict=True)):
+        at = bisect_right(steps, second)
+        if at and lows[at - 1] <= value:
+            continue
+        kept.append(place)
+        if at and steps[at - 1] == second:
+            at -= 1
+        end = at
+        while end < len(lows) and lows[end] >= value:
+            end += 1
+        steps[at:end], lows[at:end] = [second], [value]
+    return order[kept]
+
+
+def _golden_section(value: Callable[[float], float], low: float, high: float) -> float:
+    """Return the place of the maximum of a function with one maximum."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = value(left), value(right)
+    for _ in range(_SEARCHES):
+        if at_left < at_right:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = value(right)
+        else:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = value(left)
+    return (low + high) / 2
