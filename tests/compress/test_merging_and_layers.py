@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from windlass.compress.layer_importance import (
 )
 from windlass.compress.low_rank import factorize_linear_layers, low_rank_factors, rank_of_share
 from windlass.compress.merge_models import dare_merge, linear_merge, merge_models, spherical_merge, ties_merge
+from windlass.compress.packed_model import load_packed_model
 
 BATCHES = [torch.arange(3, 23).view(2, 10)]
 
@@ -240,3 +243,22 @@ def test_factorized_models_are_smaller_and_train() -> None:
     assert difference(model) < difference(plain)
     with pytest.raises(ConfigError, match="share is 1.5"):
         factorize_linear_layers(wide, 1.5)
+
+
+def test_factorized_models_are_saved_with_their_ranks(tmp_path: Path) -> None:
+    stored = deep()
+    factorize_linear_layers(stored, 0.5, lambda name: "mlp" in name)
+    factorize_linear_layers(stored, 0.5, lambda name: name.endswith(("o_proj", "0.mlp.up_proj.1")))
+    remove_layers(stored, [1])
+    stored.save_pretrained(tmp_path)
+    loaded = load_packed_model(tmp_path)
+    assert sum(parameter.numel() for parameter in loaded.parameters() if parameter.requires_grad) == sum(
+        parameter.numel() for parameter in stored.parameters()
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded(BATCHES[0]).logits, stored(BATCHES[0]).logits)
+    entry = json.loads((tmp_path / "config.json").read_text())
+    entry["windlass_low_rank"]["model.norm"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(entry))
+    with pytest.raises(ModelError, match=r"windlass_low_rank names 'model.norm', which is no linear layer of Llama"):
+        load_packed_model(tmp_path)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.block_calibration import find_longest_list
+from windlass.compress.low_rank_config import RANKS_ENTRY
 from windlass.compress.pruned_config import PRUNING_ENTRY, renumber_layers
 from windlass.compress.unit_importance import LossFunction, language_loss
 
@@ -160,10 +161,11 @@ def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
         return
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     _keep_in_config(text, kept, total)
-    widths = getattr(config, PRUNING_ENTRY, None)
-    if widths:
-        new_numbers = {old: new for new, old in enumerate(kept)}
-        setattr(config, PRUNING_ENTRY, renumber_layers(widths, name, new_numbers))
+    new_numbers = {old: new for new, old in enumerate(kept)}
+    for key in (PRUNING_ENTRY, RANKS_ENTRY):
+        entry = getattr(config, key, None)
+        if entry:
+            setattr(config, key, renumber_layers(entry, name, new_numbers))
 
 
 def _keep_in_config(config: Any, kept: Sequence[int], total: int) -> None:

@@ -17,6 +17,7 @@ from windlass.base.errors import ConfigError
 from windlass.base.module_modes import evaluating
 from windlass.compress.block_calibration import InputStatistics
 from windlass.compress.gptq import damped_factor
+from windlass.compress.low_rank_config import factor_pair, record_ranks
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _DAMPING = 1e-6  # added to the diagonal, relative to its mean
@@ -61,6 +62,9 @@ def factorize_linear_layers(
 ) -> dict[str, int]:
     """Replace linear layers by two, in place: `nn.Sequential(nn.Linear(in, rank), nn.Linear(rank, out))`.
 
+    The configuration of a transformers model has their ranks, so that `save_pretrained` writes a directory that
+    windlass loads; see [Note: ranks in the configuration].
+
     Args:
         share: elements of both factors, as a share of the matrix's.
         chosen: returns True for the names of the layers. The output head of a transformers model is never taken.
@@ -86,18 +90,12 @@ def factorize_linear_layers(
         rank = rank_of_share(layer.out_features, layer.in_features, share)
         up, down = low_rank_factors(layer.weight.detach(), rank, hessians.get(name))
         ranks[name] = rank
-        model.set_submodule(name, _pair(layer, up, down))
+        pair = factor_pair(layer, rank)
+        for part, factor in zip(pair, (down, up), strict=True):
+            part.weight = nn.Parameter(factor.contiguous(), requires_grad=layer.weight.requires_grad)
+        model.set_submodule(name, pair)
+    record_ranks(model, ranks)
     return ranks
-
-
-def _pair(layer: nn.Linear, up: Tensor, down: Tensor) -> nn.Sequential:
-    with torch.device("meta"):
-        first = nn.Linear(down.shape[1], down.shape[0], bias=False)
-        second = nn.Linear(up.shape[1], up.shape[0], bias=False)
-    first.weight = nn.Parameter(down.contiguous(), requires_grad=layer.weight.requires_grad)
-    second.weight = nn.Parameter(up.contiguous(), requires_grad=layer.weight.requires_grad)
-    second.bias = layer.bias
-    return nn.Sequential(first, second).train(layer.training)
 
 
 def _input_sums(

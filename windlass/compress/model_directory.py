@@ -19,6 +19,7 @@ from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.regular_file import open_regular
 from windlass.compress.conv1d_layers import make_linear, use_linear_class
+from windlass.compress.low_rank_config import RANKS_ENTRY, apply_ranks
 from windlass.compress.pruned_config import PRUNING_ENTRY, apply_widths
 from windlass.kernels.mapped_bytes import MappedBytes, map_bytes
 from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
@@ -210,6 +211,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
                 f"transformers cannot build the model of {directory.path}: {reason}; give a causal language model"
             ) from error
     apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
+    apply_ranks(model, getattr(config, RANKS_ENTRY, None) or {})
     use_linear_class(model)
     if directory.has_linear_layers:
         make_linear(model)

@@ -15,6 +15,7 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
+from windlass.compress.low_rank_config import RANKS_ENTRY
 from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
@@ -25,13 +26,15 @@ from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
 _QUANTIZATION = "quantization_config"
+_OWN = (PRUNING_ENTRY, RANKS_ENTRY)  # entries of models that transformers does not build
 _ORDER = "weight_g_idx"
 _UNUSED = ("input_scale", "input_zero_point", _ORDER)
 
 
 def is_packed_directory(path: str | Path) -> bool:
     """Return True if a path is a model's directory that `load_packed_model` loads: its weights are quantized, or it has
-    widths that transformers does not build ([Note: widths of pruned models])."""
+    widths or layers that transformers does not build ([Note: widths of pruned models], [Note: ranks in the
+    configuration])."""
     config = Path(path) / "config.json"
     if not config.is_file():
         return False
@@ -39,7 +42,7 @@ def is_packed_directory(path: str | Path) -> bool:
         found = parse_json(config.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and any(isinstance(found.get(key), dict) for key in (_QUANTIZATION, PRUNING_ENTRY))
+    return isinstance(found, dict) and any(isinstance(found.get(key), dict) for key in (_QUANTIZATION, *_OWN))
 
 
 def load_packed_model(
@@ -50,9 +53,10 @@ def load_packed_model(
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, or a
-    pruned one that only windlass builds, in eval mode.
+    pruned or factorized one that only windlass builds, in eval mode.
 
-    Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file.
+    Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file. All parameters are frozen
+    if the directory is quantized, and else none.
 
     Args:
         model_class: class of transformers; None: `AutoModelForCausalLM`.
@@ -63,7 +67,7 @@ def load_packed_model(
     """
     directory = ModelDirectory(path)
     entry = directory.quantization
-    if entry is None and PRUNING_ENTRY not in directory.config:
+    if entry is None and not any(key in directory.config for key in _OWN):
         raise ModelError(
             f"{path} is not quantized: its config.json has no quantization_config; load it with transformers"
         )
@@ -106,7 +110,7 @@ def load_packed_model(
             len(unpacked),
             min(unpacked),
         )
-    fill_wide(model, directory, names, used, dtype, unpacked=unpacked)
+    fill_wide(model, directory, names, used, dtype, unpacked=unpacked, trains=entry is None)
     refuse_packed_saves()
     loaded: nn.Module = model.eval()
     return loaded
@@ -218,6 +222,7 @@ def fill_wide(
     *,
     unpacked: dict[str, torch.Tensor] | None = None,
     ties: bool = True,
+    trains: bool = False,
 ) -> None:
     """Fill the parameters and buffers that are not packed, by the names of the model; see [Note: checkpoint names].
 
@@ -226,6 +231,7 @@ def fill_wide(
         dtype: dtype of the values; None: that of the files.
         unpacked: values of packed layers that are not layers of the model, by their names in the files.
         ties: let the model share the weights that its configuration shares.
+        trains: the parameters are trained.
 
     Raises:
         ModelError: a tensor is missing, or has another shape.
@@ -259,7 +265,7 @@ def fill_wide(
                 f"tensor {source!r} of {directory.path} has shape {tuple(tensor.shape)}, not {tuple(wanted.shape)}"
             )
         owner, _, leaf = name.rpartition(".")
-        value = nn.Parameter(_cast(tensor, dtype), requires_grad=False)
+        value = nn.Parameter(_cast(tensor, dtype), requires_grad=trains and tensor.is_floating_point())
         if source in mapped:
             set_pages(value, mapped.pop(source))
         model.get_submodule(owner).register_parameter(leaf, value)

@@ -115,7 +115,7 @@ def _check_valid(config: Any) -> None:
 
 
 def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[int, int]) -> dict[str, int]:
-    """Return an entry `windlass_pruning` for a model with fewer layers.
+    """Return an entry `windlass_pruning` or `windlass_low_rank` for a model with fewer layers.
 
     Args:
         prefix: name of the list of layers.
@@ -123,12 +123,12 @@ def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[
     """
     found: dict[str, int] = {}
     for key, kept in entry.items():
-        kind, _, name = key.partition(":")
+        kind, colon, name = key.rpartition(":")
         number, dot, rest = name.removeprefix(f"{prefix}.").partition(".")
         if not name.startswith(f"{prefix}.") or not number.isdigit():
             found[key] = kept
         elif int(number) in new_numbers:
-            found[f"{kind}:{prefix}.{new_numbers[int(number)]}{dot}{rest}"] = kept
+            found[f"{kind}{colon}{prefix}.{new_numbers[int(number)]}{dot}{rest}"] = kept
     return found
 
 

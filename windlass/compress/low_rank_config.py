@@ -1,0 +1,58 @@
+"""Linear layers as products of two smaller ones, and their ranks in a model's configuration.
+
+[Note: ranks in the configuration] transformers builds no such layers. So `config.json` has an entry `windlass_low_rank`
+with the rank of each layer, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model; transformers
+would fill these layers with random values, with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+
+RANKS_ENTRY = "windlass_low_rank"
+
+
+def factor_pair(layer: nn.Linear, rank: int) -> nn.Sequential:
+    """Return the two layers that replace a linear one, `in -> rank -> out`, with its bias and without values."""
+    with torch.device("meta"):
+        first = nn.Linear(layer.in_features, rank, bias=False, dtype=layer.weight.dtype)
+        second = nn.Linear(rank, layer.out_features, bias=False, dtype=layer.weight.dtype)
+    second.bias = layer.bias
+    return nn.Sequential(first, second).train(layer.training)
+
+
+def record_ranks(model: Any, ranks: Mapping[str, int]) -> None:
+    """Add the ranks of layers to the configuration of a transformers model, which `save_pretrained` writes. Other
+    models stay as they are."""
+    if hasattr(getattr(model, "config", None), "to_json_string"):
+        setattr(model.config, RANKS_ENTRY, {**(getattr(model.config, RANKS_ENTRY, None) or {}), **ranks})
+
+
+def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
+    """Replace the layers of an entry `windlass_low_rank` by two without values.
+
+    Raises:
+        ModelError: the model has no such linear layer, or a rank is not between 1 and its smaller side.
+    """
+    for name, rank in sorted(entry.items()):  # a factor of a layer after the layer
+        try:
+            layer = model.get_submodule(name)
+        except AttributeError:
+            layer = None
+        if type(layer) is not nn.Linear:
+            raise ModelError(
+                f"{RANKS_ENTRY} names {name!r}, which is no linear layer of {type(model).__name__}; save the model "
+                "again"
+            )
+        if not isinstance(rank, int) or not 1 <= rank <= min(layer.in_features, layer.out_features):
+            raise ModelError(
+                f"{RANKS_ENTRY} has the rank {rank!r} of {name!r}, a layer of {layer.in_features} x "
+                f"{layer.out_features}; save the model again"
+            )
+        model.set_submodule(name, factor_pair(layer, rank))
