@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,16 @@ import torch
 import torch.distributed as dist
 
 from tests.dist import test_collectives as collectives
+from tests.dist import test_diloco as diloco
+from tests.dist import test_one_bit_adam as one_bit
+from tests.dist import test_one_bit_lamb as lamb
+from tests.dist import test_power_sgd as power_sgd
+from tests.dist import test_zero_one_adam as zero_one
 from tests.dist.equivalence_runs import Setting, complaints, expected, train_rank
 from tests.dist.harness import run_ranks
 from tests.dist.mpi_ranks import MpiWorld
 from tests.dist.test_gloo_collective_support import what_works
+from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
 from tests.oracle import Recipe
 from windlass.observe.environment.backend_support import collective_support, operator_support
 
@@ -163,6 +171,42 @@ def test_ranks_train_as_one_process(mpi: MpiWorld, precision: str) -> None:
     wanted = expected("tied", recipe)
     for actual in zip(*mpi.run(train, recipe), strict=True):
         assert not complaints(list(actual), wanted, recipe)
+
+
+ONE_BIT = [one_bit.Case(0, transport="mpi"), one_bit.Case(2, transport="mpi", accumulation=2)]
+ZERO_ONE = [replace(zero_one.CASE, transport="mpi", stage=stage) for stage in (0, 1)]
+LAMB = [replace(lamb.CASE, transport="mpi", stage=stage) for stage in (0, 2)]
+DILOCO = [
+    replace(diloco.CASE, transport="mpi"),
+    diloco.with_params(
+        replace(diloco.CASE, transport="mpi"), codec="identity", fragments=2, overlap_steps=2, mixing=0.5
+    ),
+]
+
+
+def train_compressed(folder: str) -> dict[str, Any]:
+    return {
+        "one_bit": one_bit.run_cases(ONE_BIT, folder),
+        "zero_one": one_bit.run_cases(ZERO_ONE, folder),
+        "lamb": [lamb.run_lamb(case, folder) for case in LAMB],
+        "diloco": diloco.run_all(DILOCO),
+        "power_sgd": power_sgd.with_hook(5, "mpi"),
+    }
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+def test_compressed_optimizers_equal_their_simulations(mpi: MpiWorld, tmp_path: Path) -> None:
+    by_rank = mpi.run(train_compressed, str(tmp_path), timeout=120.0)
+    laws: list[tuple[str, list[Any], Any]] = [
+        ("one_bit", ONE_BIT, one_bit.require_law),
+        ("zero_one", ZERO_ONE, zero_one.require_law),
+        ("lamb", LAMB, lamb.require_law),
+        ("diloco", DILOCO, diloco.require_law),
+    ]
+    for name, cases, require_law in laws:
+        for number, case in enumerate(cases):
+            require_law(case, [found[name][number] for found in by_rank])
+    power_sgd.require_hook([found["power_sgd"] for found in by_rank])
 
 
 def fail() -> list[str]:

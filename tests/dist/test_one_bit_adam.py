@@ -67,6 +67,7 @@ class Case:
         if self.host:
             zero |= {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 100}
         params = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY, **dict(self.params)}
+        params = {key: value for key, value in params.items() if value is not None}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.accumulation,
@@ -562,3 +563,71 @@ def test_a_compressed_step_moves_a_thirtieth_of_the_bytes() -> None:
     for whole, *sharded in run_ranks(received, 2, [0, 1, 2]):
         assert 30 < whole < 32
         assert all(28 < ratio < 29 for ratio in sharded), sharded
+
+
+def received_in_a_run(cases: list[Case]) -> list[float]:
+    """Return for each case the bytes of DDP's all-reduces over those that a rank receives in all steps."""
+    ratios = []
+    for case in cases:
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
+        wide = sum(p.numel() for p in model.parameters()) * 2 * 4 * (case.ranks - 1) / case.ranks
+        engine, moved = windlass.initialize(model=model, config=case.config())[0], list[int]()
+        set_traffic_observer(lambda operation, nbytes, moved=moved: moved.append(nbytes))
+        for _ in range(case.steps):
+            engine.backward(engine(torch.randn(2, 256)).square().mean())
+            engine.step()
+        set_traffic_observer(None)
+        ratios.append(case.steps * wide / sum(moved))
+        engine.destroy()
+    return ratios
+
+
+def test_bytes_of_a_whole_run_with_its_first_steps_in_full() -> None:
+    one_bit = [Case(stage, transport="shm", steps=20, params=(("freeze_step", 3), ("lr", 1e-6))) for stage in (0, 1, 2)]
+    schedule = {
+        "lr": 1e-6,
+        "var_freeze_step": 4,
+        "var_update_scaler": 1,
+        "local_step_scaler": 4,
+        "local_step_clipper": 16,
+    }
+    zero_one = Case(optimizer="ZeroOneAdam", transport="shm", steps=96, params=tuple(schedule.items()))
+    for found in run_ranks(received_in_a_run, 2, [*one_bit, zero_one]):
+        assert all(5 < ratio < 6 for ratio in found[:3]), found  # 15 % of the steps in full
+        assert 26 < found[3] < 30, found
+
+
+def errors_around_a_nan(cases: list[Case]) -> list[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Return the error of a step in which the last rank has a gradient that is NaN, and the states before and after."""
+    found = []
+    for case in cases:
+        engine, subject, rank = start(specimen(case.model), case.config()), specimen(case.model), dist.get_rank()
+        train(engine, case, 0, case.begin + 2)
+        before, bad = errors_of(engine), float("nan") if rank == case.ranks - 1 else 1.0
+
+        def backward(loss: torch.Tensor, engine: Any = engine, bad: float = bad) -> None:
+            engine.backward(loss * bad)
+
+        subject.train(engine, subject.batch(Place(case.begin + 2, 0, rank)), backward)
+        with pytest.raises(windlass.WindlassError) as caught:
+            engine.step()
+        found.append((f"{type(caught.value).__name__} {caught.value}", before, errors_of(engine)))
+        engine.destroy()
+    return found
+
+
+def test_a_nan_is_named_and_never_enters_the_error_feedback() -> None:
+    base = {"lr": 0.05, "momentum": 0.9, "rank": 2, "start_step": 0, "weight_decay": 0.0}
+    cases = [
+        Case(0),
+        Case(2, transport="shm"),
+        Case(optimizer="OneBitLamb"),
+        Case(optimizer="ZeroOneAdam", params=(("var_freeze_step", 2), ("var_update_scaler", 1))),
+        Case(optimizer="DiLoCo", params=(("inner_steps", 2),)),
+        Case(optimizer="PowerSGD", params=(*base.items(), ("betas", None), ("eps", None))),
+    ]
+    for results in run_ranks(errors_around_a_nan, 2, cases):
+        for case, (text, before, after) in zip(cases, results, strict=True):
+            assert text.startswith("LossError") and "first in 'blocks.0.norm.weight'" in text, (case, text)
+            assert any(bool(value.any()) for value in before.values()) and before.keys() == after.keys(), case
+            assert all(torch.equal(value, after[name]) for name, value in before.items()), case

@@ -64,7 +64,7 @@ class Bucket:
         return True
 
 
-def with_hook(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+def with_hook(steps: int, transport: str = "shm") -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     """Return parameters under torch's hook and under the engine, from the same first Q, and the engine's bytes."""
 
     def build() -> torch.nn.Module:
@@ -87,7 +87,7 @@ def with_hook(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
         optimizer.step()
         optimizer.zero_grad()
     ours = build()
-    engine: Any = windlass.initialize(model=ours, config=config(Case(transport="shm"), start_step=2))[0]
+    engine: Any = windlass.initialize(model=ours, config=config(Case(transport=transport), start_step=2))[0]
     for step in range(steps):
         if step == 2:
             # the first Q of torch's hook: `PowerSGDState.random_seed` is 0
@@ -106,7 +106,13 @@ def with_hook(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_equal_those_of_the_hook_of_torch(ranks: int) -> None:
-    for theirs, ours, moved in run_ranks(with_hook, ranks, 7, timeout=40.0):
+    require_hook(run_ranks(with_hook, ranks, 7, timeout=40.0))
+
+
+def require_hook(by_rank: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]]) -> None:
+    """Check parameters and bytes of `with_hook`."""
+    ranks = len(by_rank)
+    for theirs, ours, moved in by_rank:
         for name, value in theirs.items():
             assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
         thin, rest = RANK * (32 + 24), 32 + 3 * 32 + 3

@@ -196,6 +196,22 @@ class ZeroOneSimulation(Simulation):
             one[name] = replica
 
 
+def require_law(case: Case, results: list[dict[str, Any]]) -> None:
+    """Check parameters and replicas of all ranks against the simulation."""
+    simulation = ZeroOneSimulation(case, results[0]["frozen"])
+    simulation.run(case.begin, case.steps)
+    shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
+    for rank, found in enumerate(results):
+        error, where = relative_error(found["params"], shaped)
+        assert error <= 1e-6, f"{case} rank {rank}: {where} is off by {error:.2e}"
+        local = {name: value.view(simulation.shapes[name]).float() for name, value in simulation.of_rank[rank].items()}
+        error, where = relative_error({n: v.float() for n, v in found["replicas"].items()}, local)
+        assert error <= (1e-2 if case.bf16 else 1e-6), f"{case} rank {rank}: replica {where} is off by {error:.2e}"
+    if case.stage == 0 and case.ranks > 1:
+        one, other = (found["replicas"] for found in results[:2])
+        assert any(not torch.equal(value, other[name]) for name, value in one.items()), "no step was local"
+
+
 CASES = [
     replace(CASE, transport="shm", accumulation=2),
     replace(CASE, stage=1),
@@ -215,21 +231,22 @@ def test_every_kind_of_step_equals_its_simulation(ranks: int, tmp_path: Path) ->
     ]  # with one rank, stages do not differ
     by_rank = run_ranks(run_cases, ranks, cases, str(tmp_path), timeout=120.0)
     for number, case in enumerate(cases):
-        results = [found[number] for found in by_rank]
-        simulation = ZeroOneSimulation(case, results[0]["frozen"])
-        simulation.run(case.begin, case.steps)
-        shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
-        for rank, found in enumerate(results):
-            error, where = relative_error(found["params"], shaped)
-            assert error <= 1e-6, f"{case} rank {rank}: {where} is off by {error:.2e}"
-            local = {
-                name: value.view(simulation.shapes[name]).float() for name, value in simulation.of_rank[rank].items()
-            }
-            error, where = relative_error({n: v.float() for n, v in found["replicas"].items()}, local)
-            assert error <= (1e-2 if case.bf16 else 1e-6), f"{case} rank {rank}: replica {where} is off by {error:.2e}"
-        if case.stage == 0 and ranks > 1:
-            one, other = (found["replicas"] for found in results[:2])
-            assert any(not torch.equal(value, other[name]) for name, value in one.items()), "no step was local"
+        require_law(case, [found[number] for found in by_rank])
+
+
+OFFLOADED = [
+    replace(CASE, host=True),
+    replace(CASE, stage=2, host=True, accumulation=2),
+    replace(CASE, stage=1, nvme=True),
+]
+
+
+def test_every_kind_of_step_with_offloaded_states_equals_its_simulation(tmp_path: Path) -> None:
+    env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
+    by_rank = run_ranks(run_cases, 2, OFFLOADED[:2], str(tmp_path), env=env, timeout=120.0)
+    on_disk = run_ranks(run_cases, 2, OFFLOADED[2:], str(tmp_path), timeout=120.0)
+    for number, case in enumerate(OFFLOADED):
+        require_law(case, [(found + more)[number] for found, more in zip(by_rank, on_disk, strict=True)])
 
 
 class FrozenAdamW(ZeroOneSimulation):
