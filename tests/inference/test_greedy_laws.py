@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -186,6 +187,26 @@ def test_a_paged_step_that_raises_at_load_is_not_used(
         assert isinstance(llm.engine.runner, OwnCacheModelRunner)
     assert_greedy(model, outputs)
     assert "its forward raised IndexError: index 11 is out of bounds" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"kv_cache_tokens": 48, "max_model_len": 32}, r"has 3 blocks of 16 tokens, and the comparison needs 4"),
+        ({"max_model_len": 16}, "max_model_len is 16, and the comparison needs 19 tokens"),
+        ({"kv_cache_tokens": 64, "max_model_len": 32}, None),
+    ],
+)
+def test_a_check_without_room_is_in_the_log(
+    limits: dict[str, int], reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A paged step that is wrong is used then."""
+    run = PagedModelRunner.run
+    monkeypatch.setattr(PagedModelRunner, "run", lambda runner, batch: run(runner, batch) + 1.0)
+    with caplog.at_level("WARNING"), LLM(build_longer("llama"), max_sequences=4, **limits) as llm:
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner if reason is None else PagedModelRunner)
+    found = [one.getMessage() for one in caplog.records if "are not compared" in one.getMessage()]
+    assert len(found) == (reason is not None) and all(re.search(str(reason), one) for one in found)
 
 
 @pytest.mark.parametrize("wrong", ["raises", "forgets"])
