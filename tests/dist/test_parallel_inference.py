@@ -128,6 +128,40 @@ def test_init_inference_packs_the_parts_of_ranks(kernels: str) -> None:
         torch.testing.assert_close(hidden, bert(ids)[0], rtol=1e-3, atol=1e-4)
 
 
+def loaded_from_checkpoints(directory: str) -> list[torch.Tensor]:
+    import windlass
+    from windlass.compat.inference_engine import init_inference
+    from windlass.compat.on_device import OnDevice
+
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 2}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    files = {"type": "ds_model", "checkpoints": ["model.safetensors"], "version": 1.0}
+    given: list[dict[str, Any]] = [{"checkpoint": files, "base_dir": f"{directory}/model"}]
+    for form in ("windlass", "deepspeed"):
+        trained = windlass.initialize(model=build_longer("llama"), config={**config, "checkpoint": {"format": form}})[0]
+        trained.save_checkpoint(f"{directory}/{form}")
+        trained.destroy()
+        given.append({"checkpoint": f"{directory}/{form}"})
+    tokens = []
+    for one in given:
+        with OnDevice(torch.float32, device="meta"):
+            empty = build_longer("llama")
+        engine = init_inference(empty, dtype="fp32", tensor_parallel={"tp_size": 2}, **one)
+        assert empty.model.layers[0].mlp.up_proj.weight.shape == (24, 32)
+        tokens.append(engine.generate(torch.arange(3, 15)[None], max_new_tokens=8, pad_token_id=0))
+        engine.destroy()
+    return tokens
+
+
+def test_init_inference_shards_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    """A list of files, and the checkpoints of training engines."""
+    model = build_longer("llama")
+    model.save_pretrained(tmp_path / "model")
+    expected = model.generate(torch.arange(3, 15)[None], max_new_tokens=8, pad_token_id=0)
+    for tokens in run_ranks(loaded_from_checkpoints, 2, str(tmp_path)):
+        assert len(tokens) == 3 and all(torch.equal(one, expected) for one in tokens)
+
+
 @pytest.mark.slow  # the next test has this axis beside another
 def test_expert_parallel_ranks_generate_what_the_plain_model_does() -> None:
     assert_same(run_ranks(generate_everywhere, 2, ["mixtral"], {"ep": 2}, {}), ["mixtral"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,20 @@ def answer_arrivals(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
     steps: Callable[[int], int] = _every_third,
+    more: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[RequestOutput]:
     """Answer requests that arrive while others run, and check that no block leaks.
 
     Args:
         params: parameters of each request, or one for all, which then end after 4 to 23 tokens.
         steps: number of steps between the arrival of a request, by its number, and that of the next one.
+        more: other arguments of `add_request` for each request.
     """
     if isinstance(params, SamplingParams):
         params = [params.replace(max_tokens=4 + number % 20) for number in range(len(prompts))]
     outputs = {}
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(number), prompt, one)
+        engine.add_request(str(number), prompt, one, **({} if more is None else more[number]))
         for _ in range(steps(number)):
             outputs.update((output.request_id, output) for output in engine.step())
     while engine.has_requests():

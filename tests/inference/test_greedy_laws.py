@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -17,20 +19,28 @@ from tests.inference.greedy_reference import answer_arrivals, assert_greedy, mak
 from windlass.attention import attention
 from windlass.base.errors import ConfigError
 from windlass.base.model_updates import note_update
+from windlass.inference import engine_factory
 from windlass.inference.llm import LLM
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.scheduler import ServiceLevel
+from windlass.inference.step_cost import StepCost
 from windlass.storage.process_directory import process_start_time
 
 OWN_CACHE = {"bloom", "mpt", "falcon", "gptj", "gpt_neo", "qwen3_next"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+# shorter than most sequences, and in some layers alone
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 7},
+    "gemma3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"sliding_window": 7},
+}
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_families_generate_what_the_plain_model_does(name: str) -> None:
-    model = build_longer(name)
+    model = build_longer(name, **WINDOWED.get(name, {}))
     with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
         outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
         kind = OwnCacheModelRunner if name in OWN_CACHE else PagedModelRunner
@@ -179,6 +189,26 @@ def test_a_paged_step_that_raises_at_load_is_not_used(
     assert "its forward raised IndexError: index 11 is out of bounds" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"kv_cache_tokens": 48, "max_model_len": 32}, r"has 3 blocks of 16 tokens, and the comparison needs 4"),
+        ({"max_model_len": 16}, "max_model_len is 16, and the comparison needs 19 tokens"),
+        ({"kv_cache_tokens": 64, "max_model_len": 32}, None),
+    ],
+)
+def test_a_check_without_room_is_in_the_log(
+    limits: dict[str, int], reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A paged step that is wrong is used then."""
+    run = PagedModelRunner.run
+    monkeypatch.setattr(PagedModelRunner, "run", lambda runner, batch: run(runner, batch) + 1.0)
+    with caplog.at_level("WARNING"), LLM(build_longer("llama"), max_sequences=4, **limits) as llm:
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner if reason is None else PagedModelRunner)
+    found = [one.getMessage() for one in caplog.records if "are not compared" in one.getMessage()]
+    assert len(found) == (reason is not None) and all(re.search(str(reason), one) for one in found)
+
+
 @pytest.mark.parametrize("wrong", ["raises", "forgets"])
 def test_a_cache_that_fails_at_load_is_not_used(
     wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -229,7 +259,7 @@ def _schedules() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "budget", "policy"), list(_schedules()))
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
     """Requests of mixed lengths arrive during a run whose cache holds only some of them."""
-    model = build_longer(name)
+    model = build_longer(name, **WINDOWED.get(name, {}))
     prompts = make_prompts(24, VOCABULARY, 40, shared=18)
     options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 6), "policy": policy}
     with LLM(model, **options, kv_cache_tokens=112, max_model_len=96, check_at_load=False) as llm:
@@ -241,15 +271,65 @@ def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> 
     assert_greedy(model, outputs)
 
 
+def count_moves(llm: LLM) -> Counter[str]:
+    """Count the preempted sequences whose blocks are saved and restored."""
+    runner, counts = llm.engine.runner, Counter()
+    save, restore = runner.save_blocks, runner.restore_blocks
+
+    def saved(blocks: Any) -> Any:
+        counts["saved"] += 1
+        return save(blocks)
+
+    def restored(blocks: Any, content: Any) -> None:
+        counts["restored"] += 1
+        restore(blocks, content)
+
+    runner.save_blocks, runner.restore_blocks = saved, restored
+    return counts
+
+
 @pytest.mark.parametrize("changes", [{"prefix_caching": False}, {"block_size": 32}, {"swap_bytes": 1 << 20}])
 def test_options_change_no_token(changes: dict[str, Any]) -> None:
     model = build_longer("llama")
     with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
+        moves = count_moves(llm)
         outputs = llm.generate(make_prompts(16, VOCABULARY, 30, shared=18), GREEDY.replace(max_tokens=20))
         stats = llm.stats()
     assert stats.num_preemptions > 0
+    assert (moves["saved"] > 0) == (moves["restored"] > 0) == ("swap_bytes" in changes)
     assert stats.kv_cache_usage == 0
     assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.02), ("int8", 0.05)])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_narrow_cache_changes_log_probabilities_by_its_rounding_alone(
+    name: str, dtype: str, tolerance: float
+) -> None:
+    """Chunks of prompts and decodes read rounded keys and values, of shared and of moved blocks too."""
+    model = build_longer(name, **WINDOWED.get(name, {}))
+    prompts = make_prompts(12, VOCABULARY, 40, shared=18)
+    wanted = GREEDY.replace(prompt_logprobs=0, max_tokens=16)
+    options = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 160, "swap_bytes": 1 << 20}
+    found: dict[str, Any] = {}
+    for cache in ("fp32", dtype):
+        with LLM(model, **options, kv_dtype=cache) as llm:
+            assert isinstance(llm.engine.runner, PagedModelRunner)
+            outputs = llm.generate(prompts, wanted)
+            found[cache] = llm.engine.runner.block_nbytes, outputs
+    assert_greedy(model, found[dtype][1], tolerance)
+    assert found[dtype][0] < 0.6 * found["fp32"][0]
+    values = [
+        torch.tensor(
+            [
+                entry[token].logprob
+                for one in outputs
+                for entry, token in zip(one.prompt_logprobs[1:], one.prompt_token_ids[1:], strict=True)
+            ]
+        )
+        for _, outputs in found.values()
+    ]
+    assert 0 < (values[0] - values[1]).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("error", [ConfigError, MemoryError])
@@ -326,37 +406,35 @@ def test_a_request_whose_prefix_a_lower_priority_holds_preempts_it_only_if_it_ca
     assert_greedy(model, outputs)
 
 
-def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
-    """A cost model in which computing again is slow lets blocks be moved."""
-    from windlass.inference.step_cost import StepCost
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine measure steps that take longer than moving any blocks."""
+    monkeypatch.setattr(engine_factory, "measure_step_cost", lambda *arguments, **options: StepCost(100.0))
 
+
+@pytest.mark.parametrize("seconds", [100.0, 1e-9])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_preempted_blocks_are_moved_if_computing_again_takes_longer(
+    tier: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_factory, "measure_step_cost", lambda *arguments, **options: StepCost(seconds))
     model = build_longer("llama")
-    for changes in ({"swap_bytes": 1 << 24}, {"swap_directory": tmp_path}):
-        with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
-            llm.engine._table._saved._cost = StepCost(100.0)
-            saved = 0
-            save = llm.engine.runner.save_blocks
-
-            def counted(blocks: Any, save: Any = save) -> Any:
-                nonlocal saved
-                saved += 1
-                return save(blocks)
-
-            llm.engine.runner.save_blocks = counted
-            outputs = llm.generate(make_prompts(16, VOCABULARY, 30), GREEDY.replace(max_tokens=20))
-        assert saved > 0
-        assert_greedy(model, outputs)
+    changes = {"swap_bytes": 1 << 24} if tier == "host" else {"swap_directory": tmp_path}
+    with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
+        moves = count_moves(llm)
+        outputs = llm.generate(make_prompts(16, VOCABULARY, 30), GREEDY.replace(max_tokens=20))
+        assert llm.stats().num_preemptions > 0
+    assert (moves["saved"] > 0) == (moves["restored"] > 0) == (seconds == 100.0)
+    assert_greedy(model, outputs)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_preempted_request_whose_blocks_are_saved_can_be_cancelled() -> None:
-    from windlass.inference.step_cost import StepCost
-
     model = build_longer("llama")
     prompts = make_prompts(6, VOCABULARY, 30)
     with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, swap_bytes=1 << 24) as llm:
         engine = llm.engine
-        engine._table._saved._cost = StepCost(100.0)
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), prompt, GREEDY.replace(max_tokens=30))
         outputs, cancelled = [], 0
@@ -372,12 +450,10 @@ def test_a_preempted_request_whose_blocks_are_saved_can_be_cancelled() -> None:
     assert_greedy(model, outputs)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_blocks_that_cannot_be_read_back_are_computed_again(tmp_path: Any) -> None:
-    from windlass.inference.step_cost import StepCost
-
     model = build_longer("llama")
     with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, swap_directory=tmp_path) as llm:
-        llm.engine._table._saved._cost = StepCost(100.0)
         read, lost = llm.engine._table._saved.read, 0
 
         def without_file(sequence: Any) -> Any:
@@ -471,7 +547,7 @@ def test_modules_without_a_cache_are_computed_again() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
     """Tokens and logprobs are equal alone, in a batch, and for every split of the prompt."""
-    model = build_longer(name)
+    model = build_longer(name, **WINDOWED.get(name, {}))
     prompts = make_prompts(12, VOCABULARY, 40)
     params = GREEDY.replace(logprobs=3, max_tokens=16)
     found = []

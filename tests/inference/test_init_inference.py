@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import round_layers
 from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.compat.inference_engine import default_inference_config, init_inference
+from windlass.compat.on_device import OnDevice
 from windlass.config.inference_section import InitInference
 
 SMALL = {"kv_cache_tokens": 512, "max_tokens_per_step": 64, "max_sequences": 16}
@@ -333,7 +336,8 @@ def test_max_out_tokens_bounds_prompt_and_answer() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"checkpoint": "x.json"}, "model's directory"),
+        ({"checkpoint_config": {"base_dir": "x"}}, "at the top level"),
+        ({"save_mp_checkpoint_path": "x"}, "save_pretrained"),
         ({"mpu": object()}, "neighbouring ranks"),
         ({"zero": {"stage": 3}}, "windlass.initialize"),
         ({"quant": {"weight": {"num_bits": 4}}}, "weights='int8'"),
@@ -346,6 +350,104 @@ def test_max_out_tokens_bounds_prompt_and_answer() -> None:
 def test_refused_keys_say_why(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         init_inference(small_model(), **given)
+
+
+class TiedNet(nn.Module):
+    """Module of a user with a tied matrix and a buffer, which generates nothing."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+@pytest.mark.parametrize("form", ["json", "dict", "directory", "bin"])
+def test_a_checkpoint_gives_a_model_its_weights(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is on the meta device, or has other weights. BLOOM's first files lack the prefix of their names."""
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+    name = "bloom" if form == "bin" else "mixtral"  # experts are joined from several tensors of the files
+    model = build(name).eval()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    given: dict[str, Any] = {"checkpoint": {"type": "ds_model", "checkpoints": files, "version": 1.0}}
+    given["base_dir"] = str(tmp_path)
+    if form == "json":
+        given["checkpoint"]["base_dir"] = given.pop("base_dir")
+        (tmp_path / "list.json").write_text(json.dumps(given["checkpoint"]))
+        given["checkpoint"] = str(tmp_path / "list.json")
+    elif form == "directory":
+        given = {"checkpoint": str(tmp_path)}
+    elif form == "bin":
+        weights = {key.removeprefix("transformer."): one.half() for key, one in model.state_dict().items()}
+        torch.save({"module": {**weights, "more": torch.zeros(1)}}, tmp_path / "one.bin")
+        given["checkpoint"] = {"type": "BLOOM", "checkpoints": ["one.bin"], "version": 1.0}
+        model = model.half().float()
+    if form == "dict":
+        empty = build(name, seed=1)
+    else:
+        with OnDevice(torch.float16, device="meta"):
+            empty = type(model)(copy.deepcopy(model.config))
+    engine = init_inference(empty, dtype=torch.float16, replace_with_kernel_inject=True, **given)
+    assert engine.module is empty
+    ids, mask = padded()
+    expected = model(ids, attention_mask=mask).logits.detach()
+    assert torch.equal(engine(ids, attention_mask=mask).logits, expected)
+    assert ("tensors that the model lacks: ['more']" in caplog.text) == (form == "bin")
+
+
+def test_a_checkpoint_gives_any_module_its_weights(tmp_path: Path) -> None:
+    model, x = TiedNet(), torch.randn(2, 4)
+    weights = model.state_dict()
+    del weights["second.weight"]
+    torch.save(weights, tmp_path / "one.pt", _use_new_zipfile_serialization=False)
+    with OnDevice(torch.float32, device="meta"):
+        empty, wrong = TiedNet(), TiedNet(persistent=False)
+    for target in (empty, TiedNet()):
+        engine = init_inference(target, dtype="fp32", checkpoint=str(tmp_path / "one.pt"))
+        assert torch.equal(engine(x), model(x)) and target.second.weight is target.first.weight
+    with pytest.raises(ModelError, match="buffer scale of TiedNet is on the meta device"):
+        init_inference(wrong, dtype="fp32", checkpoint=str(tmp_path / "one.pt"))
+    with OnDevice(torch.float32, device="meta"), pytest.raises(ModelError, match=r"TiedNet is on the meta device.*ch"):
+        init_inference(TiedNet(), dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    ("description", "error", "reason"),
+    [
+        ({"checkpoints": ["half.pt"]}, ModelError, r"lacks 1 tensors \(scale\) of TiedNet"),
+        ({"checkpoints": ["half.pt", "wide.pt"]}, ModelError, r"other shapes of 1 tensors \(scale\)"),
+        ({"checkpoints": ["half.pt", "other.pt"]}, ConfigError, "have other values of first.weight"),
+        ({"checkpoints": ["none.pt"]}, ModelError, "no file .*none.pt, which checkpoint lists"),
+        ({"checkpoints": ["code.pt"]}, ModelError, "code.pt has other objects than tensors: .*state_dict"),
+        ({"checkpoints": ["list.pt"]}, ModelError, "list.pt holds .*, not tensors by name"),
+        ({"checkpoints": ["cut.pt"]}, ModelError, "cut.pt cannot be read"),
+        ({"checkpoints": ["cut.safetensors"]}, ModelError, "cut.safetensors cannot be read"),
+        ({"checkpoints": {"tp": ["half.pt"]}}, ConfigError, "lists parts of tensors"),
+        ({"checkpoints": ["half.pt"], "parallelization": "tp"}, ConfigError, "lists parts of tensors"),
+        ({"checkpoints": ["half.pt"], "type": "gpt"}, ConfigError, "types: BLOOM, ds_model, Megatron"),
+        ({"checkpoints": []}, ConfigError, 'write {"type"'),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    description: dict[str, Any], error: type[Exception], reason: str, tmp_path: Path
+) -> None:
+    torch.save({"first.weight": torch.eye(4)}, tmp_path / "half.pt")
+    torch.save({"first.weight": torch.ones(4, 4)}, tmp_path / "other.pt")
+    torch.save({"scale": torch.ones(5)}, tmp_path / "wide.pt")
+    torch.save({"scale": Path("/")}, tmp_path / "code.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "half.pt").read_bytes()[:200])
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(error, match=reason):
+        init_inference(
+            TiedNet(), checkpoint={"type": "Megatron", "version": 1.0, **description}, base_dir=str(tmp_path)
+        )
 
 
 def test_the_default_configuration_is_accepted() -> None:

@@ -14,6 +14,8 @@ from torch import nn
 
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.compat.inference_checkpoint import load_inference_checkpoint
 from windlass.compress.weight_quantization import is_requested, quantize_weights
 from windlass.config.compression_section import WeightQuantization
 from windlass.config.config_refusals import find_section_refusals
@@ -42,8 +44,12 @@ class InferenceEngine(InferenceModel):
         )
         if is_requested(section) and _tp_size(config) * _ep_size(config) > 1:
             raise ConfigError("init_inference: quant.weight packs weights, which tp and ep do not shard; set both to 1")
-        quantize_weights(model, section)
         dtype, weights = _parse_dtype(config.dtype)
+        if config.checkpoint is not None:
+            unexpected = load_inference_checkpoint(model, config.checkpoint, config.base_dir, dtype)
+            if unexpected:
+                logger.warning("init_inference: the checkpoint has tensors that the model lacks: %s", unexpected)
+        quantize_weights(model, section)
         options: dict[str, Any] = {"weights": weights} if weights else {}
         if "max_tokens" in config.model_fields_set and hasattr(model, "config"):
             options["max_model_len"] = min(config.max_tokens, find_max_length(model) or config.max_tokens)
@@ -98,13 +104,14 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     """Prepare a model for inference, with DeepSpeed's keys.
 
     Args:
-        model: module, changed in place.
+        model: module, changed in place. Its parameters may be on the meta device, if `checkpoint` has their values.
         config: dict, path of a JSON file, or `DeepSpeedInferenceConfig`.
         kwargs: the same keys; a key that `config` has too must have the same value.
 
     Raises:
         ConfigError: a key is not known, is given twice, or is refused, with the reason.
-        ModelError: the model cannot be sharded.
+        ModelError: the model cannot be sharded, or the checkpoint does not fit it.
+        CheckpointError: `checkpoint` is a directory without a complete checkpoint.
     """
     given = _read(config)
     both = sorted(name for name in given.keys() & kwargs.keys() if given[name] != kwargs[name])

@@ -110,17 +110,15 @@ class InferenceQuant(ConfigSection):
     qkv: QkvQuant = accepted(QkvQuant, "see its keys")
 
 
-_CHECKPOINT = (
-    "a sharded checkpoint file list is for injected layers; load the weights with from_pretrained, or give "
-    "windlass.init_inference the model's directory"
-)
+_CHECKPOINT = "DeepSpeed does not read this key; write checkpoint and base_dir at the top level"
+_SAVE = "DeepSpeed writes parts of its own layers there; save the model with save_pretrained instead"
 
 
 class InferenceCheckpoint(ConfigSection):
     """Source of an inference engine's weights."""
 
     checkpoint_dir: str | None = refused(None, _CHECKPOINT)
-    save_mp_checkpoint_path: str | None = refused(None, _CHECKPOINT)
+    save_mp_checkpoint_path: str | None = refused(None, _SAVE)
     base_dir: str | None = refused(None, _CHECKPOINT)
 
 
@@ -153,10 +151,14 @@ class InitInference(ConfigSection):
     keep_module_on_host: bool = refused(False, "the module is computed where it is; move it before, or delete the key")
     quant: InferenceQuant = honoured(InferenceQuant)
     """Quantization."""
-    checkpoint: str | dict[str, Any] | None = refused(None, _CHECKPOINT)
-    base_dir: str = refused("", _CHECKPOINT)
-    set_empty_params: bool = refused(False, "parameters without values cannot be served; load the model first")
-    save_mp_checkpoint_path: str | None = refused(None, "save the model with save_pretrained instead")
+    checkpoint: str | dict[str, Any] | None = honoured(None)
+    """Weights to load into the model, which may be on the meta device: a description `{"type": "ds_model" (or `BLOOM`,
+    `Megatron`), "checkpoints": [files of whole tensors], "version": 1.0}`, the path of its JSON file, a file of weights
+    (.safetensors, .bin, .pt), a model's directory, or a checkpoint directory of DeepSpeed or windlass."""
+    base_dir: str = honoured("")
+    """Directory of the files that `checkpoint` lists with relative names; empty: the working directory."""
+    set_empty_params: bool = accepted(False, "parameters on the meta device get their values from checkpoint")
+    save_mp_checkpoint_path: str | None = refused(None, _SAVE)
     ckpt_config: InferenceCheckpoint = accepted(InferenceCheckpoint, "see its keys", aliases=("checkpoint_config",))
     return_tuple: bool = accepted(True, "layers keep their own outputs")
     training_mp_size: Positive = refused(1, "whole weights are loaded; merge the parts with windlass export first")

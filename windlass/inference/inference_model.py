@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from windlass.base.compute_device import local_device
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.inference.engine_factory import make_engine, make_rank_engine
 from windlass.inference.engine_options import EngineOptions
@@ -88,7 +88,7 @@ class InferenceModel(nn.Module):
         self._trusts = trust_remote_code
         self._llm: LLM | None = None
         if isinstance(model, nn.Module):
-            module = model.to(device=device, dtype=wanted).eval()
+            module = _move(model, device, wanted).eval()
         elif options.streams_weights:
             engine = make_engine(model, options, dtype=dtype, trust_remote_code=trust_remote_code, skip_tokenizer=True)
             self._llm, module = LLM.from_engine(engine), engine.runner.model
@@ -250,6 +250,19 @@ class InferenceModel(nn.Module):
             )
             self._llm = LLM.from_engine(engine)
         return self._llm
+
+
+def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    try:
+        return model.to(device=device, dtype=dtype)
+    except NotImplementedError as error:  # values of the meta device cannot be copied
+        absent = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+        if not absent:
+            raise
+        raise ModelError(
+            f"{absent[0]} of {type(model).__name__} is on the meta device and has no values; load them first, give the "
+            "model's directory, or deepspeed.init_inference its checkpoint"
+        ) from error
 
 
 def _makes_logits(model: nn.Module) -> bool:

@@ -206,7 +206,8 @@ class PlainLogits:
     """Logits of the plain model for two short random sequences, with which a runner is compared.
 
     Args:
-        max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared.
+        max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared,
+            and the log has the reason.
         forward: forward of the model.
         streamed: weights of the model that are read for each forward, so that fewer tokens are compared.
     """
@@ -224,7 +225,10 @@ class PlainLogits:
         self._wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
         self._sequences: list[list[int]] = []
         self._logits: list[torch.Tensor] = []
-        if max(_CHECKED_PROMPTS) + self._steps > max_length:
+        self._has_room = True
+        needed = max(_CHECKED_PROMPTS) + self._steps
+        if needed > max_length:
+            self._note_no_room(f"max_model_len is {max_length}, and the comparison needs {needed} tokens")
             return
         one = torch.zeros(1, dtype=torch.long, device=self._device)
         values = nullcontext() if streamed is None else streamed.without_values()
@@ -249,8 +253,14 @@ class PlainLogits:
         """
         size = runner.block_size
         needed = -(-(max(_CHECKED_PROMPTS) + self._steps) // size)
-        if not self._sequences or runner.num_blocks < needed * len(self._sequences):
-            return None  # no room
+        if not self._sequences:
+            return None
+        if runner.num_blocks < needed * len(self._sequences):
+            self._note_no_room(
+                f"the KV cache has {runner.num_blocks} blocks of {size} tokens, and the comparison needs "
+                f"{needed * len(self._sequences)}; raise kv_cache_tokens"
+            )
+            return None
         tables = [list(range(row * needed, (row + 1) * needed)) for row in range(len(self._sequences))]
         computed = [0] * len(self._sequences)
         found: list[list[torch.Tensor]] = [[] for _ in self._sequences]
@@ -263,6 +273,11 @@ class PlainLogits:
             if (problem := self._describe_difference(torch.stack(logits), plain, options)) is not None:
                 return problem
         return None
+
+    def _note_no_room(self, reason: str) -> None:
+        if self._has_room:
+            logger.warning("the first logits are not compared with those of the plain model: %s", reason)
+        self._has_room = False
 
     def find_last_difference(self, own: OwnCacheModelRunner, options: EngineOptions) -> str | None:
         """Compare the logits of the last tokens of whole sequences, which see the same tokens in any model."""
