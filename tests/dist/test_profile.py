@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import time
@@ -16,6 +17,11 @@ from torch import nn
 from tests.dist.harness import run_ranks
 from windlass.base import trace_ranges
 from windlass.base.errors import ModelError
+from windlass.config import load_config
+from windlass.parallel.model_shape import ModelShape
+from windlass.simulate.cluster_file import known_cluster
+from windlass.simulate.predict_step import predict_step
+from windlass.simulate.timeline import write_trace as write_predicted_trace
 
 SCRIPT = """
 import sys
@@ -107,6 +113,30 @@ def test_a_profile_changes_nothing_and_has_all_ranks(transport: str, tmp_path: P
         flights = [one["ph"] for one in events if one["pid"] == rank and one.get("cat") == "windlass,flight"]
         assert flights.count("b") == flights.count("e") > 0
     assert all(one["ts"] >= 0 for one in events if one["ph"] in "XC" and one["name"].startswith(("step ", "memory")))
+    assert_format_of_a_predicted_step(trace, tmp_path / "predicted.json.gz")
+
+
+def assert_format_of_a_predicted_step(real: dict[str, Any], path: Path) -> None:
+    """Check that both traces have the same fields, kinds of events and tracks, so that a reader of one reads both."""
+    shape, zero = ModelShape(32, 2, 4, 64), {"stage": 3, "stage3_param_persistence_threshold": 0}
+    settings = load_config({"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero})
+    place = known_cluster("cpu").with_devices(2)
+    write_predicted_trace(predict_step(shape, settings, place, world_size=2, length=16, timeline=True), path)
+    predicted = json.loads(gzip.decompress(path.read_bytes()))
+    assert set(predicted) == set(real)
+    found = []
+    for trace in (real, predicted):
+        own = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["cat"].startswith("windlass,")]
+        named = [one for one in trace["traceEvents"] if one["ph"] == "M"]
+        steps = [one for one in own if one["cat"] == "windlass,steps"]
+        tracks = {(one["pid"], one["tid"]): one["args"]["name"] for one in named if one["name"] == "thread_name"}
+        assert steps and all(tracks[one["pid"], one["tid"]] == "steps" for one in steps)
+        assert {(one["pid"], one["tid"]) for one in own} <= set(tracks)
+        found.append((frozenset.intersection(*(frozenset(one) for one in own)), {one["name"] for one in named}))
+        # The parts of a step lie in it, in microseconds; an operation may begin before the first step.
+        last = max(one["ts"] + one["dur"] for one in steps)
+        assert all(one["ts"] + one["dur"] <= 1.001 * last for one in own) and last > 10
+    assert found[0] == found[1]
 
 
 def profile_of_script(folder: str, steps: int, skip: int, made: int) -> str:

@@ -39,6 +39,7 @@ class Case:
         axes: Section `parallel`; other ranks are data-parallel.
         zero, pipeline, other: Sections `zero_optimization` and `pipeline`, and further keys.
         micro_batches: Micro-batches of a step.
+        steps: Number of steps, of which the last one is counted.
         checkpointing: The layers are recomputed, by transformers' own checkpointing.
         model: Replaces values of the model's configuration.
     """
@@ -49,6 +50,7 @@ class Case:
     pipeline: dict[str, Any] = field(default_factory=dict)
     other: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 2
+    steps: int = 3
     checkpointing: bool = False
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -80,6 +82,17 @@ AGAIN = OFTEN | {"activation_checkpoint_interval": 1}
 TIED = {"tie_word_embeddings": True}
 BOTH = {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 2}
 
+
+def compressed(name: str, stage: int = 0, steps: int = 3, axes: dict[str, Any] | None = None, **params: Any) -> Case:
+    """Return the case of an optimizer that reduces gradients itself."""
+    optimizer = {"type": name, "params": {"lr": 1e-3, **params}}
+    return Case(axes or {}, stage, SHARDED, micro_batches=1, other={"optimizer": optimizer}, steps=steps)
+
+
+# Steps 1 to 4 are reduced in full, 5 and 7 compressed, 9 and 11 local, and 10 synchronizes.
+SCHEDULE = {"var_freeze_step": 8, "var_update_scaler": 4, "local_step_scaler": 1, "local_step_clipper": 2}
+PARTS = {"inner_steps": 3, "fragments": 2, "codec": "int8"}
+
 QUICK = [
     # The embedding is resharded between its use as the head and its own backward.
     Case(stage=3, zero=MIXED, micro_batches=1, other=BF16, model=TIED),
@@ -89,6 +102,8 @@ QUICK = [
     Case({"pp": 2}, pipeline=INTERLEAVED, model=TIED),
     Case({"sp": 2, "sp_mode": "ring"}, 1, micro_batches=1),
     Case(stage=3, zero=MERGED | {"stage3_max_reuse_distance": 0}),
+    compressed("OneBitAdam", 2, freeze_step=2),
+    compressed("DiLoCo", **PARTS),
 ]
 
 
@@ -120,6 +135,30 @@ def cases_of_two_ranks() -> Iterator[Case]:
     yield Case({"pp": 2}, pipeline={"activation_checkpoint_interval": 1}, other=BF16)
     yield Case({"pp": 2}, pipeline={"partition": "uniform"}, model={"vocab_size": 1026})
     yield Case({"pp": 2}, model={"vocab_size": 1026, "num_hidden_layers": 5})
+
+
+def compressed_cases(ranks: int) -> Iterator[Case]:
+    for steps in (1, 2, 3, 4, 5):
+        yield compressed("DiLoCo", steps=steps, **PARTS)
+        yield compressed("DiLoCo", steps=steps + 3, **{**PARTS, "inner_steps": 5}, overlap_steps=4)
+        yield compressed("DiLoCo", steps=steps + 3, **{**PARTS, "fragments": 1}, overlap_steps=1, start_step=1)
+    for stage in (0, 1, 2):
+        for steps in (2, 3):
+            yield compressed("OneBitAdam", stage, steps, freeze_step=2)
+            yield compressed("OneBitLamb", stage, steps, freeze_step=2)
+        for steps in (4, 5, 6, 7, 9, 10):
+            yield compressed("ZeroOneAdam", stage, steps, **SCHEDULE)
+    yield compressed("PowerSGD", steps=2, start_step=2, rank=2)
+    yield compressed("PowerSGD", start_step=2, rank=2)
+    yield compressed("PowerSGD", start_step=2, rank=3, min_compression_rate=1.0)
+    for axes in ({"tp": 2}, {"pp": 2}) if ranks > 2 else ():
+        yield compressed("OneBitAdam", 0, 3, axes, freeze_step=2)
+        yield compressed("OneBitAdam", 1, 3, axes, freeze_step=2)
+        yield compressed("PowerSGD", 0, 3, axes, start_step=2)
+        yield compressed("OneBitLamb", 0, 2, axes, freeze_step=2)
+        yield compressed("OneBitLamb", 0, 3, axes, freeze_step=2)
+        yield compressed("OneBitLamb", 1, 3, axes, freeze_step=2)
+        yield compressed("DiLoCo", 0, 3, axes, **PARTS)
 
 
 def cases_of_four_ranks() -> Iterator[Case]:
@@ -181,7 +220,7 @@ def moved_by_others(cases: list[tuple[str, Case]]) -> list[list[str]]:
     found = []
     for name, case in cases:
         torch.manual_seed(0)
-        _, counted = train_three_steps(other_model(name), case)
+        _, _, counted = train_steps(other_model(name), case)
         place = known_cluster("dgx-h100").with_devices(2)
         config = load_config(case.config())
         (simulated,) = predict_step(other_model(name), config, place, world_size=2, length=LENGTH).moved
@@ -201,12 +240,15 @@ def test_bytes_of_models_with_biases_and_positions_equal_those_of_ranks() -> Non
     assert run_ranks(moved_by_others, 2, cases) == [[], []]
 
 
-def moved(cases: list[Case]) -> list[tuple[int, dict[str, dict[str, int]]]]:
-    """Return, for each case, the pipeline stage and the bytes that the rank received in the third step."""
+Moved = tuple[int, int, dict[str, dict[str, int]]]
+
+
+def moved(cases: list[Case]) -> list[Moved]:
+    """Return for each case what `train_steps` returns."""
     return [moved_by(case) for case in cases]
 
 
-def moved_by(case: Case) -> tuple[int, dict[str, dict[str, int]]]:
+def moved_by(case: Case) -> Moved:
     import transformers as hf
 
     from windlass.parallel.model_checkpointing import enable_checkpointing
@@ -216,17 +258,17 @@ def moved_by(case: Case) -> tuple[int, dict[str, dict[str, int]]]:
     model: Any = hf.AutoModelForCausalLM.from_config(kind(**case.sizes()), trust_remote_code=False)
     if case.checkpointing:
         enable_checkpointing(model)
-    return train_three_steps(model, case)
+    return train_steps(model, case)
 
 
-def train_three_steps(model: Any, case: Case) -> tuple[int, dict[str, dict[str, int]]]:
-    """Return the pipeline stage, and the bytes that the rank received in the third step."""
+def train_steps(model: Any, case: Case) -> Moved:
+    """Return the pipeline stage, the data-parallel rank, and the bytes that the rank received in the last step."""
     import windlass
 
     engine: Any = windlass.initialize(model=model, config=case.config())[0]
     ids = torch.randint(0, 64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     # The second step still gathers in the order of the first one, in which nothing stayed unsharded.
-    for _ in range(3):
+    for _ in range(case.steps):
         for axis in engine.mesh.axes.values():
             axis.traffic.reset()
         if engine.mesh.pp.size > 1:
@@ -237,9 +279,9 @@ def train_three_steps(model: Any, case: Case) -> tuple[int, dict[str, dict[str, 
             engine.step()
     found = {name: dict(axis.traffic.bytes_moved) for name, axis in engine.mesh.axes.items() if axis.size > 1}
     found["data"] = dict(engine.report()["bytes_moved"])
-    pipe = engine.mesh.pp.index
+    pipe, data = engine.mesh.pp.index, engine.mesh.dense.data.index
     engine.destroy()
-    return pipe, _nonzero(found)
+    return pipe, data, _nonzero(found)
 
 
 def _nonzero(moved: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
@@ -253,12 +295,15 @@ def differences(ranks: int, cases: list[Case]) -> list[str]:
     lines = []
     for number, case in enumerate(cases):
         place = known_cluster("dgx-h100").with_devices(ranks)
-        found = predict_step(
-            case.shape(), load_config(case.config()), place, world_size=ranks, length=LENGTH,
-            checkpointing="full" if case.checkpointing else "none",
-        )  # fmt: skip
+        predicted: dict[int, Any] = {}
         for rank, each in enumerate(results):
-            pipe, counted = each[number]
+            pipe, data, counted = each[number]
+            if data not in predicted:
+                predicted[data] = predict_step(
+                    case.shape(), load_config(case.config()), place, world_size=ranks, length=LENGTH,
+                    checkpointing="full" if case.checkpointing else "none", step=case.steps, data_rank=data,
+                )  # fmt: skip
+            found = predicted[data]
             simulated = _nonzero(found.moved[pipe])
             for axis in sorted({*counted, *simulated}):
                 one, other = simulated.get(axis, {}), counted.get(axis, {})
@@ -277,6 +322,12 @@ def test_simulated_bytes_equal_those_of_two_ranks() -> None:
 @pytest.mark.slow
 def test_simulated_bytes_equal_those_of_two_ranks_in_all_cases() -> None:
     assert not differences(2, list(cases_of_two_ranks()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_simulated_bytes_of_compressed_steps(ranks: int) -> None:
+    assert not differences(ranks, list(compressed_cases(ranks)))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 
 from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
-from windlass.cli.simulate_report import draw_timeline, fit_line, goodput_line, step_tables, wait_table
+from windlass.cli.simulate_report import draw_timeline, fit_line, goodput_line, kinds_table, step_tables, wait_table
 from windlass.config import load_config
 from windlass.plan.planned_model import SHAPES, build_from_name, build_from_shape
 from windlass.simulate.cluster import Cluster
@@ -20,7 +20,7 @@ from windlass.simulate.goodput import Goodput, expected_goodput
 from windlass.simulate.layer_work import CHECKPOINTING
 from windlass.simulate.model_states import checkpoint_bytes, state_bytes_of_rank
 from windlass.simulate.parts import parse_seconds
-from windlass.simulate.predict_step import predict_work
+from windlass.simulate.predict_step import predict_kinds, predict_work
 from windlass.simulate.step_prediction import StepPrediction
 from windlass.simulate.step_workload import StepWork, describe_step
 from windlass.simulate.timeline import write_trace
@@ -53,6 +53,9 @@ def simulate(
     ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="The model is compiled: operations are fused.")] = False,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers compute in FP8.")] = False,
+    step: Annotated[
+        int, typer.Option(min=1, help="Number of the step, for optimizers whose steps differ, such as OneBitAdam.")
+    ] = 1,
     device_mtbf: Annotated[
         float, typer.Option(min=0, help="Hours between failures of one device; 0: the cluster file's, if it has one.")
     ] = 0.0,
@@ -85,7 +88,7 @@ def simulate(
             place = replace(place, device_mtbf=device_mtbf * _HOUR)
         work = describe_step(
             built, settings, world, length, checkpointing=checkpointing, fused=compiled,
-            linear_dtype="fp8" if fp8 else "",
+            linear_dtype="fp8" if fp8 else "", step=step,
         )  # fmt: skip
         is_drawn = world == worlds[-1] and (trace is not None or picture is not None)
         prediction = predict_work(work, place, timeline=is_drawn)
@@ -96,6 +99,7 @@ def simulate(
                 **one.as_json(),
                 "state_bytes": state_bytes_of_rank(work, place),
                 "goodput": good.as_json() if good else None,
+                "kinds": [asdict(kind) for kind in predict_kinds(work, place)],
             }
             for one, work, place, good in found
         ]
@@ -105,6 +109,8 @@ def simulate(
             console.print(table)
         last, work, place, good = found[-1]
         console.print(wait_table(last))
+        if kinds := predict_kinds(work, place):
+            console.print(kinds_table(kinds))
         for line in (fit_line(work, place), *([goodput_line(good)] if good else []), *last.notes):
             console.print(line, soft_wrap=True)
     if trace is not None:

@@ -13,7 +13,7 @@ from windlass.cli.plan_report import format_size
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.goodput import Goodput
 from windlass.simulate.model_states import state_bytes_of_rank
-from windlass.simulate.step_prediction import Span, StepPrediction
+from windlass.simulate.step_prediction import KindPrediction, Span, StepPrediction
 from windlass.simulate.step_workload import StepWork
 
 _COMPUTE = "compute"
@@ -77,6 +77,20 @@ def wait_table(one: StepPrediction) -> Table:
     for axis, operations in sorted(one.moved[0].items()):
         for operation, nbytes in operations.items():
             table.add_row(f"received along {axis}: {operation}", "", "", format_size(nbytes))
+    return table
+
+
+def kinds_table(kinds: list[KindPrediction]) -> Table:
+    """Return a table of an optimizer's kinds of steps, and of their average in a long run."""
+    table = Table(title="kinds of steps of the optimizer", title_justify="left")
+    for name in ("gradients", "such as step", "of a long run", "time", "bytes received"):
+        table.add_column(name, justify="left" if name == "gradients" else "right")
+    for one in kinds:
+        share = f"{one.share:.1%}" if one.share else "only at its start"
+        table.add_row(one.kind, f"{one.step:,}", share, format_time(one.seconds), format_size(one.received))
+    seconds = sum(one.share * one.seconds for one in kinds)
+    received = sum(one.share * one.received for one in kinds)
+    table.add_row("average", "", "100.0%", format_time(seconds), format_size(int(received)))
     return table
 
 

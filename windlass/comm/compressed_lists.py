@@ -42,9 +42,8 @@ class CompressedLists:
         self._peers = [i for i in range(self.group.size) if i != self.group.index]
 
     def message_bytes(self, numels: Sequence[int]) -> int:
-        """Return the bytes of a message of tensors of these sizes. Each starts at a multiple of 16 bytes."""
-        sizes = [self.codec.encoded_size(numel, torch.float32) if numel else 0 for numel in numels]
-        return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+        """Return the bytes of a message of tensors of these sizes."""
+        return message_bytes(self.codec, numels)
 
     def reduce_scatter(
         self, parts: Sequence[Tensors], errors: Sequence[Tensors] | None = None, *, factor: float = 1.0
@@ -204,6 +203,12 @@ class CompressedLists:
 
     def _count(self, operation: str, received: dict[int, torch.Tensor]) -> None:
         self.traffic.add(operation, 0, sum(message.numel() for message in received.values()))
+
+
+def message_bytes(codec: Codec, numels: Sequence[int]) -> int:
+    """Return the bytes of a message of tensors of these sizes. Each starts at a multiple of 16 bytes."""
+    sizes = [codec.encoded_size(numel, torch.float32) if numel else 0 for numel in numels]
+    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 
 
 def _copy(sources: Tensors, targets: Tensors) -> None:

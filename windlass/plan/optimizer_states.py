@@ -36,6 +36,7 @@ class OptimizerStates:
 
     Attributes:
         name: Class of the optimizer; empty: the script brings its own.
+        options: Hyper-parameters of the optimizer.
         orthogonalizes: The optimizer distinguishes hidden matrices from other parameters, as Muon does.
         steps_whole: The optimizer steps whole parameters, and the states of one may have any shape.
         separates_masters: Parameters never serve as master weights.
@@ -48,7 +49,7 @@ class OptimizerStates:
 
     def __init__(self, config: Config, dtype: torch.dtype, *, shards_states: bool) -> None:
         self._dtype = dtype
-        self.name, self.rank_keys = "", tuple[str, ...]()
+        self.name, self.rank_keys, self.options = "", tuple[str, ...](), dict[str, Any]()
         self.bytes_per_element, self.are_assumed = ASSUMED_STATE_BYTES, True
         self.orthogonalizes = self.steps_whole = self.separates_masters = self.reduces_itself = False
         if config.optimizer is None:
@@ -56,6 +57,7 @@ class OptimizerStates:
         matrix = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
         setattr(matrix, "infshape", _BaseShape())  # noqa: B010
         self._optimizer = build_optimizer(config.optimizer.type, dict(config.optimizer.params), [matrix])
+        self.options = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
         self._kind = update_class(self._optimizer, shards_states)
         self.name, self.are_assumed = (
             type(self._optimizer).__name__,

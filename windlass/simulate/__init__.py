@@ -1,8 +1,8 @@
 """Prediction of the time of a training step on a cluster, by discrete-event simulation.
 
 Reading order: `parts` (known devices and hosts), `cluster` (links and routes), `cluster_file` (TOML), `layer_work`
-(operations of a layer), `step_workload` (a model under a configuration), `collective_cost` (bytes on links by
-algorithm), `event_loop` (tasks that share links), `step_tasks` (tasks of a step), `step_prediction` (the result),
-`predict_step` (from model and configuration to the prediction), `goodput` (failures and checkpoints), `timeline` (trace
-file).
+(operations of a layer), `step_messages` (kinds of steps of compressed optimizers), `step_workload` (a model under a
+configuration), `collective_cost` (bytes on links by algorithm), `event_loop` (tasks that share links), `step_tasks`
+(tasks of a step), `step_prediction` (the result), `predict_step` (from model and configuration to the prediction),
+`goodput` (failures and checkpoints), `timeline` (trace file).
 """

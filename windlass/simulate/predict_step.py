@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from windlass.base.errors import ConfigError
@@ -11,7 +13,7 @@ from windlass.simulate.cluster import Cluster
 from windlass.simulate.event_loop import SimulatedTask
 from windlass.simulate.model_blocks import global_model_flops
 from windlass.simulate.step_lanes import COMPUTE, RankLanes
-from windlass.simulate.step_prediction import Span, StepPrediction
+from windlass.simulate.step_prediction import KindPrediction, Span, StepPrediction
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import StepWork, describe_step
 
@@ -29,6 +31,8 @@ def predict_step(
     fused: bool = False,
     linear_dtype: str = "",
     timeline: bool = False,
+    step: int = 1,
+    data_rank: int = 0,
 ) -> StepPrediction:
     """Predict one optimizer step of `model` under `config` on `cluster`, in steady state.
 
@@ -43,6 +47,8 @@ def predict_step(
         fused: Operations between products are fused (torch.compile).
         linear_dtype: `fp8` for linear layers in FP8.
         timeline: Record the spans of ranks and links.
+        step: Number of the step, from 1, for an optimizer that reduces gradients itself ([Note: kinds of steps]).
+        data_rank: Data-parallel rank whose compressed messages are counted ([Note: bytes of messages]).
 
     Raises:
         ConfigError: the configuration does not fit the ranks, or the cluster has fewer devices than ranks.
@@ -50,8 +56,9 @@ def predict_step(
     """
     world = world_size or cluster.devices
     work = describe_step(
-        model, config, world, length, checkpointing=checkpointing, fused=fused, linear_dtype=linear_dtype
-    )
+        model, config, world, length, checkpointing=checkpointing, fused=fused, linear_dtype=linear_dtype, step=step,
+        data_rank=data_rank,
+    )  # fmt: skip
     return predict_work(work, cluster, timeline=timeline)
 
 
@@ -92,6 +99,20 @@ def predict_work(work: StepWork, cluster: Cluster, *, timeline: bool = False) ->
         spans=_spans(tasks.loop.tasks) if timeline else [],
         notes=_notes(work, cluster),
     )
+
+
+def predict_kinds(work: StepWork, cluster: Cluster) -> list[KindPrediction]:
+    """Predict a step of each kind, for an optimizer whose steps differ ([Note: kinds of steps]); none for others.
+
+    Raises:
+        ConfigError: the cluster has fewer devices than ranks.
+    """
+    found = []
+    for one in work.kinds if len(work.kinds) > 1 else ():
+        predicted = predict_work(replace(work, messages=one.messages), cluster)
+        received = max(sum(sum(of.values()) for of in axes.values()) for axes in predicted.moved)
+        found.append(KindPrediction(one.messages.kind, one.step, one.share, predicted.seconds, received))
+    return found
 
 
 def _compute_seconds(tasks: list[SimulatedTask], lanes: RankLanes) -> float:
@@ -146,10 +167,12 @@ def _notes(work: StepWork, cluster: Cluster) -> list[str]:
             f"the model has {work.model_numel:,} parameters, and a decoder of its sizes {work.shape.numel:,}: parts of "
             "it are unlike a decoder's, and are not simulated"
         )
-    if work.reduces_itself:
+    if len(work.kinds) > 1:
+        notes.append(f"the step is one of {work.reduces_itself} whose gradients are sent as: {work.messages.kind}")
+    elif work.reduces_itself:
         notes.append(
-            f"the step is one of {work.reduces_itself} whose gradients are reduced in full; its steps with compressed "
-            "messages or none, and their per-rank states, are not simulated"
+            f"the step is one of {work.reduces_itself} whose gradients are reduced in full; the messages of updates "
+            "that user code registered are not simulated"
         )
     if work.shape.experts and work.grid.ep > 1:
         notes.append("tokens are spread evenly over experts")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from windlass.parallel.placement import Placement, set_placement
+from windlass.parallel.placement import Placement, PlacementKey, set_placement
 from windlass.simulate.layer_work import LayerSizes
 from windlass.simulate.step_workload import StepWork
 from windlass.storage.slot import Tier
@@ -34,8 +34,10 @@ class SimulatedUnit:
     """Unit without memory. The engine's prefetcher reads `numel`, `shard_state` and `tier`.
 
     Attributes:
-        numel: Elements of its parameters on this rank before ZeRO shards them.
-        padded: Elements of its buffer.
+        layout: Parameters on this rank in its buffer, before ZeRO shards them.
+        shapes: Shapes of these parameters.
+        kind: Axes over which it is sharded and reduced.
+        index: Its number among the units of the rank.
         is_expert: Its parameters are experts, which fewer ranks share.
         reshards: Each rank has only its shard between two uses.
         sums_over_tp: Each rank along tp computes a part of its gradient.
@@ -48,8 +50,10 @@ class SimulatedUnit:
     """
 
     name: str
-    numel: int
-    padded: int
+    layout: UnitLayout
+    shapes: tuple[torch.Size, ...] = ()
+    kind: PlacementKey = PlacementKey()
+    index: int = 0
     is_expert: bool = False
     reshards: bool = False
     sums_over_tp: bool = False
@@ -61,6 +65,16 @@ class SimulatedUnit:
     uses: int = 0
     backwards: int = 0
     last_backwards: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return self.layout.numel
+
+    @property
+    def padded(self) -> int:
+        """Elements of its buffer."""
+        return self.layout.padded
 
 
 class RankUnits:
@@ -103,8 +117,10 @@ class RankUnits:
         name = f"{block} experts" if kind.is_expert else "small parameters" if plan.persistent else block
         return SimulatedUnit(
             name,
-            layout.numel,
-            layout.padded,
+            layout,
+            tuple(parameter.shape for parameter in plan.parameters),
+            kind,
+            len(self.units),
             is_expert=kind.is_expert,
             reshards=self._work.sharding_stage == 3 and not plan.persistent and not alone,
             sums_over_tp="tp" in kind.partial_axes,

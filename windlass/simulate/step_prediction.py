@@ -26,6 +26,25 @@ class Span:
     nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class KindPrediction:
+    """Prediction of one kind of an optimizer's steps.
+
+    Attributes:
+        kind: Name of the kind.
+        step: Number of a step of this kind.
+        share: Its fraction of the steps of a long run.
+        seconds: Time of the step.
+        received: Bytes that a rank receives in it, along all axes.
+    """
+
+    kind: str
+    step: int
+    share: float
+    seconds: float
+    received: int
+
+
 @dataclass
 class StepPrediction:
     """Prediction of one optimizer step, of all its micro-batches.

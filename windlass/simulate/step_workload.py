@@ -19,6 +19,7 @@ from windlass.parallel.pipeline.layer_partition import partition_layers
 from windlass.parallel.pipeline.pipeline_schedules import ScheduleName
 from windlass.plan.optimizer_states import OptimizerStates
 from windlass.simulate.layer_work import ITEMSIZE, ComputeStyle
+from windlass.simulate.step_messages import KindOfStep, StepMessages, kinds_of_steps, messages_of_step
 from windlass.zero.core.unit_partition import UnitRules
 
 
@@ -73,6 +74,9 @@ class StepWork:
         transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
         model_numel: Elements of the model itself; 0: only its sizes are known.
         reduces_itself: Optimizer whose steps exchange compressed gradients, or none; empty: the engine reduces them.
+        messages: Messages of the step, if the optimizer sends them itself.
+        kinds: Kinds of the steps of such an optimizer.
+        data_rank: Data-parallel rank whose compressed messages are counted; those of others may differ by some bytes.
         model: The model itself, from which units are made; None: units are made from a decoder of its sizes.
     """
 
@@ -99,6 +103,9 @@ class StepWork:
     codecs: QuantizedMessages = QuantizedMessages()
     model_numel: int = 0
     reduces_itself: str = ""
+    messages: StepMessages = StepMessages()
+    kinds: tuple[KindOfStep, ...] = ()
+    data_rank: int = 0
     model: nn.Module | None = None
 
     @property
@@ -131,6 +138,8 @@ def describe_step(
     checkpointing: str | None = None,
     fused: bool = False,
     linear_dtype: str = "",
+    step: int = 1,
+    data_rank: int = 0,
 ) -> StepWork:
     """Describe the step of a model under a configuration.
 
@@ -140,6 +149,8 @@ def describe_step(
         checkpointing: See `ComputeStyle`; None: `full` if the configuration sets `activation_checkpointing.enabled`,
             else `none`. `parallel.recompute` and `pipeline.activation_checkpoint_interval` always imply `full`.
         fused, linear_dtype: See `ComputeStyle`.
+        step: Number of the step, from 1, for an optimizer whose steps differ ([Note: kinds of steps]).
+        data_rank: See `StepWork`.
 
     Raises:
         ConfigError: the batch or the axes do not fit the ranks, or the layers do not fit the stages.
@@ -185,7 +196,10 @@ def describe_step(
         virtual_stages=pipeline.resolved_virtual_stages,
     )
     state = parse_dtype(dtypes.state_dtype)
-    states = OptimizerStates(config, state, shards_states=zero.stage > 0 and grid.data > 1)
+    if step < 1:
+        raise ConfigError(f"step {step} does not exist; steps are counted from 1")
+    shards_states = zero.stage > 0 and grid.data > 1
+    states = OptimizerStates(config, state, shards_states=shards_states)
     separates = states.separates_masters or dtypes.master_dtype != dtypes.param_dtype
     return StepWork(
         shape=shape,
@@ -199,6 +213,9 @@ def describe_step(
         master_bytes=ITEMSIZE[dtypes.master_dtype] if separates else 0,
         state_bytes=_state_bytes(states, shape),
         reduces_itself=states.name if states.reduces_itself else "",
+        messages=messages_of_step(states.name, states.options, step, shards=shards_states),
+        kinds=kinds_of_steps(states.name, states.options, shards=shards_states),
+        data_rank=data_rank,
         schedule=pipeline.schedule,
         tp_chunks=config.tp_overlap_chunks,
         unit_rules=UnitRules(

@@ -17,6 +17,7 @@ from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
 from windlass.comm.quantized_options import ranks_of_host
 from windlass.simulate.collective_cost import RankPattern
 from windlass.simulate.event_loop import SimulatedTask
+from windlass.simulate.message_lanes import MessageLanes
 from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock
 from windlass.simulate.rank_units import SimulatedUnit
 from windlass.simulate.step_lanes import RankLanes
@@ -55,6 +56,7 @@ class ZeroLanes:
         self._algorithm = "pairwise" if on_cpu else "auto"
         self._prefetcher = Prefetcher(work.prefetch_numel, work.max_live_numel, work.max_reuse_distance, 0)
         self._had_backward = False
+        self._messages = MessageLanes(work, lanes, self._patterns[False], self._state_rate, self._algorithm, _STREAM)
         has_disk = self._cluster.host.disk_read and self._cluster.host.disk_write
         if "nvme" in (work.offloading.states, work.offloading.parameters, work.offloading.activations) and not has_disk:
             raise ConfigError(
@@ -208,6 +210,8 @@ class ZeroLanes:
 
     def _reduce_now(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
         unit.backwards = unit.last_backwards = 0
+        if self._work.messages.keeps_local:
+            return
         self._reduced[unit] = self._reduce(unit, after)
         if not self._work.overlaps_reduction:
             self._lanes.block_on(self._reduced[unit])
@@ -267,7 +271,8 @@ class ZeroLanes:
         for unit in trained:
             self._sum_copies(unit, computed)
         reduced = [task for task in self._reduced.values() if task is not None]
-        if stage == 0:
+        local = self._work.messages.keeps_local
+        if stage == 0 and not local:
             reduced += [task for unit in trained if (task := self._gather_gradients(unit)) is not None]
         for task in reduced:
             lanes.block_on(task)
@@ -278,15 +283,21 @@ class ZeroLanes:
             "data", "all_reduce", 8, self._patterns[False], label="norm", after=[computed], stream=_STREAM
         )
         lanes.block_on(agreed)
+        if local:
+            self._messages.exchange(trained)
+        if local or stage:
+            self._messages.combine_parts(trained)
         for unit in reversed(trained):
             self._update_unit(unit, agreed or computed)
+        self._messages.publish(trained)
         lanes.flush()
 
     def _sum_copies(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
         """Sum a unit's reduced gradient over its replicas: along dp_replicate, along tp for partial gradients, and on
         the other end of the pipeline for a tied embedding."""
         grid = self._work.grid
-        part = unit.padded // self.size(unit) * self._work.accumulation_bytes
+        shards = 1 if self._work.messages.keeps_local else self.size(unit)
+        part = unit.padded // shards * self._work.accumulation_bytes
         patterns = [RankPattern(("dp_replicate",))] if self._stage else []
         patterns += [RankPattern(("tp",))] if unit.sums_over_tp else []
         patterns += [RankPattern(("pp",), stride=grid.pp - 1)] if unit.is_on_both_ends else []
@@ -330,7 +341,8 @@ class ZeroLanes:
         task = lanes.flush() if away < 1 else after
         if away:
             task = self._update_away(unit, away * numel, touched, None if offloading.delayed else after)
-        if self._stage in (1, 2) or (self._stage == 3 and not unit.reshards):
+        gathers = self._stage in (1, 2) and not work.messages.keeps_local
+        if gathers or (self._stage == 3 and not unit.reshards):
             self._all_gather(unit, [task, lanes.last])
 
     def _update_away(

@@ -11,7 +11,8 @@ from windlass.base.atomic_file import write_atomically
 from windlass.tracing.rank_profile import RankProfile
 from windlass.tracing.run_profile import RunProfile
 
-_STEPS_TRACK = 0
+STEPS_TRACK = 0
+"""Thread of a process that has the steps."""
 
 
 def write_trace(run: RunProfile, path: Path) -> None:
@@ -20,7 +21,16 @@ def write_trace(run: RunProfile, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps(chrome_trace(run)).encode()
+    write_document(chrome_trace(run), path)
+
+
+def write_document(document: dict[str, Any], path: Path) -> None:
+    """Write a trace; compressed if the name of the file ends in `.gz`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps(document).encode()
     write_atomically(path, gzip.compress(text, 6) if path.suffix == ".gz" else text)
 
 
@@ -48,17 +58,25 @@ def _shift(one: RankProfile, first: RankProfile) -> float:
 
 def _rank_events(one: RankProfile, shift: float) -> list[dict[str, Any]]:
     pid = one.rank
-    named = {_STEPS_TRACK: "steps", 1: "engine"}
+    named = {STEPS_TRACK: "steps", 1: "engine"}
     events: list[dict[str, Any]] = [
-        _metadata(pid, "process_name", {"name": f"rank {one.rank} on {one.host} ({one.device})"}),
-        _metadata(pid, "process_sort_index", {"sort_index": one.rank}),
+        metadata_event(pid, "process_name", {"name": f"rank {one.rank} on {one.host} ({one.device})"}),
+        metadata_event(pid, "process_sort_index", {"sort_index": one.rank}),
     ]
     for number, (start, end) in enumerate(zip(one.bounds, one.bounds[1:], strict=False)):
         times = one.steps[number]
         arguments = {"compute ms": times.compute, "idle ms": times.idle, **times.waits}
         span = {"ts": start + shift, "dur": end - start}
         events.append(
-            {"name": f"step {number + 1}", "ph": "X", "pid": pid, "tid": _STEPS_TRACK, **span, "args": arguments}
+            {
+                "name": f"step {number + 1}",
+                "cat": "windlass,steps",
+                "ph": "X",
+                "pid": pid,
+                "tid": STEPS_TRACK,
+                **span,
+                "args": arguments,
+            }
         )
     for event in one.events:
         shown = {key: value for key, value in event.items() if key != "track"}
@@ -71,10 +89,11 @@ def _rank_events(one: RankProfile, shift: float) -> list[dict[str, Any]]:
         events.append(
             {"name": "memory, MiB", "ph": "C", "pid": pid, "tid": 0, "ts": sample.time + shift, "args": amounts}
         )
-    events += [_metadata(pid, "thread_name", {"name": name}, tid) for tid, name in named.items()]
-    events += [_metadata(pid, "thread_sort_index", {"sort_index": tid}, tid) for tid in named]
+    events += [metadata_event(pid, "thread_name", {"name": name}, tid) for tid, name in named.items()]
+    events += [metadata_event(pid, "thread_sort_index", {"sort_index": tid}, tid) for tid in named]
     return events
 
 
-def _metadata(pid: int, name: str, arguments: dict[str, Any], tid: int = 0) -> dict[str, Any]:
+def metadata_event(pid: int, name: str, arguments: dict[str, Any], tid: int = 0) -> dict[str, Any]:
+    """Return an event that names or orders a process or a thread."""
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": arguments}

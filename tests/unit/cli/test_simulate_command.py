@@ -26,6 +26,17 @@ def test_table_trace_and_picture(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(
         json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
     )
+    (tmp_path / "slow.json").write_text(
+        json.dumps(
+            {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}}
+        )
+    )
+    one_bit = ["--shape", SHAPE, "--config", str(tmp_path / "slow.json"), "--world-size", "2", "--length", "16"]
+    code, text = run(*one_bit, "--step", "10")
+    assert code == 0 and "kinds of steps of the optimizer" in text and "only at its start" in text
+    assert "gradients are sent as: compressed" in text
+    kinds = json.loads(run(*one_bit, "--json")[1])["kinds"]
+    assert [(one["kind"], one["step"]) for one in kinds] == [("in full", 1), ("compressed", 10)]
     trace, picture = tmp_path / "step.json", tmp_path / "step.png"
     options = ["--config", str(tmp_path / "ds.json"), "--world-size", "8,64", "--length", "16"]
     code, text = run("--shape", SHAPE, *options, "--trace", str(trace), "--picture", str(picture), "--device-mtbf", "9")

@@ -25,7 +25,7 @@ from windlass.simulate.goodput import expected_goodput
 from windlass.simulate.model_blocks import global_model_flops, rank_sizes
 from windlass.simulate.model_states import state_bytes_of_rank
 from windlass.simulate.parts import DEVICES, HOSTS, DevicePart, LinkPart
-from windlass.simulate.predict_step import predict_step
+from windlass.simulate.predict_step import predict_kinds, predict_step
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import describe_step, shape_of
 from windlass.simulate.timeline import write_trace
@@ -339,7 +339,7 @@ def test_sixteen_thousand_devices_are_folded(tmp_path: Path) -> None:
     }
     write_trace(found, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = {event["args"]["name"] for event in events if "_name" in event["name"] and event["ph"] == "M"}
     assert {"rank 0", "links", "compute", "tp", "zero"} <= names
     last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
     assert last == pytest.approx(found.seconds * 1e6)
@@ -422,13 +422,70 @@ def test_a_message_leaves_before_the_next_action_of_its_sender() -> None:
     assert lanes["rank 1"][last].stop - first_forward == pytest.approx(busy)
 
 
-def test_optimizers_that_reduce_gradients_themselves_are_named() -> None:
-    def run(name: str) -> Any:
-        return predict_step(DENSE, config(optimizer={"type": name, "params": {"lr": 1e-3}}), place(2), length=LENGTH)
+def optimizer(name: str, **params: Any) -> Any:
+    return config(optimizer={"type": name, "params": {"lr": 1e-3, **params}})
 
-    assert "the step is one of OneBitAdam whose gradients are reduced in full" in " ".join(run("OneBitAdam").notes)
-    assert run("OneBitAdam").moved == run("AdamW").moved
+
+def test_optimizers_that_reduce_gradients_themselves_are_named() -> None:
+    def run(name: str, **params: Any) -> Any:
+        return predict_step(DENSE, optimizer(name, **params), place(2), world_size=2, length=LENGTH)
+
+    first = run("OneBitAdam")
+    assert first.notes[-1] == "the step is one of OneBitAdam whose gradients are sent as: in full"
+    assert first.moved == run("AdamW").moved
     assert not any("AdamW" in note for note in run("AdamW").notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "kinds"),
+    [
+        ("AdamW", {}, []),
+        ("OneBitLamb", {"freeze_step": 5}, [("in full", 1, 0.0), ("compressed", 6, 1.0)]),
+        ("PowerSGD", {"start_step": 3}, [("in full", 1, 0.0), ("low rank", 4, 1.0)]),
+        (
+            "ZeroOneAdam",
+            {"var_freeze_step": 8, "var_update_scaler": 4, "local_step_clipper": 4},
+            [("in full", 1, 0.0), ("compressed", 5, 0.0), ("synchronizing", 31 * 32678 + 10, 0.25),
+             ("local", 31 * 32678 + 11, 0.75)],
+        ),
+        ("DiLoCo", {"inner_steps": 4}, [("local", 1, 0.75), ("outer", 12, 0.25)]),
+        # Each of the parts sends once, at different steps.
+        ("DiLoCo", {"inner_steps": 4, "fragments": 2}, [("local", 1, 0.5), ("outer", 10, 0.25), ("outer", 12, 0.25)]),
+        # A message leaves, its means are on their way at the next step, and two steps send nothing.
+        (
+            "DiLoCo",
+            {"inner_steps": 4, "overlap_steps": 3},
+            [("local", 1, 0.5), ("outer", 9, 0.25), ("outer", 12, 0.25)],
+        ),
+    ],
+)  # fmt: skip
+def test_kinds_of_steps_and_their_shares(name: str, params: Any, kinds: list[tuple[str, int, float]]) -> None:
+    work = describe_step(DENSE, optimizer(name, **params), 2, LENGTH)
+    found = predict_kinds(work, place(2))
+    assert [(one.kind, one.step, one.share) for one in found] == kinds
+    by_kind = {one.kind: one for one in found}
+    if "local" in by_kind:
+        assert by_kind["local"].received == 0
+    if "compressed" in by_kind:  # one bit instead of 32, with scales and alignment
+        assert by_kind["compressed"].received < by_kind["in full"].received / 20
+    for one in found:
+        step = predict_step(DENSE, optimizer(name, **params), place(2), world_size=2, length=LENGTH, step=one.step)
+        assert step.seconds == one.seconds and one.kind in step.notes[-1]
+
+
+def test_a_step_waits_for_compressed_messages_unless_they_overlap() -> None:
+    slow = replace(place(2), host=replace(place(2).host, device_link=LinkPart(1e6, 0.0, 1.0)))
+
+    def seconds(**params: Any) -> dict[str, float]:
+        found = predict_kinds(describe_step(DENSE, optimizer("DiLoCo", **params), 2, LENGTH), slow)
+        return {f"{one.kind} {one.step}": one.seconds for one in found}
+
+    waited, overlapped = seconds(inner_steps=4), seconds(inner_steps=4, overlap_steps=3)
+    # A rank receives one byte of each element of its half from the other rank, twice.
+    message = DENSE.numel / 2 / 1e6
+    assert waited["outer 12"] - waited["local 1"] == pytest.approx(2 * message, rel=0.1)
+    # Half of the messages is in flight in each of two steps, beside their computation.
+    assert overlapped["outer 12"] == pytest.approx(max(message, waited["local 1"]), rel=0.1)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("Muon", 4), ("MuAdam", 8), ("Adafactor", 0), ("DiLoCo", 4)])
