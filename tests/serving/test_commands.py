@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,19 @@ def test_a_model_without_a_tokenizer(kind: str, tmp_path: Path, capsys: pytest.C
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     with pytest.raises(ModelError, match="its vocabulary is empty; copy the tokenizer's files"):
         load_tokenizer_of(tmp_path)
+
+
+def test_a_tokenizer_without_a_list_of_added_tokens_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer(CharacterTokenizer):
+        @property
+        def added_tokens_decoder(self) -> Any:
+            raise NotImplementedError("MistralCommonBackend does not implement it")
+
+        def __call__(self, text: str) -> Any:
+            return SimpleNamespace(input_ids=self.encode(text))
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **options: Tokenizer())
+    assert isinstance(load_tokenizer_of(tmp_path), Tokenizer)
 
 
 def test_a_tokenizer_in_a_directory_of_its_own(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cache
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class Server:
         self.process.wait()
 
 
+@cache
 def answer_of_one_rank(directory: Path) -> str:
     from windlass import LLM, SamplingParams
 

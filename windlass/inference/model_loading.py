@@ -127,8 +127,7 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
     tokenizer = _load(
         import_transformers("directories of models").AutoTokenizer, path, trust_remote_code, what="tokenizer"
     )
-    # without their files, tokenizers of several models, as GPT-2 and Qwen, load with special tokens alone
-    if len(tokenizer) - len(getattr(tokenizer, "added_tokens_decoder", ())) <= 1:
+    if _is_empty(tokenizer):
         raise ModelError(_describe_missing_tokenizer(path, "its vocabulary is empty"))
     try:
         tokenizer.decode(tokenizer("a").input_ids)
@@ -197,6 +196,15 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, *, what: str =
             reason = one_line(" ".join(text.split()), 400)
             raise ModelError(_describe_missing_tokenizer(path, reason)) from error
         raise ModelError(f"cannot load the {what} of {path}: {text.splitlines()[0]}") from error
+
+
+def _is_empty(tokenizer: Any) -> bool:
+    """Return True if a tokenizer has special tokens alone, as those of GPT-2 and Qwen that load without their files."""
+    try:
+        num_added = len(tokenizer.added_tokens_decoder)
+    except (AttributeError, NotImplementedError):  # tokenizers of mistral-common, which do not load without their files
+        return False
+    return len(tokenizer) - num_added <= 1
 
 
 def _describe_missing_tokenizer(path: str | Path, reason: str) -> str:

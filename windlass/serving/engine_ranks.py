@@ -83,10 +83,6 @@ class EngineRanks:
         await self._ended.wait()
         return self.failure or ""
 
-    def give_up(self) -> None:
-        """Close the rendezvous store, so that this process's attempts to reach the other ranks fail."""
-        self._store.close()
-
     async def stop(self) -> None:
         """Wait until the ranks have ended, which they do with the engine; kill them after a few seconds."""
         if self._processes is not None:

@@ -24,7 +24,6 @@ from windlass.serving.server_settings import ServerSettings
 
 _HEALTH_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
-_GIVE_UP_SECONDS = 1.0
 # Python's default of 5 ms lets the engine's thread wait that long whenever the event loop has the interpreter lock.
 _SWITCH_SECONDS = 0.0005
 
@@ -73,10 +72,8 @@ class EngineBackend:
         ended = asyncio.ensure_future(ranks.wait_for_end())
         waited: set[asyncio.Future[Any]] = {loading, ended}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done() and not loading.done():
+        if ended.done() and not loading.done() and ranks.exit_code > 0:
             await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # it may fail with the other rank's error
-            ranks.give_up()
-            await asyncio.wait({loading}, timeout=_GIVE_UP_SECONDS)
         ended.cancel()
         error = loading.exception() if loading.done() else None
         # a lost connection only follows from the other rank's end; a `PeerError` has that rank's message
