@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,6 +24,7 @@ from windlass.cli.model_run import RunFigures, run_model
 from windlass.compress import partial_directory
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
+from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
 from windlass.inference.llm import LLM
@@ -314,6 +316,38 @@ def test_a_budget_is_met_and_reported(
     assert "size=0.05 cannot be met: the nearest is size=" in message
     assert "--budget) needs a calibration text" in failed(capsys, model, tmp_path / "no", "--budget", "size=4x")
     assert "leave weights" in failed(capsys, model, tmp_path / "no", "--budget", "size=4x", "--weights", "int8", *text)
+
+
+def test_a_latency_is_met_by_the_measured_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32]
+    timed: list[tuple[str, float]] = []
+
+    def measure_run(path: Path, *, weights: str | None = None, **_: object) -> RunFigures:
+        nbytes = compression_choice.tensor_bytes(ModelDirectory(path))  # as if reading them took all time
+        timed.append((path.name, (0.3 if weights is not None else 1.0) * nbytes * 1e-8))
+        return RunFigures(timed[-1][1])
+
+    def measure(rows: int, columns: int, name: str) -> float:
+        return rows * columns * (8.0 if name == "fp32" else 8 / int(name[3])) * 1e-9  # 8 bits the fastest
+
+    for module in (compression_choice, compression_figures):
+        monkeypatch.setattr(module, "measure_run", measure_run)
+    chosen = partial(compression_choice.choose_for_budget, measure=measure)
+    monkeypatch.setattr(compression_choice, "choose_for_budget", chosen)
+    run(model, tmp_path / "out", "--budget", "latency=2ms", *text)
+    out = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    got = report["after"]["ms_per_token"]
+    assert got <= 2 * 1.02 and report["choice"]["seconds"] == pytest.approx(got / 1e3, rel=1e-3)
+    assert f"latency: asked 2 ms a token, got {got:.3g} ms ({100 * (got / 2 - 1):+.1f} %)" in out
+    places = [name for name, _ in timed]
+    assert places[:2] == ["wide", "wide"] and places[-1] == "out" and set(places[2:-1]) == {"timed"}
+    assert out.count(" ms a token with int") == len(places) - 3 > 1 and not list(tmp_path.glob(".out*"))
+    assert "speed=50 cannot be met: the nearest is latency=" in failed(
+        capsys, model, tmp_path / "no", "--budget", "speed=50", *text
+    )
 
 
 def test_a_size_counts_the_head_that_a_rotation_adds(

@@ -4,6 +4,7 @@ large."""
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,16 +14,15 @@ from typing import Any
 import torch
 
 from windlass.base.errors import ConfigError
+from windlass.base.text import print_escaped
 from windlass.cli.compression_figures import ModelFigures, StageProgress
 from windlass.cli.compression_settings import CompressionSettings
 from windlass.cli.model_run import RunFigures, measure_run
 from windlass.compress.budget_choice import (
-    ANCHOR_FORMAT,
     BUDGET_FORMATS,
     FORCED_FORMATS,
     BudgetChoice,
     GroupChoice,
-    TokenTimes,
     choose_for_budget,
 )
 from windlass.compress.calibration_text import CalibrationText
@@ -32,8 +32,10 @@ from windlass.compress.conv1d_layers import make_linear
 from windlass.compress.layer_sensitivity import mean_nats, sample_tokens
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.prune_directory import load_wide_model
 from windlass.compress.rotation import RotatedDirectory, untie_head
+from windlass.compress.token_times import ANCHOR_FORMAT, TokenTimes
 
 ATTEMPTS = 4  # maximum number of choices that are rounded and measured
 _MARGIN = 0.9  # the next choice may have at most this fraction of the allowed loss
@@ -116,6 +118,7 @@ class FormatChooser:
             head=settings.head,
             before=tensor_bytes(whole),
             times=times,
+            time_formats=partial(self._time_formats, directory),
             progress=self._progress,
             losses=lambda compute: self._work.value(measured, compute),
         )
@@ -123,6 +126,16 @@ class FormatChooser:
         del model
         gc.collect()
         return asdict(choice)
+
+    def _time_formats(self, directory: ModelDirectory, formats: dict[str, str]) -> float:
+        """Return the measured seconds of a token of the model, rounded to nearest in some formats."""
+        path = self._work.kept(self.folder) / "timed"
+        trust = self._settings.trust_remote_code
+        write_packed_directory(directory, path, formats.get, overwrite=True, trust_remote_code=trust)
+        seconds = measure_run(path, trust_remote_code=trust).seconds
+        shutil.rmtree(path)
+        print_escaped(f"  measured {1e3 * seconds:.3g} ms a token with {', '.join(sorted(set(formats.values())))}")
+        return seconds
 
     def _runs(self) -> dict[str, RunFigures]:
         """Return runs of the source model, of the model to round, and of the latter in `ANCHOR_FORMAT`; none if the
@@ -223,9 +236,14 @@ def budget_lines(budget: CompressionBudget, before: ModelFigures, after: ModelFi
             "held-out text"
         )
     if budget.speed is not None and before.speed is not None and after.speed is not None:
-        lines.append(f"speed: asked {budget.speed:g}, got {after.speed / before.speed:.2f} times the tokens/s")
+        got = after.speed / before.speed
+        lines.append(
+            f"speed: asked {budget.speed:g}, got {got:.3g} times the tokens/s ({100 * (got / budget.speed - 1):+.1f} %)"
+        )
     if budget.latency is not None and after.ms_per_token is not None:
-        lines.append(f"latency: asked {1e3 * budget.latency:g} ms a token, got {after.ms_per_token:.3g} ms")
+        asked = 1e3 * budget.latency
+        change = 100 * (after.ms_per_token / asked - 1)
+        lines.append(f"latency: asked {asked:g} ms a token, got {after.ms_per_token:.3g} ms ({change:+.1f} %)")
     return lines
 
 

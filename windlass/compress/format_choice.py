@@ -244,7 +244,7 @@ def _undominated(sums: Integers, costs: Floats) -> Integers:
     Args:
         sums: one or two resources, `[resources, choices]`.
     """
-    order = np.lexsort((costs, *sums[::-1]))
+    order: Integers = np.lexsort((costs, *sums[::-1]))
     if len(sums) == 1:
         best = np.minimum.accumulate(costs[order])
         return order[np.concatenate([[True], costs[order][1:] < best[:-1]])]
