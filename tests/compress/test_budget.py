@@ -206,6 +206,32 @@ def test_a_loss_is_met_with_few_bytes(wide: Any) -> None:
         choose(wide, "size=0.27,loss=+0.0001")
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_a_loss_is_used_up_to_the_fewest_bytes(wide: Any, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of all groups together is a multiple of the sum of their losses; the optimum is that of all choices."""
+    losses: dict[str, float] = {}
+
+    def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:
+        losses.update({group.names[0]: 0.001 * (3 + 7 * n % 11) for n, group in enumerate(self.groups)})
+        return [{"int4_g32": losses[group.names[0]]} for group in self.groups]
+
+    def divergence(self: Any, formats: Any) -> float:
+        return factor * sum(loss for name, loss in losses.items() if formats[name] is not None)
+
+    monkeypatch.setattr(SensitivityMeter, "sensitivities", sensitivities)
+    monkeypatch.setattr(SensitivityMeter, "divergence", divergence)
+    packed = choose(wide, "loss=+9", formats=("int4_g32",))
+    rest = packed.nbytes - sum(one.nbytes for one in packed.groups)
+    for limit in (0.005, 0.0123, 0.02):
+        found = choose(wide, f"loss=+{limit}", formats=("int4_g32",))
+        best = min(
+            sum(one.nbytes if taken else one.wide_bytes for one, taken in zip(packed.groups, chosen, strict=True))
+            for chosen in itertools.product((False, True), repeat=len(packed.groups))
+            if factor * sum(one.loss for one, taken in zip(packed.groups, chosen, strict=True) if taken) <= limit
+        )
+        assert found.nbytes == rest + best and found.loss <= limit
+
+
 def test_uniform_formats_are_measured_before_a_budget_is_refused(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:
         return [{name: 0.001 if name == "int4_g32" else 0.0009 for name in formats} for _ in self.groups]
