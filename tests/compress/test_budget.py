@@ -14,12 +14,13 @@ import torch
 from tests.causal_models import build
 from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ConfigError
-from windlass.compress import budget_choice, format_choice, format_speed
-from windlass.compress.budget_choice import TokenTimes, choose_for_budget
+from windlass.compress import format_choice, format_speed
+from windlass.compress.budget_choice import BUDGET_FORMATS, choose_for_budget
 from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
 from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLimitError, choose_formats, total
 from windlass.compress.layer_sensitivity import SensitivityMeter, mean_nats, rounded_weight, sample_tokens
 from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.token_times import TokenTimes
 
 
 def random_groups(seed: int, groups: int = 6) -> list[list[FormatOption]]:
@@ -130,6 +131,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model, ModelDirectory(folder)
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Model of so many layers that one of them takes less than 2 % of the time."""
+    folder = tmp_path_factory.mktemp("budget") / "deep"
+    model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=8).eval()
+    model.save_pretrained(folder)
+    return model, ModelDirectory(folder)
+
+
 BATCHES = [torch.arange(32).view(2, 16) + shift for shift in (3, 7)]
 
 
@@ -196,6 +206,32 @@ def test_a_loss_is_met_with_few_bytes(wide: Any) -> None:
         choose(wide, "size=0.27,loss=+0.0001")
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_a_loss_is_used_up_to_the_fewest_bytes(wide: Any, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of all groups together is a multiple of the sum of their losses; the optimum is that of all choices."""
+    losses: dict[str, float] = {}
+
+    def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:
+        losses.update({group.names[0]: 0.001 * (3 + 7 * n % 11) for n, group in enumerate(self.groups)})
+        return [{"int4_g32": losses[group.names[0]]} for group in self.groups]
+
+    def divergence(self: Any, formats: Any) -> float:
+        return factor * sum(loss for name, loss in losses.items() if formats[name] is not None)
+
+    monkeypatch.setattr(SensitivityMeter, "sensitivities", sensitivities)
+    monkeypatch.setattr(SensitivityMeter, "divergence", divergence)
+    packed = choose(wide, "loss=+9", formats=("int4_g32",))
+    rest = packed.nbytes - sum(one.nbytes for one in packed.groups)
+    for limit in (0.005, 0.0123, 0.02):
+        found = choose(wide, f"loss=+{limit}", formats=("int4_g32",))
+        best = min(
+            sum(one.nbytes if taken else one.wide_bytes for one, taken in zip(packed.groups, chosen, strict=True))
+            for chosen in itertools.product((False, True), repeat=len(packed.groups))
+            if factor * sum(one.loss for one, taken in zip(packed.groups, chosen, strict=True) if taken) <= limit
+        )
+        assert found.nbytes == rest + best and found.loss <= limit
+
+
 def test_uniform_formats_are_measured_before_a_budget_is_refused(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:
         return [{name: 0.001 if name == "int4_g32" else 0.0009 for name in formats} for _ in self.groups]
@@ -212,24 +248,71 @@ def test_uniform_formats_are_measured_before_a_budget_is_refused(wide: Any, monk
         choose(wide, "size=0.5,loss=+0.004")
 
 
-def test_a_speed_is_met_by_measured_times(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def product(rows: int, columns: int, name: str) -> float:
-        bits = 32 if name == "fp32" else int(name[3])
-        return rows * columns * bits * 1e-10
+class Machine:
+    """Machine whose times are formulas. A product takes longer in the whole model than alone, above all a narrow one.
 
-    monkeypatch.setattr(budget_choice, "measure_product", product)
-    wide_products = sum(m.weight.numel() for m in wide[0].modules() if type(m) is torch.nn.Linear) * 32e-10
-    rest = 1e-4
-    times = TokenTimes(rest + wide_products, rest + wide_products / 8)
-    found = choose(wide, "speed=3.0", times=times)
-    assert found.seconds <= times.wide / 3 * 1.0001 and found.seconds > times.wide / 3 * 0.9
-    found = choose(wide, "latency=0.2ms,size=0.4", times=times)
-    assert found.seconds <= 0.2e-3 * 1.0001
-    slow = TokenTimes(1.0, 0.5)  # a product cannot take more than the whole token
-    with pytest.raises(ConfigError, match=r"speed=1000 cannot be met"):
-        choose(wide, "speed=1000", times=slow)
-    with pytest.raises(ConfigError, match=r"speed=50 cannot be met: the nearest is latency=[\d.]+ms, speed=[\d.]+; "):
-        choose(wide, "speed=50", times=times)
+    Attributes:
+        timed: formats of the models that were timed.
+    """
+
+    def __init__(self, wide: Any) -> None:
+        self.sizes = {n: m.weight.numel() for n, m in wide[0].named_modules() if type(m) is torch.nn.Linear}
+        self.timed: list[dict[str, str]] = []
+
+    def product(self, rows: int, columns: int, name: str) -> float:
+        return rows * columns * (32 if name == "fp32" else int(name[3])) * 1e-10
+
+    def whole(self, formats: dict[str, str]) -> float:
+        found = 1e-4
+        for name, size in self.sizes.items():
+            form = formats.get(name, "fp32")
+            found += 1.3 * self.product(size, 1, form) * (1.0 if form == "fp32" else 8 / int(form[3]) ** 0.5)
+        return found
+
+    def token(self, formats: dict[str, str]) -> float:
+        self.timed.append(formats)
+        return self.whole(formats)
+
+
+@pytest.mark.parametrize(("budget", "ratio"), [("speed", 1.25), ("latency", 1.15), ("latency", 1.35)])
+def test_a_speed_is_met_as_the_whole_model_measures_it(deep: Any, budget: str, ratio: float) -> None:
+    machine = Machine(deep)
+    before = machine.whole({})
+    times = TokenTimes(before, machine.whole(dict.fromkeys(machine.sizes, "int4_g128")))
+    token = before / ratio
+    asked = f"speed={ratio}" if budget == "speed" else f"latency={1e3 * token:.9f}ms"
+    losses = [{name: 2.0 ** -float(name[3]) * (1 + n % 5) for name in BUDGET_FORMATS} for n in range(32)]
+    given: dict[str, Any] = {"times": times, "measure": machine.product, "losses": lambda compute: losses}
+    predicted = choose(deep, asked, **given)
+    assert abs(machine.whole(predicted.formats) / token - 1) > 0.02, "the prediction is not enough"
+    found = choose(deep, asked, time_formats=machine.token, **given)
+    assert found.seconds == machine.whole(found.formats) and 0.98 * token <= found.seconds <= 1.02 * token
+    assert 1 < len(machine.timed) <= 5 and machine.timed[0] == predicted.formats and found.formats in machine.timed
+
+
+def test_a_speed_that_is_missed_names_the_measured_nearest(wide: Any) -> None:
+    machine = Machine(wide)
+    times = TokenTimes(machine.whole({}), machine.whole(dict.fromkeys(machine.sizes, "int4_g128")))
+    given: dict[str, Any] = {"times": times, "measure": machine.product}
+    with pytest.raises(ConfigError, match=r"speed=9 cannot be met: the nearest is latency=[\d.]+ms, speed=[\d.]+; "):
+        choose(wide, "speed=9", **given)
+    with pytest.raises(ConfigError) as raised:
+        choose(wide, "speed=9", time_formats=machine.token, **given)
+    timed = [set(formats.values()) for formats in machine.timed]
+    assert sorted(timed, key=str) == sorted(({name} for name in BUDGET_FORMATS), key=str), "each uniform format once"
+    fastest = min(machine.timed, key=machine.whole)
+    assert f"the nearest is latency={1e3 * machine.whole(fastest):.3g}ms" in str(raised.value)
+
+
+def test_a_choice_that_is_slow_only_as_predicted_is_taken(wide: Any) -> None:
+    machine = Machine(wide)
+    given: dict[str, Any] = {"times": TokenTimes(1.0, 0.5), "measure": machine.product}
+    with pytest.raises(ConfigError, match=r"speed=1000 cannot be met"):  # a product takes at most the whole token
+        choose(wide, "speed=1000", **given)
+    found = choose(wide, "speed=1000", time_formats=lambda formats: 1e-3 * 1.015, **given)
+    assert found.seconds == 1e-3 * 1.015 and set(found.formats.values()) <= {"int3_g64", "int3_g128"}
+    with pytest.raises(ConfigError, match=r"speed=1000 cannot be met: the nearest is latency=1.03ms, speed=971; "):
+        choose(wide, "speed=1000", time_formats=lambda formats: 1e-3 * 1.03, **given)
 
 
 @pytest.mark.parametrize(("name", "quantizes"), [("int4_g32", True), ("int8", True), ("int8_g32", False)])

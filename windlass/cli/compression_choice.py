@@ -1,11 +1,13 @@
-"""Choice of weight formats under a budget, repeated with a smaller allowed loss while the held-out loss is too
-large."""
+"""Choice of weight formats under a budget, repeated with another allowed loss while the loss on held-out text is too
+large, or far below its limit."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import asdict, replace
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,15 @@ from typing import Any
 import torch
 
 from windlass.base.errors import ConfigError
+from windlass.base.text import print_escaped
 from windlass.cli.compression_figures import ModelFigures, StageProgress
 from windlass.cli.compression_settings import CompressionSettings
 from windlass.cli.model_run import RunFigures, measure_run
 from windlass.compress.budget_choice import (
-    ANCHOR_FORMAT,
     BUDGET_FORMATS,
     FORCED_FORMATS,
     BudgetChoice,
     GroupChoice,
-    TokenTimes,
     choose_for_budget,
 )
 from windlass.compress.calibration_text import CalibrationText
@@ -32,11 +33,16 @@ from windlass.compress.conv1d_layers import make_linear
 from windlass.compress.layer_sensitivity import mean_nats, sample_tokens
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.prune_directory import load_wide_model
 from windlass.compress.rotation import RotatedDirectory, untie_head
+from windlass.compress.token_times import ANCHOR_FORMAT, TokenTimes
 
 ATTEMPTS = 4  # maximum number of choices that are rounded and measured
-_MARGIN = 0.9  # the next choice may have at most this fraction of the allowed loss
+_MARGIN = 0.9  # the next choice is made for this fraction of the allowed loss
+_USED = 0.8  # a choice that uses less than this fraction of the allowed loss is made again
+_LEAST_SHARE = 1e-3
+_LOOSEST = 4.0  # largest factor between the losses for which two choices are made
 
 
 class FormatChooser:
@@ -116,6 +122,7 @@ class FormatChooser:
             head=settings.head,
             before=tensor_bytes(whole),
             times=times,
+            time_formats=partial(self._time_formats, directory),
             progress=self._progress,
             losses=lambda compute: self._work.value(measured, compute),
         )
@@ -123,6 +130,16 @@ class FormatChooser:
         del model
         gc.collect()
         return asdict(choice)
+
+    def _time_formats(self, directory: ModelDirectory, formats: dict[str, str]) -> float:
+        """Return the measured seconds of a token of the model, rounded to nearest in some formats."""
+        path = self._work.kept(self.folder) / "timed"
+        trust = self._settings.trust_remote_code
+        write_packed_directory(directory, path, formats.get, overwrite=True, trust_remote_code=trust)
+        seconds = measure_run(path, trust_remote_code=trust).seconds
+        shutil.rmtree(path)
+        print_escaped(f"  measured {1e3 * seconds:.3g} ms a token with {', '.join(sorted(set(formats.values())))}")
+        return seconds
 
     def _runs(self) -> dict[str, RunFigures]:
         """Return runs of the source model, of the model to round, and of the latter in `ANCHOR_FORMAT`; none if the
@@ -144,6 +161,23 @@ class FormatChooser:
         return TokenTimes(runs["own"].seconds, runs["anchor"].seconds) if runs else None
 
 
+@dataclass(frozen=True)
+class RoundedChoice:
+    """Choice of formats, with the model that was rounded to it.
+
+    Attributes:
+        path: directory of the model.
+        loss: its increase of the bits per byte on held-out text.
+        share: share of the allowed loss for which the formats were chosen.
+    """
+
+    path: Path
+    choice: BudgetChoice
+    nbytes: int
+    loss: float
+    share: float
+
+
 def round_within_loss(
     chooser: FormatChooser,
     work: CompressionWorkspace,
@@ -151,7 +185,9 @@ def round_within_loss(
     asked: str,
     write: Callable[[Path, BudgetChoice], Any],
     measure: Callable[[Path], float],
-) -> tuple[Path, BudgetChoice, int]:
+    *,
+    uses_all: bool = False,
+) -> RoundedChoice:
     """Round with one choice of formats after another until the loss on held-out text is within the limit.
 
     Args:
@@ -159,39 +195,74 @@ def round_within_loss(
         asked: the limit as the user wrote it, for the error message.
         write: rounds the model to the formats of a choice, and returns the number of bytes.
         measure: returns the increase of the bits per byte on held-out text of the model in a directory.
+        uses_all: choose again, for more loss and so fewer bytes, if less than `_USED` of the limit is used.
 
     Returns:
-        The directory, its choice, and its bytes.
+        The choice within the limit with the fewest bytes; without `uses_all` the first one within the limit.
 
     Raises:
         ConfigError: no choice is within the limit. The message has the least loss that was reached.
     """
     share = 1.0
-    reached: list[float] = []
+    tried: list[RoundedChoice] = []
+    best: RoundedChoice | None = None
+    reason = f"{ATTEMPTS} choices were tried"
     for attempt in range(ATTEMPTS):
         try:
             choice = chooser.choose(attempt, share)
         except ConfigError as error:
-            if not reached:
+            if not tried:
                 raise
-            raise _missed(asked, reached, str(error)) from error
-        path, name = work.path / chooser.folder / f"rounded{attempt}", f"{chooser.folder}/reached{attempt}"
-        found = work.value(name, lambda: _write_and_measure(path, choice, write, measure))  # noqa: B023
-        if found["loss"] <= limit:
-            return path, choice, found["nbytes"]
-        reached.append(float(found["loss"]))
-        share *= min(_MARGIN * limit / found["loss"], _MARGIN)
-    raise _missed(asked, reached, f"{ATTEMPTS} choices were tried")
+            reason = str(error)
+            break
+        same = next((one for one in tried if one.choice.formats == choice.formats), None)
+        if same is not None:
+            found = replace(same, share=share)
+        else:
+            found = _round_choice(chooser, work, attempt, choice, share, write, measure)
+        tried.append(found)
+        if found.loss <= limit and (best is None or found.nbytes < best.nbytes):
+            best = found
+        if best is not None and (not uses_all or best.loss >= _USED * limit or same is not None):
+            break
+        share = _next_share(tried, limit)
+    if best is None:
+        raise _missed(asked, [one.loss for one in tried], reason)
+    return best
 
 
-def _write_and_measure(
-    path: Path,
+def _round_choice(
+    chooser: FormatChooser,
+    work: CompressionWorkspace,
+    attempt: int,
     choice: BudgetChoice,
+    share: float,
     write: Callable[[Path, BudgetChoice], int],
     measure: Callable[[Path], float],
-) -> dict[str, float]:
-    nbytes = tensor_bytes(ModelDirectory(path)) if path.is_dir() else write(path, choice)  # an earlier run wrote it
-    return {"nbytes": nbytes, "loss": measure(path)}
+) -> RoundedChoice:
+    path = work.path / chooser.folder / f"rounded{attempt}"
+
+    def compute() -> dict[str, float]:
+        nbytes = tensor_bytes(ModelDirectory(path)) if path.is_dir() else write(path, choice)  # an earlier run wrote it
+        return {"nbytes": nbytes, "loss": measure(path)}
+
+    found = work.value(f"{chooser.folder}/reached{attempt}", compute)
+    return RoundedChoice(path, choice, int(found["nbytes"]), float(found["loss"]), share)
+
+
+def _next_share(tried: Sequence[RoundedChoice], limit: float) -> float:
+    """Return the share of the allowed loss for the next choice: in proportion to the last loss, and between the shares
+    that were within the limit and those that were not. A smaller share is one of the loss that the last choice was
+    expected to have, so that the next choice is another one."""
+    last = tried[-1]
+    if last.loss <= limit:
+        share = last.share * (min(_MARGIN * limit / last.loss, _LOOSEST) if last.loss > 0 else _LOOSEST)
+    else:
+        expected = max(last.choice.loss / limit, _LEAST_SHARE)
+        share = min(last.share, expected) * min(_MARGIN * limit / last.loss, _MARGIN)
+    low = max((one.share for one in tried if one.loss <= limit), default=0.0)
+    high = min((one.share for one in tried if one.loss > limit), default=math.inf)
+    return share if low < share < high or low >= high else (low * high) ** 0.5
 
 
 def _missed(asked: str, reached: list[float], reason: str) -> ConfigError:
@@ -223,9 +294,14 @@ def budget_lines(budget: CompressionBudget, before: ModelFigures, after: ModelFi
             "held-out text"
         )
     if budget.speed is not None and before.speed is not None and after.speed is not None:
-        lines.append(f"speed: asked {budget.speed:g}, got {after.speed / before.speed:.2f} times the tokens/s")
+        got = after.speed / before.speed
+        lines.append(
+            f"speed: asked {budget.speed:g}, got {got:.3g} times the tokens/s ({100 * (got / budget.speed - 1):+.1f} %)"
+        )
     if budget.latency is not None and after.ms_per_token is not None:
-        lines.append(f"latency: asked {1e3 * budget.latency:g} ms a token, got {after.ms_per_token:.3g} ms")
+        asked = 1e3 * budget.latency
+        change = 100 * (after.ms_per_token / asked - 1)
+        lines.append(f"latency: asked {asked:g} ms a token, got {after.ms_per_token:.3g} ms ({change:+.1f} %)")
     return lines
 
 

@@ -217,11 +217,13 @@ class CompressionRun:
             print_escaped(f"  loss on held-out text: {found:+.4f} bits per byte, {verdict} the allowed {allowed:+.4f}")
             return found
 
-        path, choice, nbytes = round_within_loss(chooser, work, allowed, loss_text(limits), write, measure)
+        only_loss = (limits.size, limits.speed, limits.latency) == (None, None, None)
+        found = round_within_loss(chooser, work, allowed, loss_text(limits), write, measure, uses_all=only_loss)
+        choice = found.choice
         self._expect(choice)
         self._layers = layer_sizes(self._matrices(source), choice.formats)  # of the last choice that was rounded so far
-        replace_directory(path, settings.out.resolve())
-        return nbytes, choice
+        replace_directory(found.path, settings.out.resolve())
+        return found.nbytes, choice
 
     def _matrices(self, source: Path) -> ModelDirectory:
         """Return the directory whose matrices are rounded."""
@@ -350,7 +352,7 @@ class CompressionRun:
     def _report(self, bytes_after: int, text: CalibrationText | None, choice: BudgetChoice | None) -> None:
         settings = self._settings
         held_out = None if text is None else text.held_out
-        measured = {"trust_remote_code": settings.trust_remote_code, "measure": settings.measure}
+        measured: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "measure": settings.measure}
         before = measure_figures(
             settings.source,
             tensor_bytes(self._directory),

@@ -5,6 +5,12 @@ for all groups together. Unless the measured loss is just within its limit, the 
 measured loss to the sum, and the knapsack is solved again. If a uniform format of no more bytes has a lower loss, that
 format is taken. If no choice of the knapsack is within the limit of the loss, the uniform formats within the other
 limits are measured before the budget is refused.
+
+[Note: measured token] Times of single products do not add up to the time of a token either. So the whole model is timed
+in the chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is
+corrected by the difference and the choice is made again, at most `_TIMINGS` times: faster if the limit was missed, with
+less loss if the model was faster than it must be. The choice of the least loss among those in time is taken. If there
+is none, the uniform formats are timed, before the budget is refused with the least measured time.
 """
 
 from __future__ import annotations
@@ -23,26 +29,17 @@ from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLim
 from windlass.compress.format_speed import measure_product
 from windlass.compress.layer_sensitivity import InputGroup, SensitivityMeter, mean_nats, sample_tokens
 from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.token_times import ProductTimes, TokenTimes
 from windlass.kernels.coded_formats import SAFE_MAGNITUDE
 from windlass.kernels.weight_format import get_weight_format
 
 BUDGET_FORMATS = ("int8", "int4_g32", "int4_g64", "int4_g128", "int3_g64", "int3_g128")
 FORCED_FORMATS = ("int2_g32", "int2_g64")
-ANCHOR_FORMAT = "int4_g128"
 _REPAIRS = 4
-
-
-@dataclass(frozen=True)
-class TokenTimes:
-    """Measured seconds per generated token, of the whole model.
-
-    Attributes:
-        wide: seconds of the unquantized model.
-        anchor: seconds of the model with all layers and the head in `ANCHOR_FORMAT`.
-    """
-
-    wide: float
-    anchor: float
+_LEAST_CHANGE = 1e-6  # of a limit, so that a choice slightly above it is not made again
+_TIMINGS = 5  # maximum number of choices that are timed
+TIME_TOLERANCE = 0.02
+"""Part of a limit of time by which a measured time may differ from it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class BudgetChoice:
         groups: choices in the order of the model.
         nbytes: bytes of all tensors of the file.
         loss: increase of the bits per byte, measured with weights rounded to nearest on calibration text.
-        seconds: seconds of a generated token; None: not measured.
+        seconds: seconds of a generated token, measured in these formats, or predicted; None: time is not limited.
         uniform: the best uniform format of no more bytes, and its loss; None: there is none.
         tokens: number of tokens of each measurement.
         gap: bound of the excess of the knapsack's loss, or bytes, above the least, as a share; 0: it is the least.
@@ -104,6 +101,8 @@ def choose_for_budget(
     before: int | None = None,
     seconds: float = 40.0,
     times: TokenTimes | None = None,
+    measure: Callable[[int, int, str], float] = measure_product,
+    time_formats: Callable[[dict[str, str]], float] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     losses: Callable[[Callable[[], list[dict[str, float]]]], list[dict[str, float]]] = lambda compute: compute(),
 ) -> BudgetChoice:
@@ -116,6 +115,9 @@ def choose_for_budget(
         before: bytes that `budget.size` is relative to; None: those of the directory.
         seconds: approximate time for the measurements of the losses.
         times: times of a token; needed if speed or latency is limited.
+        measure: returns the seconds of a product with a matrix of some rows and columns in a format.
+        time_formats: returns the seconds of a token of the model, measured with the layers of the files in some
+            formats; see [Note: measured token]. None: a limit of time is met as predicted.
         losses: returns the losses of each group in each format, in nats per token. It calls the given function, which
             measures them, or returns stored ones.
 
@@ -137,7 +139,7 @@ def choose_for_budget(
     wide = [sum(_file_bytes(directory, name) for name in one) for one in files]
     total_bytes = sum(_bytes(place.shape, place.dtype.itemsize) for place in directory.places.values())
     fixed, before = total_bytes - sum(wide), before or total_bytes
-    products = _Products(model, groups, times)
+    products = ProductTimes(model, groups, times, measure)
     options = [
         [
             FormatOption(None, size, 0.0, products.seconds(group, None)),
@@ -154,11 +156,20 @@ def choose_for_budget(
         for group, layers, size in zip(groups, files, wide, strict=True)
     ]
     solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products)
+    if times is not None and time_formats is not None:
+        solver.time = lambda places: time_formats(
+            {
+                layer: str(one[place].name)
+                for layers, one, place in zip(files, options, places, strict=True)
+                if place
+                for layer in layers
+            }
+        )
     solver.check_bytes_and_time()  # before the losses are measured, which takes the most time
     measured = losses(lambda: meter.sensitivities(formats, progress))
     for one, found in zip(options, measured, strict=True):
         one[1:] = [replace(option, loss=found[str(option.name)]) for option in one[1:]]
-    solution = solver.solve()
+    solution = solver.solve_in_time()
     chosen, uniform = solution.places, solution.uniform
     least = total(options, chosen, "nbytes" if budget.size is None and times is None else "loss")
     choices = [
@@ -171,7 +182,7 @@ def choose_for_budget(
         choices,
         fixed + int(total(options, chosen, "nbytes")),
         solution.nats * bits_per_nat,
-        products.token_seconds(total(options, chosen, "seconds")),
+        solution.seconds or products.token_seconds(total(options, chosen, "seconds")),
         None if uniform is None else (uniform[0], uniform[1] * bits_per_nat),
         meter.tokens,
         solution.gap / least if solution.gap else 0.0,
@@ -197,54 +208,6 @@ def _packed_bytes(directory: ModelDirectory, layer: str, name: str) -> int:
     return sum(form.nbytes for form in get_weight_format(name).file_form(rows, columns).values())
 
 
-class _Products:
-    """Measured times of the matrix products of groups. Nothing is measured if the budget does not limit time."""
-
-    def __init__(self, model: Any, groups: Sequence[InputGroup], times: TokenTimes | None) -> None:
-        self._times = times
-        self._shapes = {}
-        for group in groups:
-            layers = [model.get_submodule(name) for name in group.names]
-            self._shapes[group] = (sum(layer.out_features for layer in layers), layers[0].in_features)
-        self._known: dict[tuple[int, int, str], float] = {}
-        self._wide = self._saved = 0.0
-        if times is not None:
-            self._wide = sum(self.seconds(group, None) for group in groups)
-            self._saved = self._wide - sum(self.seconds(group, ANCHOR_FORMAT) for group in groups)
-            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-            if head is not None and not any(model.get_submodule(n) is head for g in groups for n in g.names):
-                rows, columns = head.weight.shape  # the measured anchor has a packed head
-                self._saved += measure_product(rows, columns, "fp32") - measure_product(rows, columns, ANCHOR_FORMAT)
-
-    def seconds(self, group: InputGroup, name: str | None) -> float:
-        """Return the seconds of a group's product for one token; 0 if the budget does not limit time."""
-        if self._times is None:
-            return 0.0
-        key = (*self._shapes[group], name or "fp32")
-        if key not in self._known:
-            self._known[key] = measure_product(*key)
-        return self._known[key]
-
-    @property
-    def _scale(self) -> float:
-        """Factor from seconds of products timed alone to seconds of the whole model, bounded so that all products
-        together take at most the measured time of a token."""
-        assert self._times is not None
-        if self._saved <= 0 or self._times.wide <= self._times.anchor:
-            return 1.0
-        measured = (self._times.wide - self._times.anchor) / self._saved
-        return min(measured, self._times.wide / self._wide)
-
-    def token_seconds(self, products: float) -> float | None:
-        """Return the predicted seconds per token if its products take `products` seconds."""
-        return None if self._times is None else self._times.wide + (products - self._wide) * self._scale
-
-    def limit(self, token: float) -> float:
-        """Return the largest time of the products with which a token takes at most `token` seconds."""
-        assert self._times is not None
-        return self._wide + (token - self._times.wide) / self._scale
-
-
 @dataclass(frozen=True)
 class _Solution:
     """Choice for a budget.
@@ -254,17 +217,23 @@ class _Solution:
         nats: measured loss in nats per token.
         gap: bound of the excess of the knapsack's sum above the least one; see `FormatChoice`.
         uniform: the best uniform format of no more bytes, and its loss; None: there is none.
+        seconds: measured seconds of a token; None: not measured.
     """
 
     places: list[int]
     nats: float
     gap: float = 0.0
     uniform: tuple[str, float] | None = None
+    seconds: float | None = None
 
 
 @dataclass
 class _Solver:
-    """Solver for one budget."""
+    """Solver for one budget.
+
+    Attributes:
+        time: returns the measured seconds of a token of a choice; None: times are predicted.
+    """
 
     meter: SensitivityMeter
     groups: Sequence[InputGroup]
@@ -274,13 +243,70 @@ class _Solver:
     before: int
     bits_before: float
     bits_per_nat: float
-    products: _Products
+    products: ProductTimes
+    time: Callable[[list[int]], float] | None = None
+    _seconds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def solve(self) -> _Solution:
-        """Return the choice for the budget, with its measured loss, and the best uniform choice.
+    def solve_in_time(self) -> _Solution:
+        """Return the choice for the budget; see [Note: measured token].
 
         Raises:
             ConfigError: the budget cannot be met.
+        """
+        token = self._token_limit()
+        best: _Solution | None = None
+        tried: list[list[int]] = []
+        while len(tried) < _TIMINGS:
+            try:
+                found = self._solve()
+            except UnmetLimitError as error:
+                if best is not None:
+                    break
+                if error.resource != "seconds" or self.time is None:
+                    raise self._refusal(error) from error
+                found = self._measure(error.places)  # the fastest choice
+            if self.time is None or token is None:
+                return found
+            if found.places in tried:
+                break
+            tried.append(found.places)
+            seconds = self._timed(found.places)
+            if seconds <= (1 + TIME_TOLERANCE) * token and (best is None or found.nats < best.nats):
+                best = replace(found, seconds=seconds)
+            if abs(seconds / token - 1) <= TIME_TOLERANCE:
+                break
+        if best is None:
+            in_time = [self._measure(places) for places in self._uniform_in_time()]
+            if not in_time:
+                raise self._refusal(UnmetLimitError("seconds", 0.0))
+            best = min(in_time, key=lambda one: one.nats)
+            best = replace(best, seconds=self._timed(best.places))
+        loss = self._limits().loss
+        if loss is not None and best.nats > loss:
+            raise self._refusal(UnmetLimitError("loss", best.nats))
+        return best
+
+    def _uniform_in_time(self) -> list[list[int]]:
+        """Return the choices of one format for all groups that are within the limit of bytes, and in time as measured.
+        The choice that is the fastest by the times of single products need not be the fastest model."""
+        token = self._token_limit() or 0.0
+        uniform = self._uniform_choices(self._limits().nbytes, None)
+        return [places for places in uniform if self._timed(places) <= (1 + TIME_TOLERANCE) * token]
+
+    def _timed(self, places: list[int]) -> float:
+        """Return the measured time of a token of a choice, and correct the predicted times by it."""
+        assert self.time is not None and self.products.wide is not None
+        if tuple(places) not in self._seconds:
+            self._seconds[tuple(places)] = self.time(places) if any(places) else self.products.wide
+        seconds = self._seconds[tuple(places)]
+        self.products.correct(total(self.options, places, "seconds"), seconds)
+        return seconds
+
+    def _solve(self) -> _Solution:
+        """Return the choice for the budget by predicted times, with its measured loss.
+
+        Raises:
+            UnmetLimitError: the budget cannot be met.
         """
         limits = self._limits()
         asked = limits.loss
@@ -292,7 +318,7 @@ class _Solver:
                 found = choose_formats(self.options, FormatLimits(limits.nbytes, allowed, limits.seconds))
             except UnmetLimitError as error:
                 if error.resource != "loss":
-                    raise self._refusal(error) from error
+                    raise
                 break
             if any(found.places == one.places for one in measured):
                 break
@@ -305,11 +331,13 @@ class _Solver:
             if asked is None or 0.98 * asked <= one.nats <= asked or not one.nats or not expected:
                 break
             allowed = asked * expected / one.nats
+            if not within:
+                allowed = min(allowed, expected * (1 - _LEAST_CHANGE))
         if best is None:
             assert asked is not None
             best = self._least_measured(measured, limits)
             if best.nats > asked:
-                raise self._refusal(UnmetLimitError("loss", best.nats))
+                raise UnmetLimitError("loss", best.nats)
         return self._better_of_uniform(best, limits)
 
     def _least_measured(self, measured: Sequence[_Solution], limits: FormatLimits) -> _Solution:
@@ -329,6 +357,11 @@ class _Solver:
         try:
             choose_formats(self.options, limits)
         except UnmetLimitError as error:
+            token = self._token_limit()
+            if error.resource == "seconds" and self.time is not None and token is not None:
+                is_fast = self._timed(error.places) <= (1 + TIME_TOLERANCE) * token
+                if is_fast or self._uniform_in_time():
+                    return  # slower as predicted, but not as measured
             raise self._refusal(error) from error
 
     def _limits(self) -> FormatLimits:
@@ -338,12 +371,15 @@ class _Solver:
         if budget.loss is not None:
             bits = budget.loss * self.bits_before if budget.is_relative else budget.loss
             loss = bits / self.bits_per_nat
-        token = budget.latency
-        wide = self.products.token_seconds(0.0)
-        if budget.speed is not None and wide is not None:
-            own = self.products._times.wide / budget.speed  # type: ignore[union-attr]
-            token = own if token is None else min(token, own)
+        token = self._token_limit()
         return FormatLimits(nbytes, loss, None if token is None else self.products.limit(token))
+
+    def _token_limit(self) -> float | None:
+        """Return the largest time of a token in seconds; None if time is not limited."""
+        token, wide = self.budget.latency, self.products.wide
+        if self.budget.speed is None or wide is None:
+            return token
+        return wide / self.budget.speed if token is None else min(token, wide / self.budget.speed)
 
     def _measure(self, places: list[int], gap: float = 0.0) -> _Solution:
         formats = {
@@ -387,8 +423,8 @@ class _Solver:
                 "pack the head too (--head), or allow 2 bits (--force)"
             )
         if error.resource == "seconds":
-            token = self.products.token_seconds(error.nearest) or 0.0
-            wide = self.products._times.wide if self.products._times is not None else token
+            token = min(self._seconds.values(), default=self.products.token_seconds(error.nearest)) or 0.0
+            wide = self.products.wide or token
             asked = (
                 f"speed={self.budget.speed:g}"
                 if self.budget.speed is not None

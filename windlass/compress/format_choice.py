@@ -244,10 +244,11 @@ def _undominated(sums: Integers, costs: Floats) -> Integers:
     Args:
         sums: one or two resources, `[resources, choices]`.
     """
-    order = np.lexsort((costs, *sums[::-1]))
+    order: Integers = np.lexsort((costs, *sums[::-1]))
     if len(sums) == 1:
         best = np.minimum.accumulate(costs[order])
-        return order[np.concatenate([[True], costs[order][1:] < best[:-1]])]
+        is_less: NDArray[np.bool_] = np.concatenate([[True], costs[order][1:] < best[:-1]])
+        return order[is_less]
     seconds, values = sums[1][order].tolist(), costs[order].tolist()
     kept = []
     steps: list[int] = []  # ascending second resource of the choices so far, with descending costs in `lows`
