@@ -13,6 +13,7 @@ from windlass.base.import_transformers import import_transformers
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.base.text import one_line
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.compress.gguf_model import GgufDirectory, is_gguf_file, read_gguf_tokenizer
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.inference.model_forward import find_first_position, rope_settings
 from windlass.inference.staged_loading import StagedModelSource
@@ -65,8 +66,8 @@ def load_model(
     """Load a causal language model of transformers, in eval mode.
 
     Args:
-        path: directory with `config.json` and safetensors files, or a name on the hub. A directory of packed weights
-            (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
+        path: directory with `config.json` and safetensors files, a GGUF file, or a name on the hub. A GGUF file or a
+            directory of packed weights (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
         dtype: dtype of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened
             to float32, since there is no fast arithmetic for them.
         pipeline: mesh axis of several ranks; each reads only the weights of its own stage.
@@ -107,16 +108,23 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError: the model has no configuration.
     """
-    return _load(import_transformers("directories of models").AutoConfig, path, trust_remote_code)
+    transformers = import_transformers("directories of models")
+    if is_gguf_file(path):
+        return GgufDirectory(path).transformers_config()
+    return _load(transformers.AutoConfig, path, trust_remote_code)
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model's directory.
+    """Load the tokenizer of a model's directory or GGUF file.
 
     Raises:
         ModelError: the directory has no tokenizer, or its files are damaged, so that it cannot be used.
     """
-    tokenizer = _load(import_transformers("directories of models").AutoTokenizer, path, trust_remote_code)
+    transformers = import_transformers("directories of models")
+    if is_gguf_file(path):
+        tokenizer = read_gguf_tokenizer(path)
+    else:
+        tokenizer = _load(transformers.AutoTokenizer, path, trust_remote_code)
     try:
         tokenizer.decode(tokenizer("a").input_ids)
     except Exception as error:  # code of transformers with values that it does not check
