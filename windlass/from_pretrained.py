@@ -12,6 +12,7 @@ import torch.distributed as dist
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+from windlass.compress.gguf_model import is_gguf_file
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.compress.rounded_model import load_rounded_model
 from windlass.compress.weight_quantization import initial_format
@@ -33,15 +34,16 @@ def from_pretrained(
 ) -> Any:
     """Call `cls.from_pretrained(path, **kwargs)` with each rank reading only its own shards. Collective.
 
-    A directory of packed weights (`quantization_config` of compressed-tensors, GPTQ, AWQ or windlass) gives a model
-    whose packed layers are frozen `PackedLinear`, as does `weights`. Each rank reads all files and keeps its shard.
+    A GGUF file or a directory of packed weights (`quantization_config` of compressed-tensors, GPTQ, AWQ or windlass)
+    gives a model whose packed layers are frozen `PackedLinear`, as does `weights`. Each rank reads all files and keeps
+    its shard.
 
     Pass the result to `windlass.initialize`. Its values equal those of the unsharded call with rank 0's seed, also
     where a key is missing in the files and is initialized.
 
     Args:
         cls: a model class of transformers, or one of its `AutoModel...` classes.
-        path: a directory with `config.json` and safetensors files, or a name on the hub.
+        path: a directory with `config.json` and safetensors files, a GGUF file, or a name on the hub.
         config: the configuration that `initialize` will get: dict, path or base64 text. It sets the tier of the shards
             (`offload_param`); stage and optimizer do not matter here. Pass the model's own configuration as
             `model_config=`, because this name is taken.
@@ -59,10 +61,17 @@ def from_pretrained(
     if "model_config" in kwargs:
         kwargs["config"] = kwargs.pop("model_config")
     directory = Path(path)
-    if directory.is_dir():
+    if is_gguf_file(directory):
+        if weights is not None:
+            raise ModelError(
+                f"{path} is a GGUF file, whose weights are quantized already; leave weights={weights!r} out"
+            )
+    elif directory.is_dir():
         _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
-        raise CheckpointError(f"{path} is not a directory; pass one with config.json and safetensors files")
+        raise CheckpointError(
+            f"{path} is not a directory; pass one with config.json and safetensors files, or a GGUF file"
+        )
     form = initial_format(load_config(config).weight_quantization) if weights is None and config is not None else None
     if weights is not None or form is not None or is_packed_directory(directory):
         dtype = _plain_dtype(kwargs)

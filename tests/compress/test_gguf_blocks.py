@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
+import windlass
 from windlass.base.errors import ModelError
 from windlass.compress import gguf_file
 from windlass.compress.gguf_blocks import BLOCK_TYPES, BlockType, decode_blocks, encode_blocks, find_block_type
 from windlass.compress.gguf_file import find_splitting
+from windlass.compress.packed_model import load_packed_model
 from windlass.compress.pruned_config import PRUNING_ENTRY
+from windlass.inference.model_loading import load_model, load_tokenizer_of
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.weight_format import get_weight_format
 
@@ -75,9 +79,19 @@ def test_damaged_blocks_and_formats_without_a_type_are_refused() -> None:
 def test_models_of_pruned_heads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", PRUNING_ENTRY: {"heads": 6}}))
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(gguf_file, "_import_gguf", lambda: None)  # the package need not be installed
+    monkeypatch.setattr(gguf_file, "import_gguf", lambda: None)  # the package need not be installed
     with pytest.raises(ModelError, match="has windlass_pruning in its config.json: .* not written to GGUF"):
         gguf_file.write_gguf(tmp_path, tmp_path / "out.gguf")
+
+
+def test_gguf_files_are_opened_as_models(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF")  # damaged; the package need not be installed
+    for load in (load_model, load_tokenizer_of, load_packed_model):
+        with pytest.raises(ModelError, match="x.gguf cannot be read as GGUF|GGUF files need the package gguf"):
+            load(path)
+    with pytest.raises(ModelError, match="GGUF file, whose weights are quantized already; leave weights='int4' out"):
+        windlass.from_pretrained(AutoModelForCausalLM, path, weights="int4")
 
 
 def test_tokenizers_name_their_splitting() -> None:

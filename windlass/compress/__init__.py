@@ -6,5 +6,6 @@ integer_grid, gptq, input_scales, rotation (methods of rounding), block_calibrat
 other), layer_distillation (learned rounding), calibration_text, fake_rounding, sharded_weight, compressed_layers,
 fused_encoders, format_rounding, snip_pruning, compression_training, block_curvature, quantize_training,
 redundancy_clean, layer_reduction, distillation_losses, teacher_cache, distillation, engine_steps (during training),
-rounded_model, lora (QLoRA), gptq_awq (checkpoints of GPTQ and AWQ), gguf_blocks, gguf_file (GGUF).
+rounded_model, lora (QLoRA), gptq_awq (checkpoints of GPTQ and AWQ), gguf_blocks, gguf_file,
+gguf_model (GGUF).
 """

@@ -21,13 +21,14 @@ from windlass.compress.quantization_config import read_formats
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
 # model_type of transformers -> architecture of GGUF, and whether rows of query and key are in another order there
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": ("llama", True),
     "mistral": ("llama", True),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
+    "gemma": ("gemma", False),
 }
-_LAYER_PARTS = {
+LAYER_PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -40,9 +41,9 @@ _LAYER_PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_OUTER_PARTS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+OUTER_PARTS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 # regular expression of a tokenizer -> name in GGUF of this rule
-_SPLITTINGS = {
+SPLITTINGS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+": name
     for digits, name in (("{1,3}", "llama-bpe"), ("", "qwen2"))
@@ -65,17 +66,17 @@ def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -
         ModelError: the package gguf is missing, the model is of another family or has pruned heads, or a format has no
             GGUF type.
     """
-    gguf = _import_gguf()
+    gguf = import_gguf()
     directory = ModelDirectory(source)
     kind = directory.config.get("model_type")
-    if kind not in _ARCHITECTURES:
-        raise ModelError(f"{source} is of type {kind!r}; GGUF is written for {', '.join(_ARCHITECTURES)}")
+    if kind not in ARCHITECTURES:
+        raise ModelError(f"{source} is of type {kind!r}; GGUF is written for {', '.join(ARCHITECTURES)}")
     if PRUNING_ENTRY in directory.config:
         raise ModelError(
             f"{source} has {PRUNING_ENTRY} in its config.json: numbers of heads that differ from the configuration's, "
             "which are not written to GGUF; prune to heads that transformers builds, or write the unpruned model"
         )
-    architecture, permutes = _ARCHITECTURES[kind]
+    architecture, permutes = ARCHITECTURES[kind]
     layers = sorted({one.rpartition(".")[0] for one in directory.places if one.endswith(".weight_scale")})
     formats = read_formats(directory.quantization or {}, layers) if layers else {}
     to = Path(target)
@@ -115,13 +116,8 @@ def read_gguf(path: str | Path) -> dict[str, tuple[str, PackedWeight]]:
     Raises:
         ModelError: the package gguf is missing, or the file is damaged or has other types.
     """
-    gguf = _import_gguf()
-    try:
-        reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise ModelError(f"{path} cannot be read as GGUF: {error}; copy the file again") from error
     found = {}
-    for tensor in reader.tensors:
+    for tensor in open_gguf(path).tensors:
         type_name = tensor.tensor_type.name
         data = torch.from_numpy(tensor.data.copy())
         if type_name in BLOCK_TYPES:
@@ -139,7 +135,30 @@ def read_gguf(path: str | Path) -> dict[str, tuple[str, PackedWeight]]:
     return found
 
 
-def _import_gguf() -> Any:
+def open_gguf(path: str | Path) -> Any:
+    """Return the package's reader of a GGUF file, which maps it.
+
+    Raises:
+        ModelError: the package gguf is missing, or the file is damaged.
+    """
+    gguf = import_gguf()
+    try:
+        return gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+        raise ModelError(f"{path} cannot be read as GGUF: {error}; copy the file again") from error
+
+
+def pair_rows(rows: int, heads: int) -> torch.Tensor:
+    """Return the row of transformers at each row of GGUF, where both of a rotation's pair stand beside each other."""
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+def import_gguf() -> Any:
+    """Return the package gguf.
+
+    Raises:
+        ModelError: the package is missing.
+    """
     try:
         import gguf
     except ImportError as error:
@@ -204,6 +223,18 @@ def _write_tokenizer(gguf: Any, writer: Any, directory: ModelDirectory) -> None:
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and number < size:
             add(number)
+            if key == "bos_token_id":
+                writer.add_add_bos_token(_begins_with(stored, tokens[number]))
+    template = directory.path / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))
+
+
+def _begins_with(tokenizer: Mapping[str, Any], token: str) -> bool:
+    """Return True if a tokenizer puts a token before each text."""
+    whole = tokenizer.get("post_processor") or {}
+    steps = [step for step in whole.get("processors", [whole]) if step.get("type") == "TemplateProcessing"]
+    return any((step["single"][0].get("SpecialToken") or {}).get("id") == token for step in steps if step["single"])
 
 
 def find_splitting(tokenizer: Mapping[str, Any]) -> str | None:
@@ -219,7 +250,7 @@ def find_splitting(tokenizer: Mapping[str, Any]) -> str | None:
     if [step.get("type") for step in steps] != ["Split", "ByteLevel"] or steps[1].get("use_regex", True):
         return None
     expression: Any = (steps[0].get("pattern") or {}).get("Regex")
-    return _SPLITTINGS.get(expression)
+    return SPLITTINGS.get(expression)
 
 
 def _sources(directory: ModelDirectory, formats: Mapping[str, str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
@@ -253,11 +284,11 @@ def _sources(directory: ModelDirectory, formats: Mapping[str, str]) -> Iterator[
 def _gguf_name(name: str) -> str:
     module, _, leaf = name.rpartition(".")
     layer = _LAYER.fullmatch(module)
-    if layer is not None and layer[2] in _LAYER_PARTS:
-        return f"blk.{layer[1]}.{_LAYER_PARTS[layer[2]]}.{leaf}"
-    if module in _OUTER_PARTS:
-        return f"{_OUTER_PARTS[module]}.{leaf}"
-    raise ModelError(f"tensor {name!r} has no name in GGUF's {', '.join(_ARCHITECTURES)} models")
+    if layer is not None and layer[2] in LAYER_PARTS:
+        return f"blk.{layer[1]}.{LAYER_PARTS[layer[2]]}.{leaf}"
+    if module in OUTER_PARTS:
+        return f"{OUTER_PARTS[module]}.{leaf}"
+    raise ModelError(f"tensor {name!r} has no name in GGUF's {', '.join(ARCHITECTURES)} models")
 
 
 def _read_data(
@@ -272,12 +303,13 @@ def _read_data(
     else:
         tensor = directory.read(name)
         tensor = tensor.float() if tensor.dim() == 1 else tensor
+        if directory.config["model_type"] == "gemma" and name.endswith("norm.weight"):
+            tensor = tensor + 1  # transformers has the factor less 1
         data = tensor.contiguous().view(torch.uint8)
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(layer.rpartition(".")[2])
     if permutes and heads is not None:
         count = directory.config.get(heads) or directory.config["num_attention_heads"]
         itemsize = 4 if data.dim() == 1 else 1
         rows = data.view(-1, itemsize) if data.dim() == 1 else data
-        order = torch.arange(len(rows)).view(count, 2, -1).transpose(1, 2).flatten()
-        data = rows[order].reshape(data.shape)
+        data = rows[pair_rows(len(rows), count)].reshape(data.shape)
     return data.contiguous()

@@ -90,6 +90,12 @@ class ModelDirectory:
         known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return any(name in known for name in names)
 
+    def transformers_config(self, *, trust_remote_code: bool = False) -> Any:
+        """Return the configuration as an object of transformers."""
+        import transformers
+
+        return transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+
     def check_wide(self) -> None:
         """Check that the directory is a whole model whose weights are not packed.
 
@@ -193,7 +199,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
         import transformers
     except ImportError as error:
         raise ModelError("models of a directory need transformers: pip install 'windlass[hf]'") from error
-    config = transformers.AutoConfig.from_pretrained(directory.path, trust_remote_code=trust_remote_code)
+    config = directory.transformers_config(trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if "tie_word_embeddings" in directory.config:  # a view of a directory may have a head of its own

@@ -14,6 +14,7 @@ from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.compress.checkpoint_names import CheckpointNames
+from windlass.compress.gguf_model import GgufDirectory, is_gguf_file
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
 from windlass.compress.low_rank_config import RANKS_ENTRY
 from windlass.compress.model_directory import ModelDirectory, build_empty
@@ -32,9 +33,11 @@ _UNUSED = ("input_scale", "input_zero_point", _ORDER)
 
 
 def is_packed_directory(path: str | Path) -> bool:
-    """Return True if a path is a model's directory that `load_packed_model` loads: its weights are quantized, or it has
-    widths or layers that transformers does not build ([Note: widths of pruned models], [Note: ranks in the
-    configuration])."""
+    """Return True if a path is a GGUF file, or a model's directory that `load_packed_model` loads: its weights are
+    quantized, or it has widths or layers that transformers does not build ([Note: widths of pruned models], [Note:
+    ranks in the configuration])."""
+    if is_gguf_file(path):
+        return True
     config = Path(path) / "config.json"
     if not config.is_file():
         return False
@@ -52,8 +55,8 @@ def load_packed_model(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, or a
-    pruned or factorized one that only windlass builds, in eval mode.
+    """Load the model of a GGUF file ([Note: GGUF as a directory]), or of a directory that `write_packed_directory`,
+    compressed-tensors, GPTQ or AWQ wrote, or a pruned or factorized one that only windlass builds, in eval mode.
 
     Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file. All parameters are frozen
     if the directory is quantized, and else none.
@@ -65,7 +68,7 @@ def load_packed_model(
     Raises:
         ModelError: the directory is damaged, lacks tensors, or has weights of a kind that no weight format is.
     """
-    directory = ModelDirectory(path)
+    directory = GgufDirectory(path) if is_gguf_file(path) else ModelDirectory(path)
     entry = directory.quantization
     if entry is None and not any(key in directory.config for key in _OWN):
         raise ModelError(
@@ -76,6 +79,10 @@ def load_packed_model(
     packed: dict[str, tuple[str, _ReadParts]] = {}  # one layer is in memory twice, not all
     if entry is None:
         layers = []
+    elif isinstance(directory, GgufDirectory):
+        for layer, name in directory.formats.items():
+            packed[layer] = name, partial(_read_blocks, directory, layer)
+            used.add(f"{layer}.weight")
     elif entry.get("quant_method") in ("gptq", "awq"):
         for layer in find_packed_layers(directory):
             name, tensors, read = read_packed_layer(directory, layer, entry)
@@ -151,6 +158,10 @@ _ReadParts = Callable[[], tuple[PackedWeight, dict[str, MappedBytes]]]
 
 def _in_memory(tensors: PackedWeight) -> tuple[PackedWeight, dict[str, MappedBytes]]:
     return tensors, {}
+
+
+def _read_blocks(directory: GgufDirectory, layer: str) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    return directory.read_packed(layer), {}
 
 
 def _read_parts(directory: ModelDirectory, layer: str, name: str) -> tuple[PackedWeight, dict[str, MappedBytes]]:

@@ -13,6 +13,7 @@ from windlass.base.import_transformers import import_transformers
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.base.text import one_line
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.compress.gguf_model import GgufDirectory, is_gguf_file, read_gguf_tokenizer
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.inference.model_forward import find_first_position, rope_settings
 from windlass.inference.staged_loading import StagedModelSource
@@ -69,8 +70,8 @@ def load_model(
     """Load a causal language model of transformers, in eval mode.
 
     Args:
-        path: directory with `config.json` and safetensors files, or a name on the hub. A directory of packed weights
-            (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
+        path: directory with `config.json` and safetensors files, a GGUF file, or a name on the hub. A GGUF file or a
+            directory of packed weights (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
         dtype: dtype of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened
             to float32, since there is no fast arithmetic for them.
         pipeline: mesh axis of several ranks; each reads only the weights of its own stage.
@@ -106,10 +107,13 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError: there is no configuration, or it is that of an encoder-decoder.
     """
+    transformers = import_transformers("directories of models")
+    if is_gguf_file(path):
+        return GgufDirectory(path).transformers_config()
     directory = Path(path)
     if directory.is_dir() and not (directory / "config.json").is_file():
         raise ModelError(f"{path} is not a model: it has no config.json; give a directory that save_pretrained wrote")
-    config = _load(import_transformers("directories of models").AutoConfig, path, trust_remote_code)
+    config = _load(transformers.AutoConfig, path, trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{path} is an encoder-decoder ({config.model_type}); windlass serves causal language models, which have "
@@ -119,14 +123,16 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model's directory, or of one that has only a tokenizer.
+    """Load the tokenizer of a model's directory, of one that has only a tokenizer, or of a GGUF file.
 
     Raises:
         ModelError: the directory has no tokenizer, or its files are damaged, so that it cannot be used.
     """
-    tokenizer = _load(
-        import_transformers("directories of models").AutoTokenizer, path, trust_remote_code, what="tokenizer"
-    )
+    transformers = import_transformers("directories of models")
+    if is_gguf_file(path):
+        tokenizer = read_gguf_tokenizer(path)
+    else:
+        tokenizer = _load(transformers.AutoTokenizer, path, trust_remote_code, what="tokenizer")
     if _is_empty(tokenizer):
         raise ModelError(_describe_missing_tokenizer(path, "its vocabulary is empty"))
     try:

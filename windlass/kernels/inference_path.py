@@ -22,7 +22,8 @@ class InferencePath:
     """Implementation of the kernels of inference.
 
     Attributes:
-        name: an instruction set ("AVX-512-BF16", "AVX-512", "AVX2", "NEON", "baseline"), or "reference".
+        name: an instruction set ("AVX-512-BF16", "AVX-512-VNNI", "AVX-512", "AVX-VNNI", "AVX2", "NEON", "baseline"),
+            or "reference".
         module: the native module, or None for the reference.
         number: number of the instruction set in the module.
     """

@@ -69,17 +69,28 @@ struct DotBf16Step {  // bf16 weights and inputs; each instruction adds two prod
 };
 #endif
 
-// Integer products of bytes with an offset of 128 and signed bytes. Sums are exact, so their order does not matter.
+// Adds to each lane four products of unsigned bytes `w` and signed bytes `x`, in one instruction.
 #if defined(__AVX512VNNI__)
+#define WINDLASS_BYTE_DOTS
+WINDLASS_INLINE I add_byte_products(I sum, U w, U x) {
+    return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+#elif defined(__AVXVNNI__)
+#define WINDLASS_BYTE_DOTS
+WINDLASS_INLINE I add_byte_products(I sum, U w, U x) {
+    return (I)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+#endif
+
+// Integer products of bytes with an offset of 128 and signed bytes. Sums are exact, so their order does not matter.
+#if defined(WINDLASS_BYTE_DOTS)
 struct CodedStep {
     using Input = std::uint32_t;  // 4 signed bytes
     using Sum = I;
     static constexpr int kInputs = 1;
     static WINDLASS_INLINE U spread(Input x) { return all_bits(x); }
     static WINDLASS_INLINE U weight(U bits, int) { return bits; }
-    static WINDLASS_INLINE I add(I sum, U x, U weight) {
-        return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weight, (__m512i)x);
-    }
+    static WINDLASS_INLINE I add(I sum, U x, U weight) { return add_byte_products(sum, weight, x); }
 };
 #else
 struct CodedStep {

@@ -35,9 +35,17 @@ constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below 
 
 const std::vector<NamedSet<InferenceSet>>& supported_sets() {
 #if defined(__x86_64__)
-    static const auto found = find_sets(&kInferenceBaseline, &kInferenceAvx2, &kInferenceAvx512, &kInferenceAvx512Dot);
+    static const auto found = find_sets(BuiltSets<InferenceSet>{
+        .baseline = &kInferenceBaseline,
+        .avx2 = &kInferenceAvx2,
+#if defined(WINDLASS_HAS_AVX_VNNI)
+        .avx_vnni = &kInferenceAvxVnni,
+#endif
+        .avx512 = &kInferenceAvx512,
+        .avx512_vnni = &kInferenceAvx512Vnni,
+        .avx512_bf16 = &kInferenceAvx512Bf16});
 #else
-    static const auto found = find_sets<InferenceSet>(&kInferenceBaseline, nullptr, nullptr, nullptr);
+    static const auto found = find_sets(BuiltSets<InferenceSet>{&kInferenceBaseline});
 #endif
     return found;
 }

@@ -172,7 +172,9 @@ extern const InferenceSet kInferenceBaseline;
 #if defined(__x86_64__)
 extern const InferenceSet kInferenceAvx2;
 extern const InferenceSet kInferenceAvx512;
-extern const InferenceSet kInferenceAvx512Dot;
+extern const InferenceSet kInferenceAvxVnni;
+extern const InferenceSet kInferenceAvx512Vnni;
+extern const InferenceSet kInferenceAvx512Bf16;
 #endif
 
 }  // namespace windlass

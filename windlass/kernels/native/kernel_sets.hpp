@@ -9,6 +9,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace windlass {
 
 template <class Set>
@@ -17,25 +21,45 @@ struct NamedSet {
     const Set* set;
 };
 
-// Sets that this processor has, best first. The arguments beside `baseline` are nullptr where they are not built.
+// Sets of a module. Those beside `baseline` are nullptr where they are not built.
 template <class Set>
-std::vector<NamedSet<Set>> find_sets(const Set* baseline, [[maybe_unused]] const Set* avx2,
-                                     [[maybe_unused]] const Set* avx512, [[maybe_unused]] const Set* avx512_dot) {
+struct BuiltSets {
+    const Set* baseline;
+    const Set* avx2 = nullptr;
+    const Set* avx_vnni = nullptr;
+    const Set* avx512 = nullptr;
+    const Set* avx512_vnni = nullptr;
+    const Set* avx512_bf16 = nullptr;
+};
+
+#if defined(__x86_64__)
+// Reads the bit itself, since compilers differ in the name that __builtin_cpu_supports takes.
+inline bool has_avx_vnni() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
+}
+#endif
+
+// Sets that this processor has, best first.
+template <class Set>
+std::vector<NamedSet<Set>> find_sets(const BuiltSets<Set>& built) {
     std::vector<NamedSet<Set>> sets;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool has_dot = has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    if (has_dot) sets.push_back({"AVX-512-BF16", avx512_dot});
-    if (has_avx512) sets.push_back({"AVX-512", avx512});
-    if (has_avx2) sets.push_back({"AVX2", avx2});
-    sets.push_back({"baseline", baseline});
+    const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+    if (has_vnni && __builtin_cpu_supports("avx512bf16")) sets.push_back({"AVX-512-BF16", built.avx512_bf16});
+    if (has_vnni) sets.push_back({"AVX-512-VNNI", built.avx512_vnni});
+    if (has_avx512) sets.push_back({"AVX-512", built.avx512});
+    if (has_avx2 && built.avx_vnni != nullptr && has_avx_vnni()) sets.push_back({"AVX-VNNI", built.avx_vnni});
+    if (has_avx2) sets.push_back({"AVX2", built.avx2});
+    sets.push_back({"baseline", built.baseline});
 #elif defined(__aarch64__)
-    sets.push_back({"NEON", baseline});
+    sets.push_back({"NEON", built.baseline});
 #else
-    sets.push_back({"baseline", baseline});
+    sets.push_back({"baseline", built.baseline});
 #endif
     return sets;
 }

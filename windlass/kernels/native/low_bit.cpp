@@ -27,9 +27,17 @@ constexpr std::int64_t kSerialLines = 64 << 10;  // bytes of codes that one thre
 
 const std::vector<NamedSet<LowBitSet>>& supported_sets() {
 #if defined(__x86_64__)
-    static const auto found = find_sets(&kLowBitBaseline, &kLowBitAvx2, &kLowBitAvx512, &kLowBitAvx512Dot);
+    static const auto found = find_sets(BuiltSets<LowBitSet>{
+        .baseline = &kLowBitBaseline,
+        .avx2 = &kLowBitAvx2,
+#if defined(WINDLASS_HAS_AVX_VNNI)
+        .avx_vnni = &kLowBitAvxVnni,
+#endif
+        .avx512 = &kLowBitAvx512,
+        .avx512_vnni = &kLowBitAvx512Vnni,
+        .avx512_bf16 = &kLowBitAvx512Vnni});  // no product of codes uses bf16
 #else
-    static const auto found = find_sets<LowBitSet>(&kLowBitBaseline, nullptr, nullptr, nullptr);
+    static const auto found = find_sets(BuiltSets<LowBitSet>{&kLowBitBaseline});
 #endif
     return found;
 }

@@ -96,13 +96,13 @@ WINDLASS_INLINE U plane_bytes(const char* from, int line, int plane) {
 
 // Exact sums of products of unsigned bytes `w` and signed bytes `x`, four to a lane. `Sum` may be narrower than 32 bits:
 // it holds kRun units. `kPlanes` is the number of passes over a byte of which each sees a part that `Sum` has room for.
-#if defined(__AVX512VNNI__)
+#if defined(WINDLASS_BYTE_DOTS)
 template <int>
 struct ByteSum {
     using Sum = I;
     static constexpr int kRun = kGroupUnits, kPlanes = 1;
     static WINDLASS_INLINE U plane(U w, int) { return w; }
-    static WINDLASS_INLINE I add(I sum, U w, U x) { return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+    static WINDLASS_INLINE I add(I sum, U w, U x) { return add_byte_products(sum, w, x); }
     static WINDLASS_INLINE I wide(I sum, int) { return sum; }
 };
 #elif defined(__AVX2__)

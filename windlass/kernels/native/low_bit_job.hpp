@@ -66,7 +66,8 @@ extern const LowBitSet kLowBitBaseline;
 #if defined(__x86_64__)
 extern const LowBitSet kLowBitAvx2;
 extern const LowBitSet kLowBitAvx512;
-extern const LowBitSet kLowBitAvx512Dot;
+extern const LowBitSet kLowBitAvxVnni;
+extern const LowBitSet kLowBitAvx512Vnni;
 #endif
 
 }  // namespace windlass
