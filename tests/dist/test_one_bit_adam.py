@@ -86,6 +86,11 @@ class Case:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float32
 
+    def syncs_at(self, step: int) -> bool:
+        """Return True if parameters become equal to the master weights after a step, counted from 1."""
+        interval = dict(self.params).get("sync_interval")
+        return bool(self.stage and interval and step % interval == 0)
+
     def corrected(self, beta: float, steps: int) -> float:
         """Return the divisor of a moment."""
         return 1 - beta**steps if dict(self.params).get("bias_correction", True) else 1.0
@@ -188,6 +193,8 @@ class Simulation:
             clip = min(1.0, self.case.clipping / (norm + 1e-6)) if self.case.clipping else 1.0
             for name in self.x:
                 self._update(name, step + 1, [one[name] for one in gradients], clip)
+            if self.case.syncs_at(step + 1):
+                self.replicas = {name: value.to(self.case.dtype) for name, value in self.x.items()}
 
     def _update(self, name: str, step: int, gradients: list[torch.Tensor], clip: float) -> None:
         case, ranks = self.case, self.case.ranks
@@ -272,7 +279,10 @@ def require_law(case: Case, by_rank: list[dict[str, Any]], bound: float = 1e-6) 
             assert found["moved"]["compressed_reduce_scatter"] == steps * own * (case.ranks - 1), case
             assert found["moved"]["compressed_all_gather"] == steps * others, case
             wide = sum(n for key, n in found["moved"].items() if not key.startswith("compressed"))
-            assert wide == 0, f"{case}: a phase is wide: {found['moved']}"
+            full = sum(layout.padded for _, layout in by_rank[0]["frozen"]["layouts"]) * case.dtype.itemsize
+            syncs = sum(case.syncs_at(step) for step in range(FREEZE + 1, case.steps + 1))
+            expected = syncs * full * (case.ranks - 1) // case.ranks
+            assert wide == expected, f"{case}: a phase is wide: {found['moved']}"
 
 
 CASES = [
@@ -359,6 +369,22 @@ def test_bounded_steps_equal_their_simulation(stage: int, tmp_path: Path) -> Non
     )
     most = (case.steps - FREEZE) * LR * (0.05 + DECAY * max(float(value.abs().max()) for value in before.values()))
     assert moved <= most * 1.001 < free_move
+
+
+SYNCED = (("freeze_step", FREEZE), ("sync_interval", 2))
+
+
+def test_parameters_become_equal_to_the_master_weights_every_few_steps(tmp_path: Path) -> None:
+    """The last step is none of these, so that the law sees parameters that lag behind again."""
+    cases = [Case(1, params=SYNCED), Case(2, nvme=True, bf16=True, params=SYNCED)]
+    last = [replace(case, steps=4) for case in cases]
+    by_rank = run_ranks(run_cases, 2, [*cases, *last], str(tmp_path), timeout=120.0)
+    for number, case in enumerate(cases):
+        require_law(case, [found[number] for found in by_rank])
+    for found in by_rank:
+        for case, one in zip(last, found[len(cases) :], strict=True):
+            for name, value in one["replicas"].items():
+                assert torch.equal(value, one["params"][name].to(case.dtype)), (case, name)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
@@ -506,6 +532,11 @@ def refused(stage: int, more: dict[str, Any]) -> None:
     config = Case(stage).config()
     config["optimizer"]["params"].update(more)
     start(specimen("mlp"), config)
+
+
+def test_an_interval_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sync_interval is 0; write a number of steps"):
+        OneBitAdam([torch.nn.Parameter(torch.ones(1))], sync_interval=0)
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,11 @@ _MESSAGES = {
     "cuda_aware": accepted_parameter("bool", False, "messages take the engine's transport"),
     "comm_backend_name": accepted_parameter("str", "nccl", "messages take the engine's transport"),
 }
+_SYNC = {"sync_interval": ParameterSpec("int", None, minimum=1)}
 _ONE_BIT_LAMB = {
     "freeze_step": ParameterSpec("int", 100_000, minimum=1),
     **_MESSAGES,
+    **_SYNC,
     "coeff_beta": ParameterSpec("float", 0.9, minimum=0, less_than=1),
     "factor_max": ParameterSpec("float", 4.0, greater_than=0),
     "factor_min": ParameterSpec("float", 0.5, greater_than=0),
@@ -64,7 +66,7 @@ _ZERO_ONE = {
 }
 _NO_CLIP = {"max_grad_norm": refused_parameter("float", 0.0, "write gradient_clipping at the top level instead")}
 _AS_ADAMW = {
-    **_LR, **_BETAS, **_EPS, **_DECAY, **_GRADS, **_NO_AMSGRAD, **_NO_CLIP, **_MESSAGES,
+    **_LR, **_BETAS, **_EPS, **_DECAY, **_GRADS, **_NO_AMSGRAD, **_NO_CLIP, **_MESSAGES, **_SYNC,
     "bias_correction": ParameterSpec("bool", True),
     "eps_inside_sqrt": refused_parameter("bool", False, "the steps are AdamW's; write false"),
     "max_update": ParameterSpec("float", None, greater_than=0),

@@ -30,6 +30,9 @@ class OneBitAdam(torch.optim.AdamW):
         max_update: bound of |m| / (sqrt(v) + eps) of each element in the compressed steps, with bias correction; None:
             unbounded, as in the paper. Steps of Adam rarely exceed 1. A variance that was frozen early underestimates
             many elements, whose steps are then far too large ([Note: bounded steps]).
+        sync_interval: at ZeRO stages 1 and 2 the parameters of all ranks, which lag a little behind the sharded master
+            weights, are made equal to them after each step whose number it divides; None: by a save and
+            `finish_update` alone. The all-gather is in full.
         eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect: messages take the
             engine's transport.
@@ -55,12 +58,15 @@ class OneBitAdam(torch.optim.AdamW):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
         max_update: float | None = None,
+        sync_interval: int | None = None,
     ) -> None:
         check_one_bit_options("OneBitAdam", freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt)
         check_max_update("OneBitAdam", max_update)
+        check_sync_interval("OneBitAdam", sync_interval)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         options = {"freeze_step": freeze_step, "bias_correction": bias_correction, "max_update": max_update}
-        keep_options(self, {**options, "applied_steps": 0})
+        keep_options(self, {**options, "sync_interval": sync_interval, "applied_steps": 0})
+        check_equal_in_groups(self, ("sync_interval",))
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of AdamW.
@@ -109,6 +115,18 @@ def check_max_update(name: str, max_update: float | None) -> None:
         raise ConfigError(
             f"{name}: max_update is {max_update}; write a positive number, e.g. 1.0, or null for no bound"
         )
+
+
+def check_sync_interval(name: str, interval: int | None) -> None:
+    """Raise ConfigError for an interval that is not positive."""
+    if interval is not None and interval < 1:
+        raise ConfigError(f"{name}: sync_interval is {interval}; write a number of steps, e.g. 1000, or null for none")
+
+
+def is_sync_due(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `sync_interval` divides the number of the step that was applied last."""
+    interval = optimizer.param_groups[0].get("sync_interval")
+    return interval is not None and applied_steps(optimizer) % int(interval) == 0
 
 
 def corrects_bias(optimizer: torch.optim.Optimizer) -> bool:

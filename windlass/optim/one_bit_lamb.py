@@ -10,7 +10,13 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
 from windlass.optim.lamb import Lamb, trust_ratio
-from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options, keep_options
+from windlass.optim.one_bit_adam import (
+    FREEZE_STEP,
+    check_equal_in_groups,
+    check_one_bit_options,
+    check_sync_interval,
+    keep_options,
+)
 
 
 class OneBitLamb(Lamb):
@@ -29,6 +35,7 @@ class OneBitLamb(Lamb):
         coeff_beta: decay of the moving average of trust ratios.
         factor_max, factor_min: bounds of the factor.
         factor_threshold: maximum relative change of the factor in a step.
+        sync_interval: as in `OneBitAdam`.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.
 
     Raises:
@@ -55,8 +62,10 @@ class OneBitLamb(Lamb):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
+        sync_interval: int | None = None,
     ) -> None:
         check_one_bit_options("OneBitLamb", freeze_step, max_grad_norm, amsgrad)
+        check_sync_interval("OneBitLamb", sync_interval)
         if not 0 <= coeff_beta < 1 or not 0 < factor_min <= factor_max or factor_threshold <= 0:
             raise ConfigError(
                 f"OneBitLamb: coeff_beta {coeff_beta} must be in [0, 1), factor_min {factor_min} above 0 and at most "
@@ -72,9 +81,11 @@ class OneBitLamb(Lamb):
             "factor_max": factor_max,
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
+            "sync_interval": sync_interval,
             "applied_steps": 0,
         }
         keep_options(self, kept)
+        check_equal_in_groups(self, ("sync_interval",))
 
     def _ratio(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         ratio = trust_ratio(parameter, update, group["min_coeff"], group["max_coeff"])

@@ -15,6 +15,7 @@ from windlass.optim.one_bit_adam import (
     check_equal_in_groups,
     check_max_update,
     check_one_bit_options,
+    check_sync_interval,
     keep_options,
     require_bias_correction,
 )
@@ -46,6 +47,7 @@ class ZeroOneAdam(torch.optim.AdamW):
     Args:
         bias_correction, max_update: as in `OneBitAdam`. The bound holds for all steps with gradients that are not
             reduced in full; at stage 0 a synchronization moves an element by at most as much as bounded steps would.
+        sync_interval: as in `OneBitAdam`.
         eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.
 
@@ -73,6 +75,7 @@ class ZeroOneAdam(torch.optim.AdamW):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
         max_update: float | None = None,
+        sync_interval: int | None = None,
     ) -> None:
         check_one_bit_options(
             "ZeroOneAdam", var_freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt,
@@ -87,10 +90,11 @@ class ZeroOneAdam(torch.optim.AdamW):
             if value < 1:
                 raise ConfigError(f"ZeroOneAdam: {name} is {value}; write at least 1")
         check_max_update("ZeroOneAdam", max_update)
+        check_sync_interval("ZeroOneAdam", sync_interval)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         kept = {"var_freeze_step": var_freeze_step, **policies, "bias_correction": bias_correction}
-        keep_options(self, {**kept, "max_update": max_update, "applied_steps": 0})
-        check_equal_in_groups(self, ("var_freeze_step", *policies))
+        keep_options(self, {**kept, "max_update": max_update, "sync_interval": sync_interval, "applied_steps": 0})
+        check_equal_in_groups(self, ("var_freeze_step", *policies, "sync_interval"))
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of AdamW.

@@ -523,6 +523,8 @@ class ShardedModel:
             self.delayed_update.start(batches)
         else:
             self._publish_update(batches)
+            if self.replicas.differ and self.update.equalizes_replicas:
+                self.replicas.equalize()
         self.drop_gradients(keeps_unstepped=True)
         self.choose_gradient_mode()
         self._gradients_consumed = True

@@ -13,7 +13,8 @@ momentum of its elements, `b1 m` plus the mean of the messages, and steps its ma
 difference between these and the parameters, which are equal on all ranks: the parameters of all ranks move by the
 decoded difference, and the rest stays in the next difference, so that it needs no error feedback of its own
 (DoubleSqueeze, arXiv:1905.05957; DORE, arXiv:1910.07561, sends such differences). The rounding of 16-bit parameters is
-a part of it. `ShardedModel.finish_update` makes parameters equal to the master weights again.
+a part of it. `ShardedModel.finish_update`, and every step that `sync_interval` divides, make parameters equal to the
+master weights again.
 
 The frozen variance has the bias correction of its last step, and the momentum that of its own. Without bias correction
 the first steps are taken here too, since torch's AdamW has no such option. Elements whose frozen
@@ -32,7 +33,7 @@ from typing import ClassVar
 
 import torch
 
-from windlass.optim.one_bit_adam import corrects_bias, count_step, is_frozen
+from windlass.optim.one_bit_adam import corrects_bias, count_step, is_frozen, is_sync_due
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import Batch
@@ -96,6 +97,11 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def publishes_itself(self) -> bool:
         """True in the compressed phase of stages 1 and 2."""
         return self._shards and self._phase.group.size > 1 and self.takes_local_gradients
+
+    @property
+    def equalizes_replicas(self) -> bool:
+        """True at stages 1 and 2 after a step that `sync_interval` divides."""
+        return self._shards and is_sync_due(self.optimizer)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective in the compressed phase."""

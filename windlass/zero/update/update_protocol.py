@@ -112,6 +112,13 @@ class Update(Protocol):
         ...
 
     @property
+    def equalizes_replicas(self) -> bool:
+        """True if the parameters of all ranks are to become equal to the master weights after the step that has ended.
+        Equal on all ranks.
+        """
+        ...
+
+    @property
     def keeps_local_weights(self) -> bool:
         """True if ranks train with parameters of their own, which `publish` computes without a message."""
         ...
@@ -193,6 +200,11 @@ class OrdinaryUpdate:
     @property
     def takes_local_gradients(self) -> bool:
         """See `Update.takes_local_gradients`."""
+        return False
+
+    @property
+    def equalizes_replicas(self) -> bool:
+        """See `Update.equalizes_replicas`."""
         return False
 
     @property
