@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_of
 from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
+from tests.inference.text_models import byte_level_tokenizer
 from windlass.attention import attention
 from windlass.base.errors import ConfigError
 from windlass.base.model_updates import note_update
@@ -65,11 +66,10 @@ RECURRENT = {
 }
 
 
-def recurrent(kind: str) -> Any:
+def recurrent(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    return model_of(
-        kind, **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, **RECURRENT[kind]}
-    ).eval()
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+    return model_of(kind, **{**size, **RECURRENT[kind], **changes}).eval()
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
@@ -79,6 +79,54 @@ def test_recurrent_families_generate_what_the_plain_model_does(kind: str) -> Non
         outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
         assert isinstance(llm.engine.runner, OwnCacheModelRunner) and llm.engine.runner.keeps_cache
     assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("kind", ["Mamba2ForCausalLM", "JambaForCausalLM", "BambaForCausalLM", "RwkvForCausalLM"])
+def test_recurrent_families_serve_mixed_requests(kind: str) -> None:
+    """Requests with all kinds of parameters run side by side, are preempted, and are cancelled."""
+    tokenizer = byte_level_tokenizer()
+    model = recurrent(kind, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    prompts = [prompt + [5, 6, 7] for prompt in make_prompts(10, len(tokenizer))]
+    wanted = [
+        *(GREEDY.replace(max_tokens=30), GREEDY.replace(n=2, temperature=1.0, seed=1), GREEDY.replace(max_tokens=1)),
+        *(GREEDY.replace(prompt_logprobs=0), GREEDY.replace(max_tokens=25, stop=["e", "o", " "])),
+        *(GREEDY.replace(n=3, temperature=0.7, seed=5, prompt_logprobs=0, max_tokens=20), GREEDY.replace(max_tokens=9)),
+        *(GREEDY.replace(max_tokens=20), GREEDY.replace(max_tokens=25, stop_token_ids=list(range(50, 150)))),
+        GREEDY.replace(max_tokens=20),
+    ]
+    sizes = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 96, "max_model_len": 64}
+    with LLM(model, tokenizer=tokenizer, **sizes) as llm:
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner)
+        outputs: dict[str, Any] = {}
+        for number, (prompt, params) in enumerate(zip(prompts, wanted, strict=True)):
+            llm.engine.add_request(str(number), prompt, params, priority=number % 2)
+            outputs.update((output.request_id, output) for output in llm.engine.step())
+            if number == 8:
+                assert llm.engine.cancel("7").outputs[0].finish_reason == "abort"
+        outputs.update((output.request_id, output) for output in finish(llm))
+        stats = llm.stats()
+    assert stats.kv_cache_usage == 0 and stats.num_preemptions > 0
+    assert sorted(outputs) == list("012345689")
+    assert_greedy(model, [outputs[name] for name in "0234689"])
+    ends = [outputs[name].outputs[0].finish_reason for name in "0489"]
+    assert set(ends) <= {"length", "stop"} and ends[0] == ends[3] == "length"
+    for name in "15":
+        answers = outputs[name].outputs
+        assert len(answers) == wanted[int(name)].n == len({tuple(answer.token_ids) for answer in answers})
+        for answer in answers:
+            assert_logprobs(model, outputs[name].prompt_token_ids, answer.token_ids, answer.logprobs)
+    for name in "35":
+        (first, *rest), entries = outputs[name].prompt_token_ids, outputs[name].prompt_logprobs[1:]
+        assert_logprobs(model, [first], rest, entries)
+
+
+@torch.no_grad()
+def assert_logprobs(model: Any, before: list[int], tokens: list[int], entries: Any) -> None:
+    """Check the log-probabilities of tokens that follow others."""
+    logits = model(torch.tensor([[*before, *tokens][:-1]]), use_cache=False).logits[0, len(before) - 1 :]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    found = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 PAGED: dict[str, dict[str, Any]] = {
@@ -130,10 +178,7 @@ def test_prompts_have_logprobs_where_a_model_asks_for_its_last_logits() -> None:
     model, prompt = recurrent("BambaForCausalLM"), [3, 4, 5, 6, 7]
     with LLM(model, kv_cache_tokens=64, max_model_len=32) as llm:
         (output,) = llm.generate([prompt], GREEDY.replace(prompt_logprobs=0))
-    with torch.no_grad():
-        wanted = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-    torch.testing.assert_close(torch.tensor(found), wanted[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    assert_logprobs(model, prompt[:1], prompt[1:], output.prompt_logprobs[1:])
 
 
 @pytest.mark.parametrize("checked", [True, False])

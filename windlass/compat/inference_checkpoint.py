@@ -179,7 +179,7 @@ def _move_tensors(source: nn.Module, target: nn.Module) -> None:
     parts = dict(source.named_modules())
     for name, part in target.named_modules():
         other = parts.get(name)
-        if type(other) is not type(part):
+        if other is None or type(other) is not type(part):
             raise ModelError(
                 f"init_inference: {name} is a {type(part).__name__}, and a {type(other).__name__} in the model of this "
                 "configuration; call init_inference before layers are replaced"
