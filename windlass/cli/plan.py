@@ -13,7 +13,15 @@ from rich.console import Console
 from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
-from windlass.cli.plan_report import draw_memory, ladder_table, memory_table, missing_line, peak_line
+from windlass.cli.plan_report import (
+    choice_line,
+    draw_memory,
+    ladder_table,
+    memory_table,
+    missing_line,
+    peak_line,
+    refusal_lines,
+)
 from windlass.config import load_config
 from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.choose_config import Choice, choose_config, missing_bytes
@@ -130,20 +138,14 @@ def _report_choice(
         config = choice.chosen.config if choice.chosen is not None else None
         typer.echo(json.dumps({"chosen": config, "tried": rows, "refused": refused}, indent=1))
     else:
-        console.print(ladder_table(choice.walked))
-        console.print(peak_line(best.plan, limits), soft_wrap=True)
-        for line in best.plan.notes:
+        console.print(ladder_table(choice))
+        for line in (*refusal_lines(choice), peak_line(best.plan, limits), *best.plan.notes):
             console.print(line, soft_wrap=True)
+        used_nvme = any("nvme" in (one.rung.states, one.rung.parameters) for one in choice.walked)
+        console.print(choice_line(choice, may_use_nvme=used_nvme), soft_wrap=True)
     if picture is not None:
         draw_memory(best.plan, picture, limits)
     if choice.chosen is None:
-        if not as_json:
-            console.print(
-                f"no configuration fits; the nearest is {best.rung}: {missing_line(best.missing)}; use more ranks, a "
-                "smaller micro-batch, shorter samples or --nvme",
-                soft_wrap=True,
-            )
         raise typer.Exit(1)
     if not as_json:
-        console.print(f"chosen: {choice.chosen.rung}")
         typer.echo(json.dumps(choice.chosen.config, indent=1))

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
-from windlass.plan.choose_config import PLACES, RefusedRung, TriedRung
-from windlass.plan.memory_plan import MemoryPlan
+from windlass.plan.choose_config import PLACES, Choice, RefusedRung
+from windlass.plan.memory_plan import DISK, MemoryPlan
 from windlass.plan.rank_limits import RankLimits
 
 
@@ -54,21 +54,56 @@ def peak_line(plan: MemoryPlan, limits: RankLimits) -> str:
 
 def missing_line(missing: dict[str, int]) -> str:
     """Return one line with the bytes by which each limit is exceeded."""
-    return "missing: " + ", ".join(f"{format_size(nbytes)} of {place} memory" for place, nbytes in missing.items())
+    return f"missing: {_amounts(missing)}"
 
 
-def ladder_table(walked: list[TriedRung | RefusedRung]) -> Table:
+def _amounts(missing: dict[str, int]) -> str:
+    names = {place: "disk space" if place == DISK else f"{place} memory" for place in missing}
+    return ", ".join(f"{format_size(nbytes)} of {names[place]}" for place, nbytes in missing.items())
+
+
+def ladder_table(choice: Choice) -> Table:
     """Return a table with a row for each rung that was planned or refused, from the fastest to the smallest."""
     table = Table(title="from the fastest to the smallest", title_justify="left")
-    for name in ("configuration", *PLACES, ""):
+    for name in ("configuration", *PLACES, "result"):
         table.add_column(name, justify="right" if name in PLACES else "left")
-    for one in walked:
+    reasons = _reasons(choice)
+    for one in choice.walked:
         if isinstance(one, RefusedRung):
-            table.add_row(str(one.rung), *[""] * len(PLACES), f"refused: {one.problem}")
+            table.add_row(str(one.rung), *[""] * len(PLACES), f"refused, reason {reasons[one.problem]}")
             continue
         peaks = [format_size(one.plan.peak(place)) if one.plan.kinds(place) else "" for place in PLACES]
         table.add_row(str(one.rung), *peaks, "fits" if one.fits else missing_line(one.missing))
     return table
+
+
+def refusal_lines(choice: Choice) -> list[str]:
+    """Return one line for each reason for which `initialize` refuses rungs, as the table numbers them."""
+    return [f"reason {number}: {problem}" for problem, number in _reasons(choice).items()]
+
+
+def _reasons(choice: Choice) -> dict[str, int]:
+    problems = dict.fromkeys(one.problem for one in choice.refused)
+    return {problem: number for number, problem in enumerate(problems, 1)}
+
+
+def choice_line(choice: Choice, *, may_use_nvme: bool) -> str:
+    """Return one line with the chosen rung, or the nearest, and the reason for which the ladder stopped there.
+
+    Args:
+        may_use_nvme: The ladder had rungs on NVMe.
+    """
+    if choice.chosen is None:
+        others = ["more ranks", "a smaller micro-batch", "shorter samples", *([] if may_use_nvme else ["--nvme"])]
+        return (
+            f"no configuration fits; the nearest is {choice.nearest.rung}: {missing_line(choice.nearest.missing)}; use "
+            f"{', '.join(others[:-1])} or {others[-1]}"
+        )
+    if len(choice.walked) == 1:
+        return f"chosen: {choice.chosen.rung}; the fastest one fits"
+    tried = choice.tried
+    before = f"; {tried[-2].rung} lacks {_amounts(tried[-2].missing)}" if len(tried) > 1 else ""
+    return f"chosen: {choice.chosen.rung}; the first one that fits{before}"
 
 
 def draw_memory(plan: MemoryPlan, path: Path, limits: RankLimits) -> bool:

@@ -72,10 +72,33 @@ def test_json_and_picture(model: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_ladder_prints_its_choice_or_what_is_missing(model: str) -> None:
-    code, text = run(model, "--length", "16", "--world-size", "2", "--host-memory", "1GB", "--choose")
-    assert code == 0 and "chosen: stage 0" in text and '"stage": 0' in text
-    code, text = run(model, "--length", "16", "--world-size", "2", "--host-memory", "10K", "--choose")
-    assert code == 1 and "no configuration fits; the nearest is stage" in text and "missing:" in text
+    options = [model, "--length", "16", "--world-size", "2", "--choose", "--host-memory"]
+    code, text = run(*options, "1GB")
+    assert code == 0 and "chosen: stage 0; the fastest one fits" in text and '"stage": 0' in text
+    code, text = run(*options, "10K")
+    assert code == 1 and "no configuration fits; the nearest is stage" in text
+    assert "use more ranks, a smaller micro-batch, shorter samples or --nvme\n" in text
+    code, text = run(*options, "10K", "--nvme", "/fast", "--disk-space", "10K")
+    assert code == 1 and "use more ranks, a smaller micro-batch or shorter samples\n" in text
+    assert " of host memory, " in text and " of disk space" in text
+
+
+def test_the_ladder_prints_the_reason_of_each_stop(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    options = [model, "--length", "64", "--world-size", "2", "--choose", "--host-memory"]
+    tried = json.loads(run(*options, "1K", "--json")[1])["tried"]
+    names = [one["name"] for one in tried]
+    peaks = [max(sum(kinds["host"].values()) for kinds in one["moments"].values()) for one in tried]
+    limit = min(peaks)
+    last = peaks.index(limit)
+    assert last > 0
+    _, text = run(*options, str(limit))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    lacks = [f"{(peak - limit) / 2**20:,.1f} MiB of host memory" for peak in peaks]
+    missing = [(name, f"missing: {lack}") for name, lack in zip(names[:last], lacks, strict=False)]
+    assert [(row[0], row[-1]) for row in rows] == [*missing, (names[last], "fits")]
+    before = f"{names[last - 1]} lacks {lacks[last - 1]}"
+    assert f"chosen: {names[last]}; the first one that fits; {before}\n" in text
 
 
 def test_checkpointing_follows_the_configuration(model: str, tmp_path: Path) -> None:
@@ -103,7 +126,8 @@ def test_the_ladder_skips_what_initialize_refuses(model: str, tmp_path: Path) ->
     assert code == 1 and [one["name"] for one in found["tried"]] == ["stage 0", "stage 0, checkpointing"]
     assert len(found["refused"]) == 6 and all("DiLoCo" in one["problem"] for one in found["refused"])
     code, text = run(model, *options, "--choose")
-    assert code == 1 and "refused:" in text
+    assert code == 1 and "refused, reason 3" in text and "reason 4" not in text
+    assert 'reason 1: optimizer.type: "DiLoCo" at zero_optimization.stage 1, and every rank needs whole states' in text
 
 
 def test_wrong_options_name_the_fix(model: str, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ SIZES = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
 }
 GPU = Target("cuda", "nccl")
+HOMES = [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "nvme")]
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -162,7 +163,7 @@ def test_checkpointing_saves_less_and_trains_alike() -> None:
     stage=st.integers(0, 3),
     target=st.sampled_from([Target(), GPU]),
     checkpointing=st.booleans(),
-    offloads=st.booleans(),
+    home=st.sampled_from(HOMES),
     batches=st.tuples(*[st.integers(1, 4)] * 2).map(sorted),
     lengths=st.tuples(*[st.sampled_from([8, 16, 24])] * 2).map(sorted),
 )
@@ -172,18 +173,19 @@ def test_memory_of_no_moment_falls_when_the_batch_or_its_length_grows(
     stage: int,
     target: Target,
     checkpointing: bool,
-    offloads: bool,
+    home: tuple[str, str],
     batches: list[int],
     lengths: list[int],
 ) -> None:
     more: dict[str, Any] = {"activation_checkpointing": {"enabled": checkpointing}}
-    if offloads and stage:
-        more["zero"] = {"offload_optimizer": {"device": "cpu"}}
+    for key, device, least in (("offload_optimizer", home[0], 1), ("offload_param", home[1], 3)):
+        if device != "none" and stage >= least:
+            more.setdefault("zero", {})[key] = {"device": device, "nvme_path": "/nvme"}
     small, large = (
         plan(two_layers, settings(stage, micro, **more), length=length, target=target)
         for micro, length in zip(batches, lengths, strict=True)
     )
-    for place in (DEVICE, HOST):
+    for place in (DEVICE, HOST, DISK):
         for moment in MOMENTS:
             assert small.moments[moment].total(place) <= large.moments[moment].total(place), (place, moment)
     if (batches[0], lengths[0]) != (batches[1], lengths[1]):

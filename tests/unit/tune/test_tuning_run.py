@@ -256,6 +256,38 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 
+@pytest.mark.peer
+@pytest.mark.filterwarnings("default")
+def test_optuna_proposes_every_good_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    body = "if stage == 0: raise ValueError('not for me')\nmeasured(0.01 * (3 - stage) + 0.1 / micro)"
+    outcome = tuning(tmp_path, body, tuner="optuna", trials=14).run()
+    assert outcome.best is not None and outcome.best.candidate.name == "z2_mbs16_gas1"
+    assert 5 <= len(outcome.records) <= 14  # a sampler proposes some candidates twice, which are run once
+    (tmp_path / "few").mkdir()
+    assert len(tuning(tmp_path / "few", body, tuner="optuna", trials=4).run().records) == 4
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("default")
+def test_ray_tune_runs_the_trials_of_a_search(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.tune")
+    body = "if stage == 0: raise ValueError('not for me')\nmeasured(0.01 * (3 - stage) + 0.1 / micro)"
+    run = tuning(tmp_path, body, trials=6)
+    run.parallel = RayTrials("local", 1)
+    try:
+        assert run.parallel.hosts == 1
+        outcome = run.run()
+    finally:
+        ray.shutdown()
+    assert outcome.best is not None and outcome.best.candidate.get(MICRO) >= 8
+    ran = [record for record in outcome.records if record.ran]
+    assert len(ran) == 6 and all(record.seconds > 0 for record in ran)
+    errors = {record.error for record in ran if record.status is TrialStatus.FAILED}
+    assert errors <= {"ValueError: not for me"}
+
+
 def test_a_cluster_also_tries_every_configuration(tmp_path: Path) -> None:
     run = tuning(tmp_path, "measured(0.1 * (1 + stage))", tuner="gridsearch", trials=10**9)
     ray = RayModule(hosts=4)
