@@ -36,7 +36,7 @@ from windlass.kernels.weight_format import get_weight_format
 BUDGET_FORMATS = ("int8", "int4_g32", "int4_g64", "int4_g128", "int3_g64", "int3_g128")
 FORCED_FORMATS = ("int2_g32", "int2_g64")
 _REPAIRS = 4
-_LEAST_CHANGE = 1e-6  # of a limit, so that a choice slightly above it is not made again
+_LEAST_CHANGE = 1e-6  # part of a limit, so that a choice slightly above it is not made again
 _TIMINGS = 5  # maximum number of choices that are timed
 TIME_TOLERANCE = 0.02
 """Part of a limit of time by which a measured time may differ from it."""

@@ -5,7 +5,7 @@ limited resources give a lower bound of the objective (Lagrange). An option's re
 multiplied resources, above the least of its group. A choice within the limits exceeds the bound by its reduced costs
 plus the multiplied unused resources. So all choices within a given distance of the bound are built group by group: a
 partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or if another
-one is no worse in the objective and all resources. The distance grows until it has a choice, and the best one is the
+one is at least as good in the objective and all resources. The distance grows until it has a choice, and the best one is the
 optimum. The work is bounded by `_MOST_SUMS` partial choices: beyond, those of the least reduced costs are kept, and
 `FormatChoice.gap` states how far above the bound, and so at most above the optimum, the result is.
 """
@@ -109,7 +109,7 @@ def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dic
     """Return the choice of the least objective within limits of resources.
 
     Raises:
-        UnmetLimitError: there is none.
+        UnmetLimitError: no choice is within the limits.
     """
     bounds = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in bounds.items():
@@ -211,7 +211,7 @@ class _Search:
         the bound; and False if partial choices were dropped for their number."""
         kept = [np.flatnonzero(one <= distance) for one in reduced]
         least = np.array([one[:, places].min(1) for one, places in zip(self._resources, kept, strict=True)])
-        rest = least[::-1].cumsum(0)[::-1] - least  # of the groups after each one
+        rest = least[::-1].cumsum(0)[::-1] - least  # least sums of the groups after each one
         sums, costs, spent = np.zeros((len(multipliers), 1), dtype=np.int64), np.zeros(1), np.zeros(1)
         links: list[tuple[Integers, Integers]] = []
         is_whole = True
