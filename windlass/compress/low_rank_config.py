@@ -47,8 +47,8 @@ def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
             layer = None
         if type(layer) is not nn.Linear:
             raise ModelError(
-                f"{RANKS_ENTRY} names {name!r}, and the layer of this name is not linear in {type(model).__name__}; save the model "
-                "again"
+                f"{RANKS_ENTRY} names {name!r}, and {type(model).__name__} has no linear layer of this name; save the "
+                "model again"
             )
         if not isinstance(rank, int) or not 1 <= rank <= min(layer.in_features, layer.out_features):
             raise ModelError(
