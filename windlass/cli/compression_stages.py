@@ -221,9 +221,8 @@ class CompressionRun:
         found = round_within_loss(chooser, work, allowed, loss_text(limits), write, measure, uses_all=only_loss)
         choice = found.choice
         self._expect(choice)
-        self._layers = layer_sizes(
-            self._matrices(source), choice.formats
-        )  # sizes with the choice that was rounded last
+        # `choice` is the one that was rounded last
+        self._layers = layer_sizes(self._matrices(source), choice.formats)
         replace_directory(found.path, settings.out.resolve())
         return found.nbytes, choice
 

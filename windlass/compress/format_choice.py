@@ -6,8 +6,8 @@ multiplied resources, above the least of its group. A choice within the limits e
 plus the multiplied unused resources. So all choices within a given distance of the bound are built group by group: a
 partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or if another
 one is at least as good in the objective and all resources. The distance grows until it has a choice, and the best one
-is the optimum. The work is bounded by `_MOST_SUMS` partial choices: beyond, those of the least reduced costs are kept, and
-`FormatChoice.gap` states how far above the bound, and so at most above the optimum, the result is.
+is the optimum. The work is bounded by `_MOST_SUMS` partial choices: beyond, those of the least reduced costs are kept,
+and `FormatChoice.gap` states how far above the bound, and so at most above the optimum, the result is.
 """
 
 from __future__ import annotations
