@@ -73,7 +73,7 @@ def test_influence_and_losses_equal_plain_forwards() -> None:
         assert found == pytest.approx(mean_loss(smaller, BATCHES), abs=1e-5)
 
 
-def test_layers_without_effect_are_chosen_and_the_measure_is_never_worse() -> None:
+def test_layers_without_effect_are_chosen() -> None:
     model = deep(layers=5)
     with torch.no_grad():
         for number in (1, 4):
@@ -86,17 +86,46 @@ def test_layers_without_effect_are_chosen_and_the_measure_is_never_worse() -> No
         return nn.functional.mse_loss(one(batch, use_cache=False).logits, wanted)
 
     assert choose_layers(model, 2, BATCHES, distance) == [1, 4]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "influence", "spaced"])
+def test_the_layers_of_the_least_measured_loss_are_chosen(kind: str) -> None:
+    """Each of the three ways is the best one in turn. Losses are a table over the layers that are skipped."""
     model = deep(layers=5)
 
-    def without(numbers: list[int]) -> float:
-        with skip_layers(model, numbers):
-            return mean_loss(model, BATCHES)
+    def skipped(one: Any, batch: torch.Tensor) -> frozenset[int]:
+        states: list[torch.Tensor] = []
+        handles = [
+            module.register_forward_pre_hook(lambda module, given: states.append(given[0]))
+            for module in (*one.model.layers, one.model.norm)
+        ]
+        one(batch, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        return frozenset(n for n, (a, b) in enumerate(itertools.pairwise(states)) if torch.equal(a, b))
 
     influences = block_influences(model, BATCHES)
-    by_influence = sorted(range(5), key=lambda number: influences[number])[:2]
+    least = sorted(range(5), key=lambda number: influences[number])[:2]
+    pairs = {"spaced": frozenset(every_other(5, 2)), "influence": frozenset(least)}
+    first = next(number for number in range(5) if not any(number in pair for pair in pairs.values()))
+    second = next(number for number in range(5) if number != first and {first, number} not in pairs.values())
+    pairs["greedy"] = frozenset((first, second))
+    table = {frozenset((first,)): 1.0, pairs["greedy"]: 5.0, frozenset(): 0.0}
+    table |= {pair: 6.0 for name, pair in pairs.items() if name != "greedy"}
+    table[pairs[kind]] = 2.0
+
+    def loss(one: Any, batch: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(table.get(skipped(one, batch), 9.0))
+
+    assert len(set(pairs.values())) == 3, "the three ways differ"
+    assert choose_layers(model, 2, BATCHES, loss) == sorted(pairs[kind])
+
+
+def test_layers_are_merged_only_where_that_is_better() -> None:
+    model = deep(layers=5)
     chosen = choose_layers(model, 2, BATCHES)
-    assert without(chosen) <= min(without(by_influence), without(every_other(5, 2)))
-    before = without(chosen)
+    with skip_layers(model, chosen):
+        before = mean_loss(model, BATCHES)
     steps = shorten_layers(model, 2, BATCHES)
     assert len(steps) == 2 and len(model.model.layers) == model.config.num_hidden_layers == 3
     assert mean_loss(model, BATCHES) <= before + 1e-6, "merged only where that is better"
