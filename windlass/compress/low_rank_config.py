@@ -41,6 +41,7 @@ def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
         ModelError: the model has no such linear layer, or a rank is not between 1 and its smaller side.
     """
     for name, rank in sorted(entry.items()):  # a factor of a layer after the layer
+        layer: nn.Module | None
         try:
             layer = model.get_submodule(name)
         except AttributeError:
