@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,17 @@ from tests.causal_models import CAUSAL, VOCABULARY, build_longer
 from tests.dist.harness import run_ranks
 from tests.inference.greedy_reference import assert_greedy, make_prompts, round_layers
 from tests.inference.peft_adapters import ATTENTION, assert_adapters, write_adapter, write_three
+from tests.inference.test_family_products import (
+    BUDGETS,
+    FAMILIES,
+    POLICIES,
+    REST,
+    Options,
+    answer,
+    compare,
+    family,
+    write_adapters,
+)
 from windlass.base.errors import CommunicationError, ConfigError, ModelError, PeerError, RequestError
 from windlass.inference.paged_runner import PagedModelRunner
 
@@ -60,6 +72,23 @@ def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
 @pytest.mark.parametrize("name", CAUSAL)
 def test_each_family_on_tensor_parallel_ranks(name: str) -> None:
     assert_same(run_ranks(generate_everywhere, 2, [name], {"tp": 2}, {}, timeout=300), [name])
+
+
+def answer_combinations(name: str, chosen: list[Options], directories: dict[str, Path]) -> list[Any]:
+    return [answer(name, family(name), directories, options, 40, seed, tp=2) for seed, options in enumerate(chosen)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("name", FAMILIES[:-1])  # the last one's fused projection is refused by name
+def test_random_arrivals_on_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
+    """Six combinations of options, drawn by the name. Forty requests each."""
+    r, model = random.Random(name), family(name)
+    chosen = [Options(r.choice(POLICIES), r.choice(BUDGETS), *rest) for rest in r.sample(REST, 6)]
+    directories = write_adapters(model, name, tmp_path)
+    found = run_ranks(answer_combinations, 2, name, chosen, directories, timeout=600)[0]
+    for options, outputs in zip(chosen, found, strict=True):
+        compare(model, directories, options, outputs)
 
 
 @pytest.mark.parametrize("options", [{"swap_bytes": 1 << 24}, {"speculative": {"method": "ngram"}}])

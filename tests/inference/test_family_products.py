@@ -20,6 +20,8 @@ from tests.inference.greedy_reference import answer_arrivals, assert_greedy, mak
 from tests.inference.peft_adapters import assert_adapters, write_adapter
 from tests.inference.test_greedy_laws import OWN_CACHE, WINDOWED, TiedTwice
 from windlass.inference.llm import LLM
+from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.outputs import RequestOutput
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
@@ -74,8 +76,10 @@ def write_adapters(model: Any, name: str, folder: Path) -> dict[str, Path]:
     return {one: write_adapter(model, folder / one, rank, r=rank, **config) for one, rank in (("two", 2), ("three", 3))}
 
 
-def check(name: str, model: Any, directories: dict[str, Path], options: Options, count: int, seed: int) -> None:
-    """Answer `count` requests that arrive at random times, and compare them with the plain model."""
+def answer(
+    name: str, model: Any, directories: dict[str, Path], options: Options, count: int, seed: int, **axes: int
+) -> list[RequestOutput]:
+    """Answer `count` requests that arrive at random times. With several ranks only the first has answers."""
     r = random.Random(seed)
     prompts = make_prompts(count, VOCABULARY, 30, seed, shared=18)
     given: dict[str, Any] = asdict(options)
@@ -85,9 +89,13 @@ def check(name: str, model: Any, directories: dict[str, Path], options: Options,
         draft = {"method": "draft", "model": copy.deepcopy(model)} if speculation == "draft" else {"method": "ngram"}
         given["speculative"] = {**draft, "num_tokens": 3}
     sizes = {"max_sequences": min(options.max_tokens_per_step, 6), "kv_cache_tokens": 80, "max_model_len": 80}
-    with LLM(model, **given, **sizes, lora=directories, check_at_load=False) as llm:
-        is_paged = isinstance(llm.engine.runner, PagedModelRunner)
-        assert is_paged != (name in OWN_CACHE) and isinstance(llm.engine.runner, PagedModelRunner | OwnCacheModelRunner)
+    with LLM(model, **given, **sizes, **axes, lora=directories, check_at_load=False) as llm:
+        if not isinstance(llm.engine, LLMEngine):
+            llm.engine.serve()
+            return []
+        runner = getattr(llm.engine.runner, "local_runner", llm.engine.runner)
+        is_paged = isinstance(runner, PagedModelRunner)
+        assert is_paged != (name in OWN_CACHE) and isinstance(runner, PagedModelRunner | OwnCacheModelRunner)
         names = [r.choice(adapters) for _ in prompts[len(adapters) :]] + adapters
         more = [{"lora_name": name, "priority": r.randrange(2)} for name in names]
         params = [GREEDY.replace(max_tokens=r.randrange(8, 31)) for _ in prompts]
@@ -97,6 +105,11 @@ def check(name: str, model: Any, directories: dict[str, Path], options: Options,
     if options.max_tokens_per_step > 1:  # else each step is one token of one request
         assert (stats.draft_tokens > 0) == (speculation is not None and is_paged)
         assert stats.num_preemptions > 0
+    return outputs
+
+
+def compare(model: Any, directories: dict[str, Path], options: Options, outputs: list[RequestOutput]) -> None:
+    """Compare all answers with those of the plain model, or of peft's."""
     if options.has_adapters:
         assert_adapters(model, outputs, directories)
     else:
@@ -109,7 +122,7 @@ def test_a_family_with_one_combination_of_options(name: str, tmp_path: Path) -> 
     options = Options(r.choice(POLICIES), r.choice(BUDGETS), *r.choice(REST))
     model = family(name)
     directories = write_adapters(model, name, tmp_path) if options.has_adapters else {}
-    check(name, model, directories, options, 14, seed=0)
+    compare(model, directories, options, answer(name, model, directories, options, 14, seed=0))
 
 
 @pytest.mark.slow
@@ -124,7 +137,7 @@ def test_families_with_every_combination_of_options(name: str, policy: str, budg
     for seed, rest in enumerate(REST):
         options = Options(policy, budget, *rest)
         try:
-            check(name, model, directories, options, 40, seed)
+            compare(model, directories, options, answer(name, model, directories, options, 40, seed))
         except AssertionError as error:
             failed[options] = str(error)
     assert not failed
