@@ -306,7 +306,7 @@ def _byte_level(directory: GgufDirectory, tokens: list[str], splitting: str) -> 
     vocabulary = {text: number for number, text in enumerate(tokens) if kinds[number] != types.UNUSED}
     found = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting == "llama-bpe"))
     expression = {name: regex for regex, name in SPLITTINGS.items()}.get(splitting)
-    steps = [] if expression is None else [pre_tokenizers.Split(Regex(expression), "isolated")]
+    steps: list[Any] = [] if expression is None else [pre_tokenizers.Split(Regex(expression), "isolated")]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None))
     found.pre_tokenizer = pre_tokenizers.Sequence(steps)
     found.decoder = decoders.ByteLevel()
