@@ -166,6 +166,7 @@ def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: t
         dtype=own,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are in `facts`
+        trust_remote_code=False,
     )
     mismatched = [one[0] for one in facts["mismatched_keys"]]
     missing = sorted(set(facts["missing_keys"]) - set(mismatched))

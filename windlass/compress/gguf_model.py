@@ -271,7 +271,9 @@ def read_gguf_tokenizer(path: str | Path) -> Any:
     model = directory.field("tokenizer.ggml.model")
     if model == "llama":
         try:
-            return transformers.AutoTokenizer.from_pretrained(str(Path(path).parent), gguf_file=Path(path).name)
+            return transformers.AutoTokenizer.from_pretrained(
+                str(Path(path).parent), gguf_file=Path(path).name, trust_remote_code=False
+            )
         except Exception as error:  # transformers, tokenizers and gguf raise exceptions of their own
             raise ModelError(
                 f"transformers cannot read the tokenizer of {path}: {one_line(str(error), 200)}; give tokenizer=DIR, a "
