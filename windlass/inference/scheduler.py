@@ -343,16 +343,19 @@ class _Planner:
     def _find_room(
         self, gap: float | None, pressing: Sequence[SequenceSnapshot], others: Sequence[SequenceSnapshot]
     ) -> int:
-        """Return how many of the other prompts may become answers, so that the decodes leave a part of `gap` for
-        prompts. A gap that a single decode exceeds cannot be kept, and limits nothing."""
+        """Return how many of the other prompts may become answers, so that the products of a token of each answer leave
+        a part of `gap` for prompts. A gap that a single decode exceeds cannot be kept, and limits nothing.
+
+        Attention is not counted: decodes of a long text may fill the gap, and short prompts need not wait for their
+        end.
+        """
         if gap is None or self._cost.step_seconds(1, 0) > gap * (1 - _LEAST_PART):
             return len(others)
         decodes = sum(1 for other in self._running if other.is_decode and other.sequence_id not in self._admitted)
         answers = self._elsewhere + decodes + sum(prompt.num_candidates for prompt in pressing)
-        cached = self._cached_tokens + sum(prompt.num_known for prompt in pressing)
         for place, prompt in enumerate(others):
-            answers, cached = answers + prompt.num_candidates, cached + prompt.num_known
-            if self._cost.step_seconds(answers, cached) > gap * (1 - _LEAST_PART):
+            answers += prompt.num_candidates
+            if self._cost.step_seconds(answers, 0) > gap * (1 - _LEAST_PART):
                 return place if answers > prompt.num_candidates else 1
         return len(others)
 
@@ -459,7 +462,8 @@ class _Planner:
         margin = (1 - _WAIT_SHARE) * self._limits.max_wait_seconds
         unanswered = [sequence for sequence in sequences if not sequence.has_answered]
         by_deadline = sorted((self._deadline(sequence), place) for place, sequence in enumerate(unanswered))
-        seconds = [self._rest_seconds(unanswered[place]) for _, place in by_deadline]
+        left = [(unanswered[place].remaining, unanswered[place].num_computed) for _, place in by_deadline]
+        seconds = [self._seconds_beside_decodes(*one) for one in left]
         end, latest = self._now, float("-inf")
         for (deadline, _), rest in zip(by_deadline, seconds, strict=True):
             end += rest
@@ -471,13 +475,12 @@ class _Planner:
                 pressing.add(unanswered[place].sequence_id)
         return pressing, latest
 
-    def _rest_seconds(self, sequence: SequenceSnapshot) -> float:
-        """Return the predicted time of the rest of a prompt beside the present decodes."""
-        work = self._cost.prompt_work(sequence.remaining, sequence.num_computed)
-        return work * self._token_seconds / _PRESSING_PART
+    def _seconds_beside_decodes(self, tokens: int, computed: int) -> float:
+        """Return the predicted time of `tokens` tokens of a pressing prompt after `computed` others."""
+        return self._cost.prompt_work(tokens, computed) * self._token_seconds / _PRESSING_PART
 
     def _deadline(self, sequence: SequenceSnapshot) -> float:
-        own = self._prompt_seconds(sequence.num_known) / _PRESSING_PART
+        own = self._seconds_beside_decodes(sequence.num_known, 0)
         return sequence.arrival + self._limits.max_wait_seconds + own
 
     def _is_pressing(self, sequence: SequenceSnapshot) -> bool:
