@@ -332,16 +332,6 @@ def test_decodes_of_a_long_text_that_fill_the_gap_let_short_prompts_pass() -> No
     assert plan.num_tokens[0] == plan.num_tokens[1] == 1 and plan.num_tokens[2] > 0
 
 
-def test_a_long_prompt_does_not_press_because_attention_slows_it() -> None:
-    cost = StepCost(0.0, 0.010, 0.001, 5e-6, pair_seconds=1e-6)
-    running = [
-        SequenceSnapshot(0, 0.0, 9000, 8999, blocks(9000), blocks(9000), has_answered=True),
-        SequenceSnapshot(1, 0.5, 10_000, 64, blocks(10_000), blocks(10_000)),
-    ]
-    plan = schedule(running, [SequenceSnapshot(2, 1.0, 6, 0, 0)], 2000, GAP_LIMITS, cost, 1.0)
-    assert plan.num_tokens[2] == 6
-
-
 def test_the_end_of_a_long_prompt_does_not_pass_a_short_one() -> None:
     cost = StepCost(0.0, 0.010, 0.001, 0.0, pair_seconds=1e-6)
     running = [SequenceSnapshot(0, 0.0, 10_000, 9900, blocks(10_000), blocks(10_000))]
