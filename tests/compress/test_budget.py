@@ -123,21 +123,21 @@ def test_budgets_are_read_and_refused() -> None:
             parse_shares(text)
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("budget") / "wide"
-    model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=3).eval()
+def save_llama(folder: Path, layers: int) -> Any:
+    model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=layers).eval()
     model.save_pretrained(folder)
     return model, ModelDirectory(folder)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return save_llama(tmp_path_factory.mktemp("budget") / "wide", 3)
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Model of so many layers that one of them takes less than 2 % of the time."""
-    folder = tmp_path_factory.mktemp("budget") / "deep"
-    model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=8).eval()
-    model.save_pretrained(folder)
-    return model, ModelDirectory(folder)
+    return save_llama(tmp_path_factory.mktemp("budget") / "deep", 8)
 
 
 BATCHES = [torch.arange(32).view(2, 16) + shift for shift in (3, 7)]

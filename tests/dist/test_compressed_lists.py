@@ -25,7 +25,8 @@ def drawn(step: int, sender: int, receiver: int) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for numel in sizes(receiver)]
 
 
-def passed(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+def decoded(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a receiver decodes it."""
     out = torch.empty_like(tensor)
     if tensor.numel():
         encoded = torch.empty(codec.encoded_size(tensor.numel(), tensor.dtype), dtype=torch.uint8)
@@ -57,11 +58,11 @@ def two_phases(transport: str, name: str) -> None:
                 total = torch.zeros(sizes(to)[item])
                 for sender in range(ranks):
                     tensor = drawn(step, sender, to)[item] + known[sender][to][item]
-                    message = passed(codec, tensor)
+                    message = decoded(codec, tensor)
                     known[sender][to][item] = tensor - message
                     total += message
                 total = total * (1 / ranks) + known_server[to][item]
-                message = passed(codec, total)
+                message = decoded(codec, total)
                 known_server[to][item] = total - message
                 assert torch.equal(outs[to][item], message), (step, to, item)
                 assert torch.equal(worker[to][item], known[rank][to][item])

@@ -17,6 +17,7 @@ import torch
 import windlass
 from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import RankError, run_ranks
+from tests.dist.test_compressed_lists import decoded
 from tests.dist.test_one_bit_adam import (
     BETA1,
     BETA2,
@@ -169,12 +170,12 @@ class DiLoCoSimulation(Simulation):
         for rank in range(ranks):
             sent = self.changes[rank][name] + self.worker[rank][name]
             for piece in self.pieces[name]:
-                message = self._passed(sent[piece])
+                message = decoded(self.codec, sent[piece])
                 self.worker[rank][name][piece] = sent[piece] - message
                 mean[piece] += message / ranks
         for piece in self.pieces[name]:
             owed = mean[piece] + self.server[name][piece]
-            mean[piece] = self._passed(owed)
+            mean[piece] = decoded(self.codec, owed)
             self.server[name][piece] = owed - mean[piece]
         return mean
 
@@ -182,13 +183,6 @@ class DiLoCoSimulation(Simulation):
         self.outer[name] = self.group["outer_momentum"] * self.outer[name] + mean
         move = mean + self.group["outer_momentum"] * self.outer[name]
         self.x[name] = self.x[name] - self.group["outer_lr"] * move
-
-    def _passed(self, values: torch.Tensor) -> torch.Tensor:
-        encoded = torch.empty(self.codec.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
-        self.codec.encode(values, encoded)
-        out = torch.empty_like(values)
-        self.codec.decode(encoded, out, values.dtype)
-        return out
 
 
 CASES = [

@@ -20,6 +20,7 @@ from tests import oracle
 from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.quick_rows import in_shares, share
+from tests.dist.test_compressed_lists import decoded
 from tests.models import ROWS, Place, cast
 from tests.oracle import relative_error
 from windlass.base.errors import ConfigError
@@ -147,13 +148,7 @@ def run_cases(cases: list[Case], folder: str) -> list[dict[str, Any]]:
 
 def passed(values: torch.Tensor, case: Case) -> torch.Tensor:
     """Return values as a receiver decodes them."""
-    if case.ranks == 1:
-        return values.clone()
-    encoded = torch.empty(case.codec.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
-    case.codec.encode(values, encoded)
-    out = torch.empty_like(values)
-    case.codec.decode(encoded, out, values.dtype)
-    return out
+    return values.clone() if case.ranks == 1 else decoded(case.codec, values)
 
 
 def fragments(layouts: list[tuple[list[str], UnitLayout]], ranks: int) -> dict[str, list[slice]]:

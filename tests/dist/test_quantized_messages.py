@@ -16,6 +16,7 @@ import windlass
 from tests import oracle
 from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import RankError, run_ranks
+from tests.dist.test_compressed_lists import decoded
 from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
 from tests.models import ROWS, Place, cast
 from tests.oracle import relative_error
@@ -176,20 +177,13 @@ class ReductionSimulation:
         """Return the decoded message of a rank, and move its error."""
         error, part = self.owed[rank][unit], flats[rank][unit][span]
         if loco is None:
-            return self._passed(part)
+            return decoded(self.codec, part)
         if step and step % loco.get("reset_T", 1024) == 0:
             error[span] = 0
         compensated = part + error[span]
-        message, beta = self._passed(compensated), loco.get("err_beta", 0.8)
+        message, beta = decoded(self.codec, compensated), loco.get("err_beta", 0.8)
         error[span] = beta * error[span] + (1 - beta) * (compensated - message)
         return message
-
-    def _passed(self, values: torch.Tensor) -> torch.Tensor:
-        encoded = torch.empty(self.codec.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
-        self.codec.encode(values, encoded)
-        out = torch.empty_like(values)
-        self.codec.decode(encoded, out, values.dtype)
-        return out
 
     def _local(self, step: int, rank: int) -> list[torch.Tensor]:
         """Return the flat gradient of each unit."""
