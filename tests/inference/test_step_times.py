@@ -108,3 +108,16 @@ def test_a_request_that_waits_too_long_for_its_place_is_refused() -> None:
     assert late.request_id == "second" and late.retry_after == 1 and late.is_request_error
     assert "waited for 0.2 seconds" in str(late.error) and not late.outputs[0].token_ids
     assert len(whole.outputs[0].token_ids) == 90 and whole.error is None
+
+
+def test_an_engine_whose_only_request_is_refused_goes_on() -> None:
+    runner, engine = make_bounded_engine(max_sequences=1)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add_request("late", [1, 2, 3], params)
+    runner.now = 1.0  # the engine did something else before its first step
+    (late,) = engine.step()
+    assert late.retry_after == 1 and not engine.has_requests()
+    engine.add_request("next", [1, 2, 3], params)
+    while engine.has_requests():
+        outputs = engine.step()
+    assert outputs[0].error is None and len(outputs[0].outputs[0].token_ids) == 2

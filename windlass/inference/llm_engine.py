@@ -401,6 +401,8 @@ class LLMEngine:
         began = self._clock()
         if self.options.enforce_max_wait:
             self._refuse_late(began)
+            if not (self._table.running or self._table.waiting):
+                return False
         plan = self._planner.plan(began, has_started=bool(self._started))
         if plan is None:
             return False

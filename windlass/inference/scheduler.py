@@ -197,7 +197,7 @@ def lateness(
 
     Negative values are time to spare. The arguments are those of `schedule`.
     """
-    return _Planner(running, waiting, 0, limits, cost, now, 0, None).lateness
+    return _Planner(running, waiting, 0, limits, cost, now, 0, None).find_lateness()
 
 
 class _Planner:
@@ -217,7 +217,8 @@ class _Planner:
         self._limits, self._cost, self._now, self._free = limits, cost, now, free_blocks
         self._running = sorted(running, key=seniority)
         self._token_seconds = self._predict_token_seconds()
-        self._pressing, self.lateness = self._find_pressing([*running, *waiting])
+        self._by_deadline = self._sort_by_deadline([*running, *waiting])
+        self._pressing = self._find_pressing()
         self._waiting = sorted(waiting, key=self._urgency)
         self._admitted: set[int] = set()
         self._used_tokens = 0
@@ -351,7 +352,7 @@ class _Planner:
         """
         if gap is None or self._cost.step_seconds(1, 0) > gap * (1 - _LEAST_PART):
             return len(others)
-        decodes = sum(1 for other in self._running if other.is_decode and other.sequence_id not in self._admitted)
+        decodes = len(self._running) - len(pressing) - len(others)
         answers = self._elsewhere + decodes + sum(prompt.num_candidates for prompt in pressing)
         for place, prompt in enumerate(others):
             answers += prompt.num_candidates
@@ -457,23 +458,36 @@ class _Planner:
     def _prompt_seconds(self, tokens: int) -> float:
         return max(self._cost.prefill_seconds(tokens), tokens * self._token_seconds)
 
-    def _find_pressing(self, sequences: Iterable[SequenceSnapshot]) -> tuple[set[int], float]:
-        """Return the numbers of sequences that must run now, and by how much the latest one misses its deadline."""
+    def _sort_by_deadline(self, sequences: Iterable[SequenceSnapshot]) -> list[tuple[float, float, int]]:
+        """Return deadline, predicted seconds of the rest and number of each sequence without an answer. The deadline
+        leaves a part of the longest wait for wrong predictions."""
         margin = (1 - _WAIT_SHARE) * self._limits.max_wait_seconds
-        unanswered = [sequence for sequence in sequences if not sequence.has_answered]
-        by_deadline = sorted((self._deadline(sequence), place) for place, sequence in enumerate(unanswered))
-        left = [(unanswered[place].remaining, unanswered[place].num_computed) for _, place in by_deadline]
-        seconds = [self._seconds_beside_decodes(*one) for one in left]
+        return sorted(
+            (
+                self._deadline(sequence) - margin,
+                self._seconds_beside_decodes(sequence.remaining, sequence.num_computed),
+                sequence.sequence_id,
+            )
+            for sequence in sequences
+            if not sequence.has_answered
+        )
+
+    def find_lateness(self) -> float:
+        """Return by how much the latest sequence misses its deadline if all go by deadline."""
         end, latest = self._now, float("-inf")
-        for (deadline, _), rest in zip(by_deadline, seconds, strict=True):
+        for deadline, rest, _ in self._by_deadline:
             end += rest
-            latest = max(latest, end - (deadline - margin))
+            latest = max(latest, end - deadline)
+        return latest
+
+    def _find_pressing(self) -> set[int]:
+        """Return the numbers of sequences that must run now."""
         pressing, start = set(), float("inf")  # latest time to begin with a sequence and those after it
-        for (deadline, place), rest in zip(reversed(by_deadline), reversed(seconds), strict=True):
-            start = min(start, deadline - margin) - rest
+        for deadline, rest, number in reversed(self._by_deadline):
+            start = min(start, deadline) - rest
             if start < self._now:
-                pressing.add(unanswered[place].sequence_id)
-        return pressing, latest
+                pressing.add(number)
+        return pressing
 
     def _seconds_beside_decodes(self, tokens: int, computed: int) -> float:
         """Return the predicted time of `tokens` tokens of a pressing prompt after `computed` others."""
