@@ -2,10 +2,10 @@
 
     python tools/prose.py [PATH ...]
 
-Checks the first word of every docstring and comment, that each entry of a docstring's `Args:` has a line of its own and
-begins with a noun, as each of `Raises:` does, retired words in docstrings, comments, messages and Markdown pages, and
-names of classes that occur twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there
-is any.
+Checks the first word of every docstring (of attributes too) and comment, that each entry of a docstring's `Args:` has a
+line of its own and begins with a noun, as each of `Raises:` does, retired words in docstrings, comments, messages and
+Markdown pages, and names of classes that occur twice in the package. Prints `path:line: reason` for each finding and
+exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _RETIRED = {
     r"\bhas it whole\b|\bhave it whole\b|\bmade whole\b|\bwhole again\b": "full, or unsharded",
     r"\bcut short\b": "truncated",
     r"\bin mid-\w+": "during",
-    r"\bgo(es)? on (from|with)\b": "resumes, continues",
+    r"\bgo(es)? on (from|with|without|until)\b|\b(can|cannot|may|must) go on\b": "resumes, continues",
+    r"\bsays? goodbye\b": "sends BYE",
     r"\btakes? (its|their) turns?\b|\bby turns\b": "alternates, is interleaved",
     r"\bthawed\b": "unfrozen",
     r"\bhanded over\b": "passed",
@@ -120,9 +121,11 @@ def _docstrings(definitions: list[_Definition]) -> Iterator[tuple[int, str]]:
     for node in definitions:
         if not node.body:
             continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            yield first.lineno, first.value.value
+        # A string after an attribute of a module or a class documents the attribute.
+        strings = node.body if isinstance(node, ast.Module | ast.ClassDef) else node.body[:1]
+        for one in strings:
+            if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
+                yield one.lineno, one.value.value
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:

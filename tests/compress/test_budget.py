@@ -224,7 +224,7 @@ def test_a_size_is_met_and_no_uniform_choice_is_better(wide: Any) -> None:
         choose(wide, "size=0.05")
 
 
-def test_a_loss_is_met_with_few_bytes(wide: Any) -> None:
+def test_a_choice_stays_within_the_limit_of_loss(wide: Any) -> None:
     bits = 0.5 * mean_nats(wide[0], sample_tokens(wide[0], BATCHES))
     plain = [wide[0](row[None], labels=row[None]).loss.item() for batch in BATCHES for row in batch]
     assert bits == pytest.approx(0.5 * sum(plain) / len(plain), rel=1e-4)

@@ -230,7 +230,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_two_runs_do_not_write_one_directory(tmp_path: Path) -> None:
+def test_a_second_writer_of_a_directory_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "wide")
 
     def inner(layer: str, weight: torch.Tensor, form: Any) -> Any:

@@ -72,7 +72,7 @@ def test_methods_that_see_the_inputs_lose_less(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "magnitude"])
-def test_a_directory_stays_an_ordinary_one(method: str, tmp_path: Path) -> None:
+def test_a_sparse_directory_loads_with_transformers(method: str, tmp_path: Path) -> None:
     model: Any = build("llama", hidden_size=32).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "wide")
     batches = [torch.arange(40).view(2, 20)]

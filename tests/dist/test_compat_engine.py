@@ -386,7 +386,7 @@ def _compile_calls() -> None:
     assert net.forward is own
 
 
-def test_compile_once_and_undo() -> None:
+def test_compile_takes_effect_once_and_destroy_restores_forward() -> None:
     """The argument `backend` wins, a second call does nothing, and `destroy` restores a `forward` of the script."""
     run_ranks(_compile_calls, 1)
 

@@ -426,7 +426,9 @@ def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str
 
 @pytest.mark.parametrize(("optimizer", "sub_group"), [("AdamW", 1 << 30), ("AdamW", 100), ("Muon", 1 << 30)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_late_states_do_not_overwrite_those_on_disk(ranks: int, optimizer: str, sub_group: int, tmp_path: Any) -> None:
+def test_delayed_reads_of_states_do_not_overwrite_newer_states_on_nvme(
+    ranks: int, optimizer: str, sub_group: int, tmp_path: Any
+) -> None:
     plain, away = (
         run_ranks(growing, ranks, state, str(tmp_path), optimizer, sub_group, env=LATE) for state in ("none", "nvme")
     )

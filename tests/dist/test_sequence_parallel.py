@@ -185,7 +185,7 @@ def test_every_kind_of_batch_with_odd_length(world: int, way: str, every: bool) 
 
 @pytest.mark.parametrize(("world", "way"), ON)
 @in_shares
-def test_every_kind_of_head(world: int, way: str, every: bool) -> None:
+def test_head_counts_that_divide_the_ranks_and_that_do_not(world: int, way: str, every: bool) -> None:
     heads = [
         ("llama", {"num_key_value_heads": 4}, "plain", 12),
         ("llama", {"num_key_value_heads": 1}, "packed", 11),
@@ -492,7 +492,7 @@ def sixteen_bits(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["ulysses", "ring"])
-def test_16_bits(way: str) -> None:
+def test_losses_in_bf16_and_fp16_equal_the_plain_model(way: str) -> None:
     run_ranks(sixteen_bits, 2, way)
 
 

@@ -115,7 +115,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("flag", NUMERIC)
-def test_numbers_of_the_command_line(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strange_numbers_in_options_are_refused_or_bounded(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_SIZE", "9" * 5000)
     for value in STRANGE:
         text = io.StringIO()

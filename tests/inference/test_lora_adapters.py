@@ -170,7 +170,7 @@ def test_a_name_that_is_loaded_again_has_a_cache_of_its_own(tmp_path: Path) -> N
             llm.generate(prompt, GREEDY, lora_request="a")
 
 
-def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
+def test_an_adapter_in_use_cannot_be_removed(tmp_path: Path) -> None:
     model = served("llama")
     directory = write_adapter(model, tmp_path / "a", r=4, target_modules=["k_proj"])
     with LLM(model, lora={"a": directory}) as llm:

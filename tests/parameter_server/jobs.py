@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.ports import free_port
 from windlass.comm.loopback import bind_gloo_to_loopback
-from windlass.parameter_server.meeting import Meeting
+from windlass.parameter_server.job_rendezvous import JobRendezvous
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.settings import ParameterServerSettings
@@ -39,7 +39,7 @@ class Job:
         bind_gloo_to_loopback()
         self.build, self.make_optimizer, self.settings = build, make_optimizer, settings
         self.server_count, self.worker_count, self.port = servers, workers, free_port()
-        self._store = Meeting("127.0.0.1", self.port, serve=True, connect=CONNECT)
+        self._store = JobRendezvous("127.0.0.1", self.port, serve=True, connect=CONNECT)
         self.servers: dict[int, ParameterServer] = {}
         self.processes: dict[tuple[int, int], ShardProcess] = {}
         self.failures: list[BaseException] = []
@@ -54,7 +54,7 @@ class Job:
 
         def serve() -> None:
             layout = layout_of(self.build_from(server), self.server_count)
-            made = ParameterServer(layout, server, self.worker_count, settings, self.make_optimizer, self.meeting())
+            made = ParameterServer(layout, server, self.worker_count, settings, self.make_optimizer, self.rendezvous())
             self.servers[server] = made
             made.serve()
 
@@ -71,13 +71,13 @@ class Job:
             layout_of(self.build_from(10 * replica + server), self.server_count),
             (server, replica, replicas),
         )
-        process = ShardProcess(layout, *parts, self.worker_count, self.settings, self.make_optimizer, self.meeting())
+        process = ShardProcess(layout, *parts, self.worker_count, self.settings, self.make_optimizer, self.rendezvous())
         self.processes[server, replica] = process
         self.start(process.run)
 
     def serving(self, server: int) -> ParameterServer:
         """Return the server of a shard that has replicas."""
-        address = self.meeting().record(server).address
+        address = self.rendezvous().record(server).address
         assert address is not None
         found = self.processes[server, address.replica].serving
         assert found is not None
@@ -89,12 +89,14 @@ class Job:
             torch.manual_seed(seed)
             return self.build()
 
-    def meeting(self) -> Meeting:
-        return Meeting("127.0.0.1", self.port, serve=False, connect=CONNECT)
+    def rendezvous(self) -> JobRendezvous:
+        return JobRendezvous("127.0.0.1", self.port, serve=False, connect=CONNECT)
 
     def worker(self, index: int, model: nn.Module | None = None) -> tuple[nn.Module, ParameterServerWorker]:
         model = self.build_from(100 + index) if model is None else model
-        return model, ParameterServerWorker(layout_of(model, self.server_count), index, self.settings, self.meeting())
+        return model, ParameterServerWorker(
+            layout_of(model, self.server_count), index, self.settings, self.rendezvous()
+        )
 
     def start_worker(self, index: int, work: Callable[[nn.Module, ParameterServerWorker], Any]) -> None:
         def run() -> None:

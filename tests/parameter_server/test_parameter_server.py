@@ -20,10 +20,10 @@ from windlass.base.errors import CheckpointError, CommunicationError, ConfigErro
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
-from windlass.parameter_server.meeting import Meeting, ServerAddress
+from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress
 from windlass.parameter_server.messages import receive_gradient, receive_text, send_problem
 from windlass.parameter_server.model_layout import layout_of
-from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter, partition_parameters
+from windlass.parameter_server.parameter_partition import Fragment, PartitionedParameter, partition_parameters
 from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.server_shard import ServerShard, check_versions, require_elementwise
 from windlass.parameter_server.settings import ParameterServerSettings
@@ -334,7 +334,7 @@ def test_a_worker_that_never_connects_does_not_hold_up_a_pull_for_ever() -> None
     train_once(model, stays, 0)
     job.servers[0]._count_absent(is_late=True)
     require_refusal(stays)
-    job.meeting().leave(1, retires=False)
+    job.rendezvous().leave(1, retires=False)
     job.finish()
 
 
@@ -347,7 +347,7 @@ def test_a_worker_that_closes_without_a_connection_retires() -> None:
     worker.close()
     worker.close()
     other = ParameterServer(layout_of(mlp(), 1), 0, 2, ParameterServerSettings(), sgd, _Left({1}))  # type: ignore[arg-type]
-    assert job.meeting().has_left(1, retired=True)
+    assert job.rendezvous().has_left(1, retired=True)
     other._clock.join(0, 0, -1)
     assert other._clock.needed == 2
     other._count_absent(is_late=False)
@@ -423,10 +423,10 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
     while 0 not in job.servers:
         time.sleep(0.01)
     lose(job, 0)
-    meeting = job.meeting()
-    silent = meeting.register_server(0)
+    rendezvous = job.rendezvous()
+    silent = rendezvous.register_server(0)
     job.start_worker(0, lambda model, worker: train_once(model, worker, 0))
-    while not meeting.count_calls(silent):
+    while not rendezvous.count_calls(silent):
         time.sleep(0.01)
     job.start_server(0)
     job.finish()
@@ -436,15 +436,15 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
 def test_a_server_that_does_not_answer_a_call_in_time_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers late, as on a machine that was suspended: it is the same process, and no other one replaces
     it."""
-    call, waits = Meeting.call_server, list[float]()
+    call, waits = JobRendezvous.call_server, list[float]()
 
-    def fail_twice(self: Meeting, address: Any, wait: Any = None) -> PairLink:
+    def fail_twice(self: JobRendezvous, address: Any, wait: Any = None) -> PairLink:
         waits.append(wait.total_seconds())
         if len(waits) <= 2:
             raise LinkClosedError("it did not answer")
         return call(self, address, wait)
 
-    monkeypatch.setattr(Meeting, "call_server", fail_twice)
+    monkeypatch.setattr(JobRendezvous, "call_server", fail_twice)
     job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous", connect_seconds=240), servers=1, workers=1)
     job.start_servers()
     job.start_worker(0, lambda model, worker: train_once(model, worker, 0))
@@ -463,7 +463,7 @@ def test_a_server_whose_worker_was_killed_in_its_absence_ends(tmp_path: Path, ca
     job.settings = replace(settings, connect_seconds=0.5)
     job.start_server(0)
     job.finish()  # `killed` never comes back
-    assert killed.index == 1 and "worker 1 did not say goodbye" in caplog.text
+    assert killed.index == 1 and "workers that ended without a message: 1" in caplog.text
     assert job.servers[0].version == 1
 
 
@@ -763,12 +763,12 @@ def test_snapshots_of_a_new_run_have_to_belong_together(tmp_path: Path, caplog: 
 def test_a_new_run_with_one_trained_shard_is_refused(tmp_path: Path) -> None:
     settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path)
     job = Job(mlp, sgd, settings, servers=2, workers=1)
-    layout, meeting = layout_of(job.build_from(0), 2), job.meeting()
+    layout, rendezvous = layout_of(job.build_from(0), 2), job.rendezvous()
     shard = ServerShard(layout.parameters, layout.fragments[0], layout.values(0), sgd)
     shard.save(tmp_path / "server-0-of-2.safetensors", UpdateClock(settings, 1, version=5))
-    meeting.post("stored 1", "-1")
+    rendezvous.post("stored 1", "-1")
     with pytest.raises(CheckpointError, match="version 5 of server 0 and none of server 1"):
-        ParameterServer(layout, 0, 1, settings, sgd, meeting)
+        ParameterServer(layout, 0, 1, settings, sgd, rendezvous)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

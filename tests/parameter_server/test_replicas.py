@@ -27,7 +27,7 @@ from tests.parameter_server.test_parameter_server import (
 from windlass.base.errors import CommunicationError
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.parameter_server.heartbeat import send_heartbeats
-from windlass.parameter_server.meeting import ServerAddress, ShardRecord
+from windlass.parameter_server.job_rendezvous import ServerAddress, ShardRecord
 from windlass.parameter_server.messages import receive_by_worker, receive_content
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.server import ParameterServer
@@ -43,14 +43,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def has_replicas(job: Job, server: int, count: int) -> bool:
-    return len(job.meeting().record(server).replicas) == count
+    return len(job.rendezvous().record(server).replicas) == count
 
 
 def lose(job: Job, server: int) -> None:
     """End the server of a shard, as a kill does. Its process becomes a replica, as one that is started again."""
-    before = job.meeting().record(server).generation
+    before = job.rendezvous().record(server).generation
     job.serving(server).abandon()
-    wait_for(lambda: job.meeting().record(server).generation > before and has_replicas(job, server, 1))
+    wait_for(lambda: job.rendezvous().record(server).generation > before and has_replicas(job, server, 1))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_replica_waits_for_a_worker_that_joined() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
     job.start_processes(replicas=1)
     _, first = job.worker(0)
-    model, joined = job.worker(job.meeting().next_worker(1))
+    model, joined = job.worker(job.rendezvous().next_worker(1))
     first.close()
-    wait_for(lambda: job.meeting().has_left(0))
+    wait_for(lambda: job.rendezvous().has_left(0))
     train_once(model, joined, 0)
     job.serving(0).abandon()
     train_once(model, joined, 1)
@@ -162,7 +162,7 @@ def test_a_server_that_was_replaced_while_it_ran_makes_no_update(caplog: pytest.
     train_once(model, worker, 0)
     old = job.serving(0)
     old._replicas[1].close()  # as if the connection broke: the replica takes over
-    wait_for(lambda: job.meeting().record(0).generation == 2)
+    wait_for(lambda: job.rendezvous().record(0).generation == 2)
     for step in range(1, STEPS):
         assert train_once(model, worker, step)
     worker.pull()
@@ -185,20 +185,20 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
             job.serving(0).abandon()
     worker.pull()
     close(dict(model.named_parameters()), wanted)
-    assert job.meeting().record(0).generation == 2
+    assert job.rendezvous().record(0).generation == 2
     worker.close()
     job.finish()
 
 
-def test_a_process_serves_again_under_its_own_number() -> None:
+def test_a_process_does_not_take_the_entry_of_another_for_its_own() -> None:
     """With an equal number, a process would take the other process's entry for an earlier one of its own."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
-    meeting = job.meeting()
-    meeting.register_server(0, replica=1)
+    rendezvous = job.rendezvous()
+    rendezvous.register_server(0, replica=1)
     job.start_process(0, 1, replicas=1)
     with pytest.raises(CommunicationError, match="no snapshot to continue from"):
         job.finish()
-    address = meeting.record(0).address
+    address = rendezvous.record(0).address
     assert address is not None and (address.generation, address.replica) == (2, 1)
 
 
@@ -214,7 +214,7 @@ def test_missing_replicas_are_named() -> None:
 def test_a_new_replica_that_stalls_blocks_the_workers_for_reconnect_seconds(awaited: int, seconds: float) -> None:
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     layout, settings = layout_of(job.build_from(0), 1), job.settings
-    server = ParameterServer(layout, 0, 1, settings, sgd, job.meeting(), replicas=awaited)
+    server = ParameterServer(layout, 0, 1, settings, sgd, job.rendezvous(), replicas=awaited)
     waits = []
 
     class Stalled:
@@ -231,16 +231,16 @@ def test_a_new_replica_that_stalls_blocks_the_workers_for_reconnect_seconds(awai
 
 def test_only_a_complete_replica_takes_over() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
-    meeting = job.meeting()
-    first = meeting.register_server(0)
-    assert meeting.take_over(first, 1) is None
-    assert meeting.set_replicas(first, frozenset({1, 2}))
-    meeting.remove_replica(0, 2)
-    assert meeting.take_over(first, 2) is None
-    second = meeting.take_over(first, 1)
+    rendezvous = job.rendezvous()
+    first = rendezvous.register_server(0)
+    assert rendezvous.take_over(first, 1) is None
+    assert rendezvous.set_replicas(first, frozenset({1, 2}))
+    rendezvous.remove_replica(0, 2)
+    assert rendezvous.take_over(first, 2) is None
+    second = rendezvous.take_over(first, 1)
     assert second is not None and (second.generation, second.replica) == (2, 1)
-    assert not meeting.set_replicas(first, frozenset()) and meeting.take_over(first, 1) is None
-    assert meeting.record(0) == ShardRecord(second)
+    assert not rendezvous.set_replicas(first, frozenset()) and rendezvous.take_over(first, 1) is None
+    assert rendezvous.record(0) == ShardRecord(second)
 
 
 @pytest.mark.parametrize("replicas", [frozenset(), frozenset({1, 12})])
@@ -293,7 +293,7 @@ def test_a_server_that_waits_is_not_lost() -> None:
     job = Job(mlp, adamw, ParameterServerSettings(heartbeat_seconds=1.5), servers=1, workers=2)
     job.start_processes(replicas=1)
     (model, worker), (other_model, other) = job.worker(0), job.worker(1)
-    link, generation = worker._links[0], job.meeting().record(0).generation
+    link, generation = worker._links[0], job.rendezvous().record(0).generation
     train_once(model, worker, 0)
     job.start(lambda: train_once(model, worker, 1))
     time.sleep(1.0)
@@ -302,7 +302,7 @@ def test_a_server_that_waits_is_not_lost() -> None:
     train_once(other_model, other, 0)
     train_once(other_model, other, 1)
     worker.pull()
-    assert worker._links[0] is link and job.meeting().record(0).generation == generation
+    assert worker._links[0] is link and job.rendezvous().record(0).generation == generation
     worker.close(), other.close()
     job.finish()
 
@@ -336,6 +336,6 @@ def test_a_server_without_heartbeats_is_called_again(continues: bool, monkeypatc
             wait_for(lambda: worker._links.get(0) is not link)
     if continues:  # the gradient counts once, and the worker has not left meanwhile
         wait_for(lambda: job.servers[0]._clock.steps == {0: 2} and 0 in worker._links)
-        assert worker.pull() == 2 and not job.meeting().has_left(0)
+        assert worker.pull() == 2 and not job.rendezvous().has_left(0)
     worker.close()
     job.finish()

@@ -103,14 +103,14 @@ from datetime import timedelta
 from torch import nn
 from torch.optim import SGD
 from windlass.comm.loopback import bind_gloo_to_loopback
-from windlass.parameter_server.meeting import Meeting
+from windlass.parameter_server.job_rendezvous import JobRendezvous
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.shard_process import ShardProcess
 bind_gloo_to_loopback()
-meeting = Meeting("127.0.0.1", int(sys.argv[1]), serve=False, connect=timedelta(seconds=60))
+rendezvous = JobRendezvous("127.0.0.1", int(sys.argv[1]), serve=False, connect=timedelta(seconds=60))
 settings = ParameterServerSettings(mode="asynchronous", heartbeat_seconds=2.0)
-ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, lambda own: SGD(own, lr=0.1), meeting).run()
+ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, lambda own: SGD(own, lr=0.1), rendezvous).run()
 """
 
 
@@ -131,7 +131,7 @@ def test_a_stopped_server_is_replaced_and_may_continue() -> None:
             worker.push()
         assert worker.pull() == 3
         process.send_signal(signal.SIGCONT)
-        until(lambda: job.meeting().record(0).replicas == {0}, "the server that was stopped becomes the replica")
+        until(lambda: job.rendezvous().record(0).replicas == {0}, "the server that was stopped becomes the replica")
         worker.close()
         job.finish()
         assert process.wait(60) == 0

@@ -16,15 +16,15 @@ from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 class Echo:
     """Worker whose commands answer, fail or do not answer."""
 
-    def __init__(self, word: str, rank: int, meeting: str) -> None:
-        self.word, self.rank, self.meeting = word, rank, meeting
+    def __init__(self, word: str, rank: int, init_method: str) -> None:
+        self.word, self.rank, self.init_method = word, rank, init_method
 
     def answer(self, times: int) -> tuple[str, int, str | None]:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WINDLASS_ECHO")
         return self.word * times, os.getpid(), ",".join(os.environ.get(name, "") for name in names)
 
     def meet(self) -> str:
-        return self.meeting
+        return self.init_method
 
     def fail(self, rank: int, kind: str) -> None:
         if self.rank != rank:

@@ -7,7 +7,7 @@ import asyncio
 from windlass.serving.request_counter import RequestCounter
 
 
-def test_an_idle_server_needs_no_time_to_be_idle() -> None:
+def test_wait_until_idle_with_timeout_0() -> None:
     async def wait(running: int) -> bool:
         counter = RequestCounter()
         for _ in range(running):

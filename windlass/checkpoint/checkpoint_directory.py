@@ -23,7 +23,7 @@ LATEST_UNIVERSAL = "latest_universal"  # tag of a converted checkpoint (`checkpo
 _LONGEST_LATEST = 4096  # bytes; a tag has at most 200
 _LOCK_TIMEOUT_S = 60.0  # seconds that another job may hold the lock
 
-# [Note: a checkpoint appears whole or not at all] Data is written under a hidden name (staging_checkpoint.py). Every
+# [Note: atomic checkpoints] Data is written under a hidden name (staging_checkpoint.py). Every
 # file and then the directory is fsynced, `checkpoint.json` last of all, and a rename makes it `TAG`. Only then does
 # `latest` change, by a rename too. A save under an existing tag first moves the old checkpoint to `.TAG.replaced`; if a
 # crash between the two renames leaves no `TAG`, a load reads that one.

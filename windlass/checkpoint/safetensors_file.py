@@ -263,7 +263,7 @@ class TensorFile:
         if (found.dtype, found.shape) != (CODES[dtype], shape):
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: entry {entry!r} is {found.dtype} of shape {found.shape}, "
-                f"the index says {CODES[dtype]} of shape {shape}; restore it or load another checkpoint"
+                f"the index has {CODES[dtype]} of shape {shape}; restore it or load another checkpoint"
             )
 
     def check_size(self, entry: str, size: int) -> None:
@@ -271,7 +271,7 @@ class TensorFile:
         begin, end = self.byte_range(entry)
         if end - begin != size:
             raise CheckpointError(
-                f"the checkpoint file {self.path} is damaged: entry {entry!r} has {end - begin} bytes, the index says "
+                f"the checkpoint file {self.path} is damaged: entry {entry!r} has {end - begin} bytes, the index has "
                 f"{size}; restore it or load another checkpoint"
             )
 

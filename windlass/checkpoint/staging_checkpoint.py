@@ -123,14 +123,14 @@ def remove_stale_staging(directory: Path) -> list[Path]:
                 continue
         try:
             if _remove(path):
-                logger.info("removed %s, which a run that died left behind", path)
+                logger.info("removed %s, left behind by a run that died", path)
         finally:
             _close(lock, os.getpid())
     return living
 
 
 def _restore_replaced(former: Path, final: Path) -> None:
-    """Give the checkpoint `former` its tag back, unless the save that moved it has ended since."""
+    """Rename the replaced checkpoint `former` back to its tag, unless the save that replaced it has completed."""
     if is_checkpoint(former) and not is_checkpoint(final):
         if final.is_symlink():
             final.unlink()

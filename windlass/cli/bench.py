@@ -1,4 +1,4 @@
-"""Commands of `windlass bench`, which run the experiments of tutorials on the ranks of this machine."""
+"""Commands of `windlass bench`, which run the experiments of DeepSpeed's tutorials on the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.base.bounded_input import MAX_RANKS_PER_HOST
 
 bench_app = typer.Typer(
     name="bench",
-    help="Experiments of tutorials: a table, conclusions, a JSON file and a picture.",
+    help="Experiments of DeepSpeed's tutorials: a table, conclusions, a JSON file and a picture.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

@@ -142,8 +142,9 @@ class FormatChooser:
         return seconds
 
     def _runs(self) -> dict[str, RunFigures]:
-        """Return runs of the source model, of the model to round, and of the latter in `ANCHOR_FORMAT`; none if the
-        budget limits neither speed nor latency."""
+        """Return the measured runs: `before` of the source model, `own` of the model to round, `anchor` of that model
+        in `ANCHOR_FORMAT`. Empty if the budget limits neither speed nor latency.
+        """
         budget = self._settings.limits
         if budget is None or budget.speed is None and budget.latency is None:
             return {}

@@ -19,7 +19,7 @@ _BEFORE, _AFTER, _EXPECTED = "#bbbbbb", "#228833", "#000000"
 
 
 class LayerBytes(Protocol):
-    """Layers that are drawn as one bar."""
+    """Names, format and sizes of the layers that one bar shows."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -36,7 +36,7 @@ class LayerSize:
     """Format and size of one layer.
 
     Attributes:
-        names: name of the layer in the files, alone.
+        names: tuple with one name, that of the layer in the files.
         format: name of the format; None: unquantized.
         wide_bytes, nbytes: bytes of its weight before and after rounding.
     """
@@ -48,8 +48,9 @@ class LayerSize:
 
 
 def layer_sizes(directory: ModelDirectory, formats: Mapping[str, str]) -> list[LayerSize]:
-    """Return the sizes of all matrices of an unquantized model, in the order of their numbers, if the layers in
-    `formats` are packed."""
+    """Return the size of each matrix of an unquantized model once the layers in `formats` are packed, in the order of
+    layer numbers.
+    """
     found = []
     for name, place in directory.places.items():
         layer = name.removesuffix(".weight")

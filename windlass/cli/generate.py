@@ -22,7 +22,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling; the same seed gives the same text.")] = 0,
     weights_tier: Annotated[
         str,
-        typer.Option(help="device: weights in memory; disk: read ahead of each layer, for models larger than memory."),
+        typer.Option(
+            help="device: weights in the device's memory; disk: read ahead of each layer, for models larger than "
+            "memory."
+        ),
     ] = "device",
     weights_directory: Annotated[
         Path | None, typer.Option(help="Directory of the weight file. [windlass-weights in DIRECTORY]")

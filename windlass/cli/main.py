@@ -85,7 +85,12 @@ COMMANDS = (
         passes_unknown_options=True,
     ),
     CliCommand("report", "windlass.cli.report", "report", "Write a page of a run, alone or beside another one."),
-    CliCommand("bench", "windlass.cli.bench", "bench_app", "Run the experiments of tutorials."),
+    CliCommand(
+        "bench",
+        "windlass.cli.bench",
+        "bench_app",
+        "Compare stages, offload, transports and servers on this machine, as DeepSpeed's tutorials do.",
+    ),
     CliCommand("env", "windlass.cli.env", "env", "Print the facts of this machine for a bug report."),
 )
 _COMMAND_BY_NAME = {entry.name: entry for entry in COMMANDS}

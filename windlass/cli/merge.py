@@ -24,8 +24,10 @@ def merge(
         typer.Option(help="A number for each model, with commas. slerp: 0.7,0.3 is nearer to the first. [1]"),
     ] = None,
     base: Annotated[Path | None, typer.Option(help="With ties and dare: model from which all were trained.")] = None,
-    density: Annotated[float, typer.Option(help="Share of each difference from the base that stays.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="With dare: seed of the random choice of differences that stay.")] = 0,
+    density: Annotated[
+        float, typer.Option(help="Share of the elements of each model's difference from the base to keep.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(help="With dare: seed of the random choice of these elements.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
 ) -> None:
     """Merge models of one architecture into OUT, the last argument. The same command continues an interrupted run."""

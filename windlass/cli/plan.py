@@ -44,7 +44,8 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens of a sample. [1024, or as many as the model has positions for]")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="GPU of a rank, by name or memory (h200, 80GB); by default a CPU is planned.")
+        str | None,
+        typer.Option(help="GPU of a rank, by name or memory (h200, 80GB); by default the ranks are on a CPU."),
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", help="Host memory of a rank (64GB); by default unlimited.")

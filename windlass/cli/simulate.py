@@ -63,7 +63,7 @@ def simulate(
         str | None,
         typer.Option(help="Time for which a checkpoint blocks training (30s). [its bytes at the disks' rate]"),
     ] = None,
-    restart_time: Annotated[str, typer.Option(help="Time from a failure until training goes on.")] = "600s",
+    restart_time: Annotated[str, typer.Option(help="Time from a failure until training continues.")] = "600s",
     as_json: Annotated[bool, typer.Option("--json", help="Print the predictions as JSON.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline to this JSON file, for Perfetto.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write a picture of the timeline to this PNG.")] = None,

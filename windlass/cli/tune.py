@@ -67,7 +67,9 @@ def tune(
     warmup: Annotated[int, typer.Option(min=1, help="Steps of a trial that are not timed.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a trial that are timed.")] = 5,
     trial_seconds: Annotated[float, typer.Option(min=1, help="Time limit of a trial.")] = 600,
-    metric: Annotated[str, typer.Option(help="throughput, latency, forward or step.")] = "throughput",
+    metric: Annotated[
+        str, typer.Option(help="Quantity that selects the fastest trial: throughput, flops, latency, forward or step.")
+    ] = "throughput",
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("autotuning_results"),
     picture: Annotated[Path | None, typer.Option(help="PNG of all trials. [OUT/trials.png]")] = None,
     as_deepspeed: Annotated[

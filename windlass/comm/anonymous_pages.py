@@ -14,9 +14,9 @@ class AnonymousPages:
     """`nbytes` of zeros whose pages can be discarded. They are allocated again, as zeros, at the next access.
 
     Huge pages are used if the kernel provides them: to allocate 64 MiB again then takes 1 ms, in small pages 30 ms and
-    in a shared file 50 ms. A limit on a process's data (`ulimit -d`) counts the addresses of private memory even
-    without pages, so all units would count at the same time. Under such a limit the mapping is formally shared,
-    although no other process maps it.
+    in a shared file 50 ms. `ulimit -d` counts the whole address range of a private mapping, also of pages that were
+    discarded, so all buffers would count even while only a few are in use. Under such a limit the mapping is formally
+    shared, although no other process maps it.
 
     Attributes:
         bytes: `[nbytes]` uint8.

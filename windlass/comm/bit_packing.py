@@ -51,7 +51,7 @@ def unpack_signs(packed: torch.Tensor, out: torch.Tensor) -> None:
 
 @cache
 def _signs_of_bytes() -> torch.Tensor:
-    """Return by byte its 8 signs, `[256, 8]`."""
+    """Return the 8 signs of each byte value, `[256, 8]`."""
     values = torch.arange(256, dtype=torch.uint8)
     return unpack_bits(values, 8 * 256).float().mul_(2.0).sub_(1.0).view(256, 8)
 

@@ -304,10 +304,22 @@ def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
     except (RuntimeError, ValueError):  # torch raises different classes for the failures of a store
         if met.is_set():
             return
-    missing_text = ", ".join(map(str, missing)) or "none, but the ranks cannot connect: check the network"
-    logger.error(
-        "rank %d has waited in initialize for %.0f s; missing ranks: %s (of %d)", rank, seconds, missing_text, world
-    )
+    if missing:
+        logger.error(
+            "rank %d has waited in initialize for %.0f s; missing ranks: %s (of %d); see their output",
+            rank,
+            seconds,
+            ", ".join(map(str, missing)),
+            world,
+        )
+    else:
+        logger.error(
+            "rank %d has waited in initialize for %.0f s: all %d ranks have started, but cannot connect to each other; "
+            "check the network",
+            rank,
+            seconds,
+            world,
+        )
 
 
 def _warn_of_an_allocation() -> None:

@@ -25,7 +25,7 @@ class WireOptions:
         use_reduce_scatter: Send each rank only its shard of a sum; else all-reduce (`reduce_scatter`).
         use_all_gather: Gather all shards in one collective; else one broadcast per rank (`allgather_partitions`).
         rotate_peers: Each rank starts with a different peer (`round_robin_gradients`).
-        quantizes: Some messages pass through a lossy codec, so that shared memory is not used.
+        quantizes: True if some messages pass through a lossy codec; shared memory is then not used.
         node_size: Consecutive ranks of a group that are one node, for quantized messages.
         host_size: Consecutive ranks of the world that are one host, if a node is a host; 0: `node_size` applies.
         gradients: Codecs of reductions; None: gradients are sent in the dtype of the call.

@@ -157,7 +157,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: torch.dtype) -> _Loaded:
-    """Load a second model by transformers, which knows former names and tied weights, and move its tensors."""
+    """Load a second model by transformers, which maps former names and tied weights, and move its tensors."""
     own = next((one.dtype for one in module.parameters() if one.is_floating_point() and not one.is_meta), dtype)
     loaded, facts = type(module).from_pretrained(
         None,
@@ -181,8 +181,9 @@ def _move_tensors(source: nn.Module, target: nn.Module) -> None:
     for name, part in target.named_modules():
         other = parts.get(name)
         if other is None or type(other) is not type(part):
+            found = "missing" if other is None else f"a {type(other).__name__}"
             raise ModelError(
-                f"init_inference: {name} is a {type(part).__name__}, and a {type(other).__name__} in the model of this "
+                f"init_inference: {name} is a {type(part).__name__}, and {found} in a new model of the same "
                 "configuration; call init_inference before layers are replaced"
             )
         part._parameters, part._buffers = other._parameters, other._buffers

@@ -16,7 +16,7 @@ from windlass.compat.tensor_fragment_api import safe_get_full_grad, safe_get_loc
 from windlass.zero.access import shard_values
 from windlass.zero.core import parameter_registry
 
-# By stage; stage 0 has no such attributes.
+# Name of the optimizer's attribute for each stage; stage 0 has none.
 MASTER_ATTRIBUTES = {
     1: "single_partition_of_fp32_groups",
     2: "single_partition_of_fp32_groups",

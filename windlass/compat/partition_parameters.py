@@ -124,11 +124,7 @@ class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
 
 
 def requests_linear(config: Config) -> bool:
-    """Return True if a configuration sets `memory_efficient_linear` to true; a configuration without the key returns
-    False.
-
-    In strict mode it returns True without the key too.
-    """
+    """Return True if a configuration sets `memory_efficient_linear` to true, or lacks the key in strict mode."""
     section = config.zero_optimization
     written = "memory_efficient_linear" in section.model_fields_set or is_strict()
     return written and section.memory_efficient_linear

@@ -108,9 +108,11 @@ class LayerCompression:
     weight: WeightRounding | None = None
     inputs: InputRounding | None = None
     prunings: dict[str, Pruning] = field(default_factory=dict)
-    sharded: ShardedWeight | None = None  # over tensor-parallel ranks
+    sharded: ShardedWeight | None = None  # division of the weight over tensor-parallel ranks
     partial: MeshAxis | None = None  # ranks that each compute a part of the gradient of the same weight
-    repeats_bias: int = 0  # number of ranks that add the same bias to a product whose parts they have; 0: one
+    # number of tensor-parallel ranks that each add the whole bias, if the weight is sharded on its inputs; 0: only one
+    # copy is added
+    repeats_bias: int = 0
     values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
     products: Tensor | None = None  # sum over a step's backwards of weight times gradient
     shift: Tensor | None = None  # added to the weight, to measure curvature
@@ -287,7 +289,9 @@ def mask_name(pruning: Pruning) -> str:
 
 
 def replace_class(module: nn.Module, compression: LayerCompression) -> CompressedLayer:
-    """Change a layer to the class with compression techniques. A layer that is changed has no technique yet."""
+    """Give a layer the class with compression techniques, and `compression`. A layer that has the class already is
+    returned unchanged.
+    """
     if not isinstance(module, CompressedLayer):
         module.__class__ = COMPRESSED[type(module)]
         module.__dict__["compression"] = compression

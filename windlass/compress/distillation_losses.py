@@ -97,12 +97,14 @@ def mean_of(values: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def _with_rest(own: Tensor, teacher: TopProbabilities) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the teacher's largest classes and, last, of all others together, for both models."""
+    """Return two tensors of log-probabilities, of the student and of the teacher: those of the teacher's most probable
+    classes, then one entry for all other classes together.
+    """
     indices, wanted = teacher.indices.to(own.device), teacher.values.to(own.device, torch.float32)
     largest = own.gather(-1, indices)
     if indices.shape[-1] >= teacher.classes:
         return largest, wanted
-    # bounded, for the gradient where the largest classes are all that have a probability
+    # The bound keeps the gradient finite if no other class has a probability.
     rest = own.scatter(-1, indices, float("-inf")).clamp(min=_LOWEST).logsumexp(-1, keepdim=True)
     left = (1 - wanted.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
     return torch.cat([largest, rest], -1), torch.cat([wanted, left], -1)

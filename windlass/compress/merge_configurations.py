@@ -10,8 +10,8 @@ _SYNONYMS = {"swish": "silu"}
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the values that transformers derives or takes by default, where it knows the
-    family."""
+    """Return a configuration with the values that transformers derives or takes by default, if it has the
+    model type."""
     kind = config.get("model_type")
     try:
         from transformers import CONFIG_MAPPING

@@ -58,7 +58,8 @@ def prune_model(
         model: a transformers model with its configuration, whose heads, groups (key heads with their query heads), ffn
             features, experts and layers can be removed; or any module, of which channels and ffn features are found by
             tracing ([Note: marked channels]).
-        shares: for each kind, a share to remove (below 1), or the number in each module; of layers, in the model.
+        shares: for each kind, the share of its units to remove (below 1), or their number in each module (for layers:
+            in the model).
         importance: magnitude, activation or taylor; see [Note: unit importance]. Layers are always measured.
         batches: inputs of `loss`: token ids, for the loss of language models.
         example: inputs of any other module, for tracing.

@@ -72,7 +72,7 @@ def choose_units(group: UnitGroup, scores: Mapping[int | None, Tensor], keep: in
 
     Args:
         scores: `[units]` for each part.
-        keep: number of units, a multiple of the sections.
+        keep: number of units, a multiple of the number of sections.
     """
     found = {}
     each, size = keep // group.sections, group.units // group.sections

@@ -66,14 +66,15 @@ def update_masks(model: nn.Module, step: int, mesh: Mesh | None = None, *, appli
     A layer with products that are not finite keeps its scores, with a warning.
 
     Args:
-        step: optimizer steps that were taken, this one included.
-        mesh: its data ranks, of experts or of other layers, have products of their own samples.
+        step: number of optimizer steps taken, including the one whose products are added.
+        mesh: mesh of the model. Products are summed over the data-parallel ranks of a layer (for an expert, its expert
+            data-parallel ranks), because each rank has the products of its own samples. None: no reduction.
         applied: False after a step that was skipped, e.g. for an overflow under fp16: its products are dropped.
     """
     of_experts = set(sharded_expert_modules(model))
     for layer, pruning in snip_layers(model):
         product = layer.take_products()
-        taken = step - 1  # the step of the forward
+        taken = step - 1  # steps that were taken before the forward of these products
         # The schedule counts skipped steps, so that the last mask is not left out.
         if not pruning.offset <= taken <= max(pruning.offset, pruning.end):
             continue

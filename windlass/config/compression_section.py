@@ -57,7 +57,7 @@ class WeightQuantizationShared(CompressionSharedParams):
     quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
     """`symmetric` around 0, or `asymmetric` with a zero point; without effect at 1 and 2 bits."""
     rounding: Literal["nearest", "stochastic"] = honoured("nearest")
-    """To the nearest value, or `stochastic`; without effect at 1 and 2 bits."""
+    """`nearest`: to the nearest value; `stochastic`: up or down at random. Without effect at 1 and 2 bits."""
     quantize_weight_in_forward: bool = accepted(
         False, "weights are rounded in the forward; the optimizer keeps unrounded ones in every precision"
     )
@@ -135,7 +135,7 @@ class CompressionGroup(ConfigSection):
     modules: Names = honoured(["*"])
     """Regular expressions that are searched in names of layers; `*`: all."""
     related_modules: list[Any] | None = honoured(None)
-    """For each of `modules`, layers that lose the same rows, heads or channels in `redundancy_clean`."""
+    """Layers that lose the same rows, heads or channels in `redundancy_clean`, for each of `modules`."""
 
 
 class CompressionTechnique(ConfigSection):
@@ -195,7 +195,7 @@ class CompressionTraining(ConfigSection):
     """Compression during training."""
 
     layer_reduction: LayerReduction = honoured(LayerReduction)
-    """Fewer layers, which begin with those of a teacher."""
+    """Student with fewer layers, which are initialized from layers of a teacher."""
     weight_quantization: WeightQuantizationTraining = honoured(WeightQuantizationTraining)
     """Rounded weights."""
     activation_quantization: ActivationQuantization = honoured(ActivationQuantization)
@@ -229,14 +229,17 @@ class WeightQuantization(ConfigSection):
 
     enabled: bool = honoured(True)
     """False: the keys below have no effect."""
-    num_bits: Positive = accepted(8, "DeepSpeed reads it nowhere; the keys of the two sections below do it")
+    num_bits: Positive = accepted(
+        8, "DeepSpeed never reads this key; write the bits in quantized_initialization or post_init_quant"
+    )
     q_type: Literal["symmetric", "asymmetric"] = accepted("symmetric", "as `num_bits`")
     q_groups: Positive = accepted(1, "as `num_bits`")
     quantized_initialization: ModuleQuantization = honoured(ModuleQuantization)
-    """Of all linear layers and embeddings, packed while `zero.Init` or `windlass.from_pretrained` builds the model, the
-    rest in `initialize`."""
+    """Format of all linear layers and embeddings. They are packed while `zero.Init` or `windlass.from_pretrained`
+    builds the model, the others in `initialize`.
+    """
     post_init_quant: dict[str, ModuleQuantization] = honoured(dict)
-    """Of the modules whose names contain a key, packed in `initialize` and `init_inference`."""
+    """Format of the modules whose names contain the key. They are packed in `initialize` and `init_inference`."""
 
 
 class Eigenvalue(ConfigSection):

@@ -29,7 +29,7 @@ class Elasticity(ConfigSection):
     """Largest number of data-loading ranks to support."""
     min_time: Int = accepted(0, "a hint to a scheduler, which DeepSpeed itself does not read")
     prefer_larger_batch: bool = honoured(True, aliases=("prefer_large_batch",))
-    """If two batch sizes fit equally many numbers of ranks, use the larger."""
+    """Use the larger of two batch sizes that fit equally many numbers of ranks."""
     ignore_non_elastic_batch_info: bool = honoured(False)
     """Ignore batch sizes outside this section; false: they are an error if this section is enabled."""
     version: Float = accepted(

@@ -55,8 +55,9 @@ class ParallelConfig(ConfigSection):
     """Sharding style (column, row, vocabulary, partial, replicated) by a regular expression for full names of modules.
     The last entry that matches is used. Entries override the model's own plan."""
     sp_mode: Literal["ulysses", "ring", "ulysses+ring"] = honoured("ulysses", windlass_only=True)
-    """How attention accesses the whole sequence. ulysses: all-to-all to whole sequences of some heads; ring: keys and
-    values are passed around; ulysses+ring: both."""
+    """Way in which attention accesses the whole sequence. ulysses: all-to-all to whole sequences of some heads; ring:
+    keys and values are passed around; ulysses+ring: both.
+    """
     ulysses_degree: Positive | None = honoured(None, windlass_only=True)
     """ulysses+ring: number of neighbours along sp that exchange heads, while rings connect these groups; null: as many
     as the key heads can be divided among."""

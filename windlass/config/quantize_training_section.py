@@ -33,7 +33,7 @@ class QuantizeAlgorithm(ConfigSection):
     q_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
     """`symmetric` around 0, or `asymmetric` with a zero point; without effect at 1 and 2 bits."""
     rounding: Literal["nearest", "stochastic"] = honoured("nearest")
-    """To the nearest value, or `stochastic`; without effect at 1 and 2 bits."""
+    """`nearest`: to the nearest value; `stochastic`: up or down at random. Without effect at 1 and 2 bits."""
 
 
 class QuantizeTraining(ConfigSection):

@@ -110,7 +110,8 @@ class _RelaidStorage:
         self._rows = torch.empty(self._saved_ranks, values.numel(), dtype=values.dtype, device="cpu")
         yield
         values.copy_(self._state.relay(self._rows, self._ranks)[self._rank])
-        # on the same number of ranks the rule changes rows where ranks own other elements than before
+        # Even on an equal number of ranks, the rule changes this rank's row if ranks own other elements than in the
+        # saved run.
         if self._rank < self._saved_ranks and not torch.equal(values.cpu(), self._rows[self._rank]):
             self._on_change()
         self._rows = None

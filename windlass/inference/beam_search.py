@@ -100,7 +100,7 @@ def _next_logprobs(
                 queued += 1
             for output in engine.step():
                 if output.error is not None:
-                    raise ModelError(f"the beam search cannot go on: {output.error}")
+                    raise ModelError(f"the beam search cannot continue: {output.error}")
                 if output.outputs[0].logprobs:
                     found[output.request_id] = output.outputs[0].logprobs[0]
     except BaseException:

@@ -35,7 +35,9 @@ class Detokenizer:
         whole = self._decode(self._ids[self._prefix :])
         if len(whole) <= len(before) or whole.endswith("\N{REPLACEMENT CHARACTER}"):
             if not self._decode([token]) and self._decode_all([token]):
-                self._ids.pop()  # a special token, which later calls would skip again; many in a row would add up
+                # A special token, which decoding skips: it is dropped, so that a run of special tokens does not make
+                # every later call decode a longer list.
+                self._ids.pop()
             return ""
         return self._take(whole[len(before) :])
 

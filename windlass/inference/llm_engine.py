@@ -619,8 +619,8 @@ class LLMEngine:
             return
         try:
             found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
-        except Exception:  # drafts change no token, so requests go on without
-            logger.exception("speculative decoding has stopped by an error; requests go on without drafts")
+        except Exception:  # drafts change no token
+            logger.exception("speculative decoding was stopped by an error; requests continue without drafts")
             self._proposer.close()
             self._proposer = None
             return

@@ -1,10 +1,10 @@
 """Scheduling of a step: which sequences run, and with how many tokens each.
 
-[Note: one rule] There are no phases. Each sequence has known tokens (its prompt, what it generated, drafts) and
-computed tokens, whose keys and values are in the KV cache. A step lets computed tokens catch up with known ones:
-sequences that lack one token (decode) get it first, and the rest of the step's tokens is shared among prompts. That is
-Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine (prefill-first) and of
-Orca (Yu et al. 2022) are settings of the same function.
+[Note: scheduling without phases] There are no phases. Each sequence has known tokens (its prompt, what it generated,
+drafts) and computed tokens, whose keys and values are in the KV cache. A step lets computed tokens catch up with known
+ones: sequences that lack one token (decode) get it first, and the rest of the step's tokens is shared among prompts.
+That is Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine (prefill-first)
+and of Orca (Yu et al. 2022) are settings of the same function.
 
 [Note: fair shares] A step has tokens for few prompts. It computes prompts one after the other, in the order in which
 they would end if all prompts always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and

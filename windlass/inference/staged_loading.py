@@ -50,7 +50,7 @@ class StagedModelSource:
 
 
 def _tie_weights(model: Any) -> None:
-    """Tie weights before the split, which has to know them; transformers does so at the end of loading."""
+    """Tie weights before the split, which depends on ties; transformers does so at the end of loading."""
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         path, _, name = target.rpartition(".")
         setattr(model.get_submodule(path), name, model.get_parameter(source))

@@ -212,7 +212,9 @@ class StepProgram:
         return calls, result.reshape(rows, result.shape[-1])
 
     def _divide(self) -> list[Any]:
-        """Return native runs, and between them the operators that are bound to each batch size."""
+        """Return the parts of the program in order: runs of native operators, and single operators that are bound anew
+        for each batch size.
+        """
         parts: list[Any] = []
         for operator in self._recording.operators:
             run = parts[-1] if parts and not isinstance(parts[-1], Operator) else None

@@ -89,7 +89,7 @@ class OutputConstraint:
             RequestError: the constraint became too large to be computed.
         """
         if self._matcher.is_error():
-            raise RequestError(f"structured_outputs cannot go on: {self._matcher.get_error()}")
+            raise RequestError(f"structured_outputs cannot continue: {self._matcher.get_error()}")
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(words, count=min(self._vocab_size, 8 * len(words)), bitorder="little")
         flat = torch.from_numpy(bits).view(torch.bool)

@@ -60,7 +60,7 @@ def generate_by_engine(
     if any(not prompt for prompt in prompts):
         raise RequestError("a row of input_ids has no token whose attention_mask is 1; give at least one")
     size = getattr(module.config.get_text_config(), "vocab_size", None) or math.inf
-    # others never occur, e.g. -1, which is given so that no token ends an answer
+    # Ids outside the vocabulary are dropped: scripts pass -1 as eos_token_id so that no token ends an answer.
     ends = [token for token in _as_list(config.eos_token_id) if 0 <= token < size]
     params = _make_params(config, input_ids.shape[1], longest, llm.max_model_len, ends)
     count = config.num_return_sequences or 1

@@ -108,7 +108,8 @@ def make_kv_cache(
     path: str | None = None,
     device: torch.device | str = "cpu",
 ) -> PagedKVCache:
-    """Allocate the cache of one layer. Its memory is undefined until `write_kv`.
+    """Allocate the cache of one layer. Its values are undefined until `write_kv`, except on an accelerator, where they
+    are 0.
 
     Args:
         block_size: tokens of a block, a multiple of 16.

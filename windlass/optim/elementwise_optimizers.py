@@ -116,10 +116,10 @@ def probe_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], values:
     """
     probe = values.requires_grad_()
     probe.grad = torch.zeros_like(probe)
-    twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler may have set a wrapper here that would step the original
-    twin.state, twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
+    probed: Any = object.__new__(type(optimizer))
+    probed.__dict__.update(optimizer.__dict__)
+    probed.__dict__.pop("step", None)  # a scheduler may have set a wrapper here that would step the original
+    probed.state, probed._optimizer_step_pre_hooks, probed._optimizer_step_post_hooks = (
         defaultdict(dict),
         OrderedDict(),
         OrderedDict(),
@@ -127,9 +127,9 @@ def probe_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], values:
     plain = {key: False for key in ("capturable", "fused") if group.get(key)}
     if "bias_correction" in group:
         plain["bias_correction"] = True  # without it some classes are stepped by an engine only, with the same states
-    twin.param_groups = [{**group, **plain, "params": [probe]}]
-    twin.step()
-    state: dict[str, Any] = twin.state[probe]
+    probed.param_groups = [{**group, **plain, "params": [probe]}]
+    probed.step()
+    state: dict[str, Any] = probed.state[probe]
     return state
 
 

@@ -40,10 +40,10 @@ def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.
     ):
         return None
     make: Any = native
-    twin: CPUOptimizer = make([{**group, "params": list(group["params"])} for group in optimizer.param_groups])
-    twin.defaults.update(optimizer.defaults)
-    twin.state.update(optimizer.state)
-    return twin
+    found: CPUOptimizer = make([{**group, "params": list(group["params"])} for group in optimizer.param_groups])
+    found.defaults.update(optimizer.defaults)
+    found.state.update(optimizer.state)
+    return found
 
 
 def updates_page_sums(optimizer: torch.optim.Optimizer) -> bool:

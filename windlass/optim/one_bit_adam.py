@@ -79,7 +79,7 @@ class OneBitAdam(torch.optim.AdamW):
 
 
 def keep_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-    """Add options that the class of torch does not know to its defaults and to the groups that have none."""
+    """Add options that torch's class lacks to its defaults and to the groups that have none."""
     for group in optimizer.param_groups:
         for key, value in options.items():
             group.setdefault(key, value)
@@ -144,7 +144,7 @@ def require_bias_correction(optimizer: torch.optim.Optimizer) -> None:
 
 
 def applied_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Return the steps that were applied so far, of any group."""
+    """Return the number of optimizer steps applied so far: the largest count of all parameter groups."""
     return max((int(group.get("applied_steps", 0)) for group in optimizer.param_groups), default=0)
 
 

@@ -1,11 +1,11 @@
 """Resharding of 8-bit optimizer states: decode with the old blocks, encode with the new ones.
 
-[Note: codes of another sharding] Blocks of 256 elements are counted from the start of a span. A checkpoint therefore
-stores the codes by element, and separately the scales of each span as it was saved. A loaded span reads its own codes
-and looks up the scales with which they were encoded. If one of its blocks is also a block of the saved span, its codes
-and scale are copied unchanged, so training continues bit for bit with the same sharding. Otherwise values are decoded
-and encoded again with the scale of the new block. Both scales are powers of two, so the values are the same, except
-those far below the largest value of the block.
+[Note: 8-bit states of another sharding] Blocks of 256 elements are counted from the start of a span. A checkpoint
+therefore stores the codes by element, and separately the scales of each span as it was saved. A loaded span reads its
+own codes and looks up the scales with which they were encoded. If one of its blocks is also a block of the saved span,
+its codes and scale are copied unchanged, so training continues bit for bit with the same sharding. Otherwise values are
+decoded and encoded again with the scale of the new block. Both scales are powers of two, so the values are the same,
+except those far below the largest value of the block.
 """
 
 from __future__ import annotations

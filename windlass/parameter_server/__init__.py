@@ -1,7 +1,7 @@
 """Parameter server: servers own shards of parameters and optimizer states, workers pull and push.
 
-Reading order: settings, parameter_cut, update_clock, snapshot, server_shard, messages, heartbeat, model_layout,
-meeting, server, shard_replica, shard_process, worker, job.
+Reading order: settings, parameter_partition, update_clock, snapshot, server_shard, messages, heartbeat, model_layout,
+job_rendezvous, server, shard_replica, shard_process, worker, job.
 """
 
 from __future__ import annotations

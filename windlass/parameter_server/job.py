@@ -12,7 +12,7 @@ from torch import nn
 from windlass.base.errors import CommunicationError, ConfigError
 from windlass.comm.addresses import is_loopback
 from windlass.comm.loopback import bind_gloo_to_loopback
-from windlass.parameter_server.meeting import Meeting
+from windlass.parameter_server.job_rendezvous import JobRendezvous
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.server_shard import MakeOptimizer
 from windlass.parameter_server.settings import ParameterServerSettings
@@ -122,16 +122,16 @@ def start(
         role.is_server and role.index == role.replica == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     )
     connect = timedelta(seconds=settings.connect_seconds)
-    meeting = Meeting(role.address, role.port, serve=own_store, connect=connect)
+    rendezvous = JobRendezvous(role.address, role.port, serve=own_store, connect=connect)
     _used_stores.add((role.address, role.port))
     layout = layout_of(model, role.servers)
     if role.is_server:
         process = ShardProcess(
-            layout, role.index, role.replica, role.replicas, role.workers, settings, make_optimizer, meeting
+            layout, role.index, role.replica, role.replicas, role.workers, settings, make_optimizer, rendezvous
         )
         process.run()
         if own_store:
-            meeting.await_end(role.servers)
+            rendezvous.await_end(role.servers)
         return None
-    index = role.index if role.index >= 0 else meeting.next_worker(role.workers)
-    return ParameterServerWorker(layout, index, settings, meeting)
+    index = role.index if role.index >= 0 else rendezvous.next_worker(role.workers)
+    return ParameterServerWorker(layout, index, settings, rendezvous)

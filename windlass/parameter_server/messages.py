@@ -27,11 +27,14 @@ _MOST_CONTENT = 1 << 26  # bytes of the text of a content, without its tensors
 
 
 class MessageKind(IntEnum):
-    """First integer of a message."""
+    """Kind of a message: the first integer of its header.
 
-    HELLO = 1  # worker, version that it pulled last, its pushes or -1, fingerprints of the model and the settings
+    The comments list the other integers of the header, and after `then` what follows it.
+    """
+
+    HELLO = 1  # worker, version of its last pull, its number of pushes (-1: none), fingerprints of model and settings
     WELCOME = 2  # version, pushes of the worker as the server counts them
-    PULL = 3  # least version, in synchronous mode
+    PULL = 3  # lowest version that the worker accepts, in synchronous mode
     PARAMETERS = 4  # version; then all elements of the shard
     PUSH = 5  # version that was pulled, number of the push; then the gradient
     PUSHED = 6  # result, version
@@ -39,9 +42,9 @@ class MessageKind(IntEnum):
     PROBLEM = 8  # number of bytes; then a text
     FOLLOW = 9  # replica, fingerprints of the model and the settings
     CONTENT = 10  # number of bytes of a text, number of tensors; then both
-    UPDATE = (
-        11  # version before, number of pushes in it, of workers; then the mean gradient, each push and worker's steps
-    )
+    # version before the update, number of workers with a push in it, number of workers; then the mean gradient, and the
+    # pairs (worker, number of its push) and (worker, number of its pushes)
+    UPDATE = 11
     DONE = 12  # a replica has received the content, or made an update
     ALIVE = 13  # heartbeat of a server
 

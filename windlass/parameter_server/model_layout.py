@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
-from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter, partition_parameters
+from windlass.parameter_server.parameter_partition import Fragment, PartitionedParameter, partition_parameters
 
 
 @dataclass(frozen=True)

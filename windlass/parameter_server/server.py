@@ -18,7 +18,7 @@ from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.parameter_server.heartbeat import send_heartbeats
-from windlass.parameter_server.meeting import Meeting, ServerAddress
+from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress
 from windlass.parameter_server.messages import (
     MOST_WORKERS,
     MessageKind,
@@ -62,7 +62,7 @@ class ParameterServer:
         workers: number of workers at the start.
         settings: those of the job.
         make_optimizer: builds the optimizer of the shard.
-        meeting: the job's store.
+        rendezvous: the job's store.
         replica: number of this process among those of the shard.
         replicas: number of replicas that must be complete before the first worker is answered.
         taken: the shard, if this process was its replica; else it is built.
@@ -75,14 +75,14 @@ class ParameterServer:
         workers: int,
         settings: ParameterServerSettings,
         make_optimizer: MakeOptimizer,
-        meeting: Meeting,
+        rendezvous: JobRendezvous,
         *,
         replica: int = 0,
         replicas: int = 0,
         taken: TakenShard | None = None,
     ) -> None:
         self._layout, self._server, self._workers, self._settings = layout, server, workers, settings
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._clock = UpdateClock(settings, workers) if taken is None else taken.clock
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
@@ -95,11 +95,11 @@ class ParameterServer:
         self._failure: BaseException | None = None  # ends the server
         self._failed_update: BaseException | None = None  # its worker gets the reason before the server ends
         self.dropped = 0
-        self._here = meeting.register_server(server, replica) if taken is None else taken.address
+        self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
         if self._here.generation > 1:
             self._awaited_replicas = 0
-            self._clock.take_over({one for one in range(workers) if meeting.has_left(one, retired=True)})
+            self._clock.take_over({one for one in range(workers) if rendezvous.has_left(one, retired=True)})
 
     @property
     def version(self) -> int:
@@ -115,7 +115,7 @@ class ParameterServer:
         answered, began, threads = 0, time.monotonic(), []
         try:
             while not self._is_over():
-                for ticket in range(answered + 1, self._meeting.count_calls(self._here) + 1):
+                for ticket in range(answered + 1, self._rendezvous.count_calls(self._here) + 1):
                     thread = threading.Thread(target=self._answer, args=(ticket,), daemon=True)
                     threads.append(thread)
                     thread.start()
@@ -133,13 +133,15 @@ class ParameterServer:
             thread.join(timeout=5)
         with self._changed:
             self._save()
-        self._meeting.end(self._server)
+        self._rendezvous.end(self._server)
         for link in self._replicas.values():  # replicas find out by this that the run has ended
             link.close()
         return True
 
     def abandon(self) -> None:
-        """End at once, without a snapshot: the links of all workers close, as when the process is killed."""
+        """Stop the server at once, without a snapshot. The links of all workers and replicas close, as when the process
+        is killed.
+        """
         with self._changed:
             self._ends = True
             for link in (*self._links.values(), *self._replicas.values()):
@@ -167,11 +169,11 @@ class ParameterServer:
         stored = path is not None and path.exists()
         if self._here.generation == 1 and len(layout.fragments) > 1:
             version = -1 if path is None or not stored else read_version(path)
-            self._meeting.post(f"stored {self._server}", str(version))
+            self._rendezvous.post(f"stored {self._server}", str(version))
             if self._server == 0:
                 self._send_first_values(version)
             elif not stored:
-                with_first = self._meeting.link_servers(self._server, first=False)
+                with_first = self._rendezvous.link_servers(self._server, first=False)
                 with_first.receive(own)
                 with_first.close()
         shard = ServerShard(
@@ -206,12 +208,12 @@ class ParameterServer:
             CheckpointError: some servers have trained parameters, and some would start from those of the model.
         """
         others = range(1, len(self._layout.fragments))
-        versions = [version, *(int(self._meeting.read(f"stored {other}", f"server {other}")) for other in others)]
+        versions = [version, *(int(self._rendezvous.read(f"stored {other}", f"server {other}")) for other in others)]
         if self._settings.snapshot is not None:
             check_versions(versions, self._settings.snapshot, self._settings.snapshot_every)
         for server in others:
             if versions[server] < 0:
-                link = self._meeting.link_servers(server, first=True)
+                link = self._rendezvous.link_servers(server, first=True)
                 link.send_tensor(self._layout.values(server))
                 link.close()
 
@@ -229,7 +231,7 @@ class ParameterServer:
             try:
                 self._shard.save(self._snapshot, self._clock)
             except FileNotFoundError:  # a process that took the shard over removed the unfinished file
-                if self._meeting.record(self._server).address == self._here:
+                if self._rendezvous.record(self._server).address == self._here:
                     raise
                 self.abandon()
                 self._require_place()
@@ -242,15 +244,16 @@ class ParameterServer:
                 return self._ends
             alone, may_be_alone = time.monotonic() - self._idle_since, self._had_worker or self._here.generation > 1
         # A worker that has joined may be on its way from a server that was lost.
-        workers = self._workers + self._meeting.count_joined()
-        rest = [worker for worker in range(workers) if not self._meeting.has_left(worker)]
+        workers = self._workers + self._rendezvous.count_joined()
+        rest = [worker for worker in range(workers) if not self._rendezvous.has_left(worker)]
         if not rest:
             return True
         # No connection ends with a worker that is killed before it connects, or while the shard has no server.
         if not may_be_alone or alone < self._settings.connect_seconds:
             return False
         logger.warning(
-            "%s: no worker has been connected for %.0f s (connect_seconds), and worker %s did not say goodbye: it ends",
+            "%s ends: no worker has been connected for %.0f s (connect_seconds); workers that ended without a "
+            "message: %s",
             self._here,
             alone,
             ", ".join(map(str, rest)),
@@ -269,7 +272,7 @@ class ParameterServer:
     def _serve_caller(self, ticket: int) -> None:
         worker, said_bye, link = -1, False, None
         try:
-            link = self._meeting.answer_call(self._here, ticket)
+            link = self._rendezvous.answer_call(self._here, ticket)
             send_heartbeats(link, self._settings.heartbeat_seconds)
             worker = self._welcome(link, ticket)
             if worker < 0:
@@ -376,7 +379,7 @@ class ParameterServer:
         Raises:
             LinkClosedError: a replica has taken the shard over; this process serves it no longer.
         """
-        if not self._meeting.set_replicas(self._here, frozenset(self._replicas)):
+        if not self._rendezvous.set_replicas(self._here, frozenset(self._replicas)):
             logger.warning("%s: a replica has taken the shard over", self._here)
             self.abandon()
             self._require_place()
@@ -392,7 +395,7 @@ class ParameterServer:
             # it has connected again, or no further update can be made
             if self._live.get(worker) != ticket or self._ends or self._failed_update is not None:
                 return
-            if self._meeting.record(self._server).address != self._here:
+            if self._rendezvous.record(self._server).address != self._here:
                 # The workers left this process, which did not answer for a while: they have not left the run.
                 logger.warning("%s: another process has taken the shard over", self._here)
                 self.abandon()
@@ -401,7 +404,7 @@ class ParameterServer:
             self._links.pop(worker).close()
             self._idle_since = time.monotonic()
             self._leave_clock(worker, retires=retires)
-            self._meeting.leave(worker, retires=retires)
+            self._rendezvous.leave(worker, retires=retires)
 
     def _leave_clock(self, worker: int, *, retires: bool) -> None:
         """Wait no longer for a worker, and make the update that waited for it alone. The caller holds the lock."""
@@ -422,7 +425,7 @@ class ParameterServer:
             absent = sorted(self._clock.absent)
         # A server that was replaced may record workers as lost that have connected with this one, which would end a
         # synchronous run; elsewhere it costs one wait.
-        left = {worker for worker in absent if self._meeting.has_left(worker, retired=synchronous)}
+        left = {worker for worker in absent if self._rendezvous.has_left(worker, retired=synchronous)}
         late = set(absent) - left if is_late else set()
         with self._changed:
             for worker in sorted((left | late) & self._clock.absent):
@@ -494,7 +497,7 @@ class ParameterServer:
             try:
                 send_update(link, self._clock.version, gradient, counted, self._clock.steps)
             except LinkClosedError as error:
-                logger.warning("%s goes on without %s: %s", self._here, link.peer, error)
+                logger.warning("%s continues without %s: %s", self._here, link.peer, error)
                 lost.add(replica)
         self._shard.update(gradient)
         for replica, link in self._replicas.items():
@@ -502,7 +505,7 @@ class ParameterServer:
                 if replica not in lost:
                     self._await_done(link)
             except CommunicationError as error:
-                logger.warning("%s goes on without %s: %s", self._here, link.peer, error)
+                logger.warning("%s continues without %s: %s", self._here, link.peer, error)
                 lost.add(replica)
         if lost:
             self._replicas = {replica: link for replica, link in self._replicas.items() if replica not in lost}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from windlass.base.atomic_file import make_directory
 from windlass.base.errors import CheckpointError, ConfigError
 from windlass.base.log import logger
-from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter
+from windlass.parameter_server.parameter_partition import Fragment, PartitionedParameter
 from windlass.parameter_server.snapshot import read_data, read_snapshot, write_snapshot
 from windlass.parameter_server.update_clock import UpdateClock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from windlass.base.errors import CommunicationError
-from windlass.parameter_server.meeting import Meeting, ShardRecord
+from windlass.parameter_server.job_rendezvous import JobRendezvous, ShardRecord
 from windlass.parameter_server.model_layout import ModelLayout
 from windlass.parameter_server.server import ParameterServer, TakenShard
 from windlass.parameter_server.server_shard import MakeOptimizer
@@ -29,7 +29,7 @@ class ShardProcess:
         workers: number of workers at the start.
         settings: those of the job.
         make_optimizer: builds the optimizer of the shard.
-        meeting: the job's store.
+        rendezvous: the job's store.
 
     Attributes:
         serving: the server in this process, if it is or was one.
@@ -45,12 +45,17 @@ class ShardProcess:
         workers: int,
         settings: ParameterServerSettings,
         make_optimizer: MakeOptimizer,
-        meeting: Meeting,
+        rendezvous: JobRendezvous,
     ) -> None:
         self._layout, self._server, self._replica, self._replicas = layout, server, replica, replicas
-        self._workers, self._settings, self._make_optimizer, self._meeting = workers, settings, make_optimizer, meeting
+        self._workers, self._settings, self._make_optimizer, self._rendezvous = (
+            workers,
+            settings,
+            make_optimizer,
+            rendezvous,
+        )
         self.serving: ParameterServer | None = None
-        self.following = ShardReplica(layout, server, replica, workers, settings, make_optimizer, meeting)
+        self.following = ShardReplica(layout, server, replica, workers, settings, make_optimizer, rendezvous)
 
     def run(self) -> None:
         """Serve and follow until the run ends.
@@ -58,10 +63,10 @@ class ShardProcess:
         Raises:
             CommunicationError: another process did not come in time.
         """
-        self._meeting.remove_replica(self._server, self._replica)  # the copy of the process before this one is gone
+        self._rendezvous.remove_replica(self._server, self._replica)  # the copy of the process before this one is gone
         last_contact = time.monotonic()
-        while not self._meeting.is_over(self._server):
-            record = self._meeting.record(self._server)
+        while not self._rendezvous.is_over(self._server):
+            record = self._rendezvous.record(self._server)
             if self._is_server_of(record):
                 self._serve(None)
                 last_contact = time.monotonic()
@@ -92,7 +97,7 @@ class ShardProcess:
             self._workers,
             self._settings,
             self._make_optimizer,
-            self._meeting,
+            self._rendezvous,
             replica=self._replica,
             replicas=self._replicas,
             taken=taken,

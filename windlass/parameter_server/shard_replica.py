@@ -8,7 +8,7 @@ from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.parameter_server.heartbeat import receive_message
-from windlass.parameter_server.meeting import Meeting, ServerAddress
+from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress
 from windlass.parameter_server.messages import (
     MessageKind,
     receive_by_worker,
@@ -34,7 +34,7 @@ class ShardReplica:
         workers: number of workers at the start.
         settings: those of the job.
         make_optimizer: builds the optimizer of the shard.
-        meeting: the job's store.
+        rendezvous: the job's store.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class ShardReplica:
         workers: int,
         settings: ParameterServerSettings,
         make_optimizer: MakeOptimizer,
-        meeting: Meeting,
+        rendezvous: JobRendezvous,
     ) -> None:
         self._layout, self._server, self._replica, self._workers = layout, server, replica, workers
-        self._settings, self._make_optimizer, self._meeting = settings, make_optimizer, meeting
+        self._settings, self._make_optimizer, self._rendezvous = settings, make_optimizer, rendezvous
         self._shard: ServerShard | None = None
         self._clock = UpdateClock(settings, workers)
 
@@ -73,7 +73,7 @@ class ShardReplica:
         """
         self._shard = None
         try:
-            link = self._meeting.call_server(address)
+            link = self._rendezvous.call_server(address)
             link.idle = timedelta(seconds=self._settings.heartbeat_seconds)
             self._shard = self._receive_shard(link)
             link.send([MessageKind.DONE])
@@ -81,9 +81,9 @@ class ShardReplica:
                 self._make_update(link, self._shard)
         except LinkClosedError as error:
             cause = error
-        if self._shard is None or self._meeting.is_over(self._server):
+        if self._shard is None or self._rendezvous.is_over(self._server):
             return None
-        here = self._meeting.take_over(address, self._replica)
+        here = self._rendezvous.take_over(address, self._replica)
         if here is None:
             return None
         logger.warning("%s takes over at version %d: %s", here, self.version, cause)

@@ -14,7 +14,7 @@ from windlass.base.errors import CommunicationError, ModelError
 from windlass.base.log import logger
 from windlass.comm.pair_link import LinkClosedError, LinkSilentError, PairLink
 from windlass.parameter_server.heartbeat import receive_message
-from windlass.parameter_server.meeting import Meeting, ServerAddress
+from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress
 from windlass.parameter_server.messages import MessageKind, receive_text, send_push
 from windlass.parameter_server.model_layout import ModelLayout
 from windlass.parameter_server.server_shard import ShardGradient
@@ -54,16 +54,17 @@ class ParameterServerWorker:
         dropped: number of those that arrived after their synchronous update (`backup_workers`).
     """
 
-    def __init__(self, layout: ModelLayout, index: int, settings: ParameterServerSettings, meeting: Meeting) -> None:
+    def __init__(
+        self, layout: ModelLayout, index: int, settings: ParameterServerSettings, rendezvous: JobRendezvous
+    ) -> None:
         self.index, self.pushes, self.dropped = index, 0, 0
-        self._layout, self._settings, self._meeting = layout, settings, meeting
+        self._layout, self._settings, self._rendezvous = layout, settings, rendezvous
         self._servers = range(len(layout.fragments))
         self._links: dict[int, PairLink] = {}
         self._addresses: dict[int, ServerAddress] = {}
         self._pulled = dict.fromkeys(self._servers, 0)
-        self._steps = dict.fromkeys(
-            self._servers, -1
-        )  # pushes as the server counts them; -1: it does not know this one
+        # pushes as the server counts them; -1: this worker has not connected to it before
+        self._steps = dict.fromkeys(self._servers, -1)
         # version, number and gradient of a push that is not yet in a version that was pulled
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
         self._silent = set[int]()  # servers that were lost because no heartbeat came, and may continue
@@ -139,7 +140,7 @@ class ParameterServerWorker:
     def close(self) -> None:
         """Leave the run. The servers end when all workers have left."""
         # by this a server that does not read the BYE, as one that has yet to take over, learns that the worker retired
-        self._meeting.leave(self.index, retires=True)
+        self._rendezvous.leave(self.index, retires=True)
         for link in self._links.values():
             try:
                 link.send([MessageKind.BYE])
@@ -169,7 +170,7 @@ class ParameterServerWorker:
             self._require_store(server, since, cause)
         while True:
             left = max(0.0, began + seconds - time.time())
-            address = self._meeting.find_server(server, lost, left)
+            address = self._rendezvous.find_server(server, lost, left)
             if address is None or (calls and not left):
                 raise self._lost(server, since, cause or "it has not started")
             # The first calls wait for a short time, since a server may end while it answers.
@@ -177,7 +178,7 @@ class ParameterServerWorker:
             if address == before:
                 wait = min(wait, max(_LEAST_WAIT, left))
             try:
-                self._greet(server, address, self._meeting.call_server(address, timedelta(seconds=wait)))
+                self._greet(server, address, self._rendezvous.call_server(address, timedelta(seconds=wait)))
             except LinkClosedError as error:
                 cause, calls = cause if address == before else str(error), calls + 1
                 time.sleep(_PAUSE)
@@ -186,8 +187,8 @@ class ParameterServerWorker:
 
     def _require_store(self, server: int, since: float, cause: str) -> None:
         """Raise ServerLostError unless the job's store answers, which the process of a lost server may serve."""
-        if not self._meeting.has_store(self._settings.heartbeat_seconds):
-            raise self._lost(server, since, f"{cause}, and the job's store at {self._meeting.where} does not answer")
+        if not self._rendezvous.has_store(self._settings.heartbeat_seconds):
+            raise self._lost(server, since, f"{cause}, and the job's store at {self._rendezvous.where} does not answer")
 
     def _lost(self, server: int, since: float, cause: str) -> ServerLostError:
         named, clock = self._addresses.get(server, f"server {server}"), time.strftime("%H:%M:%S", time.localtime(since))

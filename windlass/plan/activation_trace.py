@@ -212,8 +212,8 @@ def trace_step(
         ModelError: the forward or backward depends on values, as a mixture of experts does. Names the module.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a script
-    twin = copy_without_memory(model, mode, param_dtype)
-    recorder = _TraceRecorder(twin, set(blocks))
+    meta_model = copy_without_memory(model, mode, param_dtype)
+    recorder = _TraceRecorder(meta_model, set(blocks))
     try:
         with _quiet_shape_errors(), mode, _plain_masks(), recorder.storages:
             batch = _arguments(make_batch())
@@ -222,7 +222,7 @@ def trace_step(
             amp = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
             with recorder.hooks(), torch.set_grad_enabled(trains):
                 with amp, recorder.saved_tensors():
-                    output = twin(*batch.args, **batch.kwargs)
+                    output = meta_model(*batch.args, **batch.kwargs)
                     loss = _loss_of(output)
                 recorder.end_forward()
                 if trains:
@@ -231,7 +231,7 @@ def trace_step(
     except ModelError:
         raise
     except Exception as error:
-        raise _untraceable(model, twin, error) from error
+        raise _untraceable(model, meta_model, error) from error
     return recorder.trace
 
 
@@ -271,15 +271,15 @@ def trace_pipeline(
         ModelError: a forward or backward depends on values. Names the module.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a script
-    twin = copy_without_memory(model, mode, param_dtype)
-    stages = get_pipeline_stages(twin)
+    meta_model = copy_without_memory(model, mode, param_dtype)
+    stages = get_pipeline_stages(meta_model)
     assert stages is not None, "the model was not split into stages"
-    recorder = _TraceRecorder(twin, set(blocks))
+    recorder = _TraceRecorder(meta_model, set(blocks))
 
     def call_module(*args: Any, **kwargs: Any) -> Any:
         amp = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
         with recorder.of_phase(FORWARD), amp, recorder.saved_tensors():
-            return twin(*args, **kwargs)
+            return meta_model(*args, **kwargs)
 
     def run_backward(run: Callable[[], None], is_last: bool) -> None:
         with recorder.of_phase(BACKWARD):
@@ -300,15 +300,15 @@ def trace_pipeline(
             error = error.error
         if isinstance(error, ModelError):
             raise error from None
-        raise _untraceable(model, twin, error) from error
+        raise _untraceable(model, meta_model, error) from error
     return recorder.trace
 
 
-def _untraceable(model: nn.Module, twin: nn.Module, error: Exception) -> ModelError:
+def _untraceable(model: nn.Module, meta_model: nn.Module, error: Exception) -> ModelError:
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return ModelError(
-        f"the memory of {type(model).__name__} cannot be traced without values: {_innermost_module(error, twin)}: "
-        f"{first}; give the bytes of activations of a micro-batch with --activations"
+        f"the memory of {type(model).__name__} cannot be traced without values: {_innermost_module(error, meta_model)}"
+        f": {first}; give the bytes of activations of a micro-batch with --activations"
     )
 
 

@@ -1,7 +1,8 @@
 """Model of glibc's malloc: how far its heap grows while blocks of memory come and go.
 
-[Note: holes of the heap] Torch asks for memory at multiples of 64 bytes. glibc (before 2.38) then looks for a hole with
-96 bytes more than a block needs, and gives back what is left before and behind it. Small objects, such as nodes of
+[Note: fragmentation of the heap] Torch asks for memory at multiples of 64 bytes. glibc (before 2.38) then looks for a
+hole with 96 bytes more than a block needs, and gives back what is left before and behind it. Small objects, such as
+nodes of
 autograd, take these remainders, so the hole that a block leaves is too small for the next block of its size: that one
 takes a larger hole, or the heap grows. A remainder is free again once its object is, in this model at the end of the
 forward or backward of a module. The remainders that were freed last are not merged even then: malloc caches seven of

@@ -4,8 +4,8 @@
 bytes are exact. Activations come from [Note: traced memory], and full parameters that are unsharded for a block from
 the order of blocks in the trace, with the engine's prefetcher. Freed memory stays with the allocator, on a GPU all of
 it, on a CPU what malloc holds ([Note: freed memory on CPU]): it counts as allocator slack from the second step on.
-Holes of malloc's heap follow from a model of it ([Note: holes of the heap]), in which the blocks of the trace come and
-go. Workspaces of a CPU's kernels cannot be computed: they are a measured share of the heap.
+Holes of malloc's heap follow from a model of it ([Note: fragmentation of the heap]), in which the blocks of the trace
+come and go. Workspaces of a CPU's kernels cannot be computed: they are a measured share of the heap.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
         shown = one_line(repr(choice), 100)
         raise ApiError(
             400,
-            f'tool_choice is {shown}; write "none", "auto", "required" or a function of tools',
+            f'tool_choice is {shown}; write "none", "auto", "required" or a function of the field tools',
             parameter="tool_choice",
         )
     return ToolChoice(tools, forced_call_schema(tools, name), lambda: ForcedFunction(name), forced=True)

@@ -83,7 +83,7 @@ class EngineBackend:
         if error is not None and not await self._has_ended(ranks):
             raise error
         failure = EngineRankError(
-            f"{ranks.failure} while the model was loaded; its own output says why", ranks.exit_code
+            f"{ranks.failure} while the model was loaded; see its output for the reason", ranks.exit_code
         )
         if not loading.done():
             # the loading thread waits for the lost rank until a collective times out, and torch waits for the thread

@@ -182,7 +182,7 @@ CLUSTERS: dict[str, KnownCluster] = {
     "dgx-h200": KnownCluster("h200", "dgx-h100", "rail"),
     "cpu": KnownCluster("cpu", "cpu-host", "switch"),
 }
-"""Clusters that `--cluster NAME` knows, with as many hosts as the ranks need."""
+"""Clusters by the name for `--cluster`, with as many hosts as the ranks need."""
 
 
 def parse_rate(value: object, key: str) -> float:

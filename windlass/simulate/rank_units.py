@@ -1,9 +1,10 @@
 """Units of one rank of a model that is known by its sizes alone.
 
-[Note: skeleton] A tree of modules on the meta device has the parameters of one rank in the order of transformers' Llama
-and Mixtral, each with its placement. The engine's own rules make units of it, so that padding, merged neighbours and
-parameters that are never resharded are those of a run. If the model itself is given, no axis divides its parameters and
-its layers are in one list, then its units are used instead of the tree's, with biases and positions.
+[Note: modules of one rank] A tree of modules on the meta device has the parameters of one rank in the order of
+transformers' Llama and Mixtral, each with its placement. The engine's own rules make units of it, so that padding,
+merged neighbours and parameters that are never resharded are those of a run. If the model itself is given, no axis
+divides its parameters and its layers are in one list, then its units are used instead of the tree's, with biases and
+positions.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Candidate:
         for key, value in self.values:
             if key in (STATES_PATH, PARAMETERS_PATH) or value is False or value == "none":
                 continue
-            if key == TRAIN and MICRO in self.overrides:  # micro-batch and accumulation steps say it
+            if key == TRAIN and MICRO in self.overrides:  # it follows from micro-batch and accumulation steps
                 continue
             short = _SHORT_NAMES.get(key) or _word_of(key, is_switch=value is True)
             parts.append(short if value is True else f"{short}{_short(value)}")

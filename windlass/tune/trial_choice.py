@@ -76,7 +76,7 @@ class ChosenTrial:
 
 
 @dataclass(frozen=True)
-class _Outlook:
+class _TrialForecast:
     """State of the model after some trials, by number of the candidate."""
 
     mean: Array
@@ -98,10 +98,10 @@ class TrialChoice:
         self._place = {candidate: number for number, candidate in enumerate(self._ranked)}
         features = CandidateFeatures(space, self._ranked)
         self._cost = CorrectedPredictions(features, _log_estimates(self._ranked, facts.estimates), _TIME)
-        self._knows_memory = facts.limit is not None and all(one in facts.memory for one in self._ranked)
-        prior = [math.log(max(1, facts.memory[one])) if self._knows_memory else 0.0 for one in self._ranked]
-        self._memory = CorrectedPredictions(features, prior, _MEMORY if self._knows_memory else _FITTING)
-        self._outlook: tuple[object, _Outlook] | None = None
+        self._has_memory_estimates = facts.limit is not None and all(one in facts.memory for one in self._ranked)
+        prior = [math.log(max(1, facts.memory[one])) if self._has_memory_estimates else 0.0 for one in self._ranked]
+        self._memory = CorrectedPredictions(features, prior, _MEMORY if self._has_memory_estimates else _FITTING)
+        self._forecast: tuple[object, _TrialForecast] | None = None
 
     def next(self, records: Mapping[Candidate, TrialRecord]) -> ChosenTrial | None:
         """Return the next trial; None: every candidate has a record."""
@@ -113,15 +113,15 @@ class TrialChoice:
         chosen: list[ChosenTrial] = []
         assumed: dict[int, float] = {}
         while len(chosen) < count and is_open.any():
-            outlook = self._look(records, assumed)
-            gains = self._gains(outlook)
-            worth = np.where(gains > NEGLIGIBLE, gains, _LAST * gains) / outlook.seconds
+            forecast = self._look(records, assumed)
+            gains = self._gains(forecast)
+            worth = np.where(gains > NEGLIGIBLE, gains, _LAST * gains) / forecast.seconds
             number = int(np.where(is_open, worth, -1.0).argmax())
-            gain = math.inf if outlook.best is None else float(gains[number])
-            if gain < NEGLIGIBLE and (near := self._neighbours(records, outlook, is_open)):
-                number, gain = min(near, key=lambda one: float(outlook.mean[one])), math.inf
-            chosen.append(ChosenTrial(self._ranked[number], gain, float(outlook.seconds[number])))
-            assumed[number] = float(outlook.mean[number])
+            gain = math.inf if forecast.best is None else float(gains[number])
+            if gain < NEGLIGIBLE and (near := self._neighbours(records, forecast, is_open)):
+                number, gain = min(near, key=lambda one: float(forecast.mean[one])), math.inf
+            chosen.append(ChosenTrial(self._ranked[number], gain, float(forecast.seconds[number])))
+            assumed[number] = float(forecast.mean[number])
             is_open[number] = False
         return chosen
 
@@ -133,27 +133,29 @@ class TrialChoice:
         """Return the expected duration of a trial."""
         return float(self._look(records, {}).seconds[self._place[candidate]])
 
-    def _neighbours(self, records: Mapping[Candidate, TrialRecord], outlook: _Outlook, is_open: Array) -> list[int]:
+    def _neighbours(
+        self, records: Mapping[Candidate, TrialRecord], forecast: _TrialForecast, is_open: Array
+    ) -> list[int]:
         """Return the neighbours of the best trial that were not tried and may fit."""
         best = min((one for one in records.values() if one.counts), key=self._log_cost)
         near = [self._place[one] for one in self._space.neighbours(best.candidate) if one in self._place]
-        return [number for number in near if is_open[number] and outlook.fits[number] > _UNLIKELY]
+        return [number for number in near if is_open[number] and forecast.fits[number] > _UNLIKELY]
 
-    def _gains(self, outlook: _Outlook) -> Array:
-        if outlook.best is None:  # the speed that can be expected of those that are likely to fit
-            return np.asarray(outlook.fits**_CAUTION * np.exp(outlook.mean.min() - outlook.mean))
-        return np.asarray(outlook.fits * _expected_improvement(outlook.best, outlook.mean, outlook.deviation))
+    def _gains(self, forecast: _TrialForecast) -> Array:
+        if forecast.best is None:  # the speed that can be expected of those that are likely to fit
+            return np.asarray(forecast.fits**_CAUTION * np.exp(forecast.mean.min() - forecast.mean))
+        return np.asarray(forecast.fits * _expected_improvement(forecast.best, forecast.mean, forecast.deviation))
 
-    def _look(self, records: Mapping[Candidate, TrialRecord], assumed: Mapping[int, float]) -> _Outlook:
+    def _look(self, records: Mapping[Candidate, TrialRecord], assumed: Mapping[int, float]) -> _TrialForecast:
         """Return the corrected predictions. They are kept until a trial has run: discarded ones change nothing."""
         ran = [one for one in records.values() if one.ran and one.candidate in self._place]
         state = ran, dict(assumed)
-        if self._outlook is None or self._outlook[0] != state:
+        if self._forecast is None or self._forecast[0] != state:
             mean, deviation = self._costs(ran, assumed)
             best = min((self._log_cost(one) for one in ran if one.counts), default=None)
-            outlook = _Outlook(mean, deviation, self._probability_to_fit(ran), self._durations(ran, mean), best)
-            self._outlook = state, outlook
-        return self._outlook[1]
+            forecast = _TrialForecast(mean, deviation, self._probability_to_fit(ran), self._durations(ran, mean), best)
+            self._forecast = state, forecast
+        return self._forecast[1]
 
     def _costs(self, ran: Sequence[TrialRecord], assumed: Mapping[int, float]) -> tuple[Array, Array]:
         """Return mean and standard deviation of the logarithm of the cost of each candidate."""
@@ -170,7 +172,7 @@ class TrialChoice:
 
     def _probability_to_fit(self, ran: Sequence[TrialRecord]) -> Array:
         limit = self._facts.limit
-        if limit is None or not self._knows_memory:
+        if limit is None or not self._has_memory_estimates:
             return self._guess_fits(ran)
         peaks = {self._place[one.candidate]: math.log(peak) for one in ran if (peak := _peak(one))}
         full = [self._place[one.candidate] for one in ran if one.status is TrialStatus.MEMORY]

@@ -87,8 +87,8 @@ def find_config(program: Sequence[str]) -> str:
                 missing = missing or f"{flag} {found}"
     if missing:
         raise ConfigError(
-            f"no configuration file is at {missing} of the program; give a path that exists, or use `windlass tune "
-            "--config ds.json`"
+            f"{missing} of the program names no existing file; give a path that exists, or use `windlass tune --config "
+            "ds.json`"
         )
     raise ConfigError(
         f"the program has no configuration among its arguments ({', '.join(CONFIG_FLAGS)} FILE); pass one to it, or "

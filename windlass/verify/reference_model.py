@@ -215,11 +215,11 @@ def _copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> t
     """Copy an optimizer over the copied parameters with all attributes. torch's own copy keeps only groups and
     state.
     """
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     apart = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    twin.__dict__.update(
+    clone.__dict__.update(
         {key: copy.deepcopy(value, memo) for key, value in optimizer.__dict__.items() if key not in apart}
     )
-    twin._optimizer_step_pre_hooks = OrderedDict(optimizer._optimizer_step_pre_hooks)
-    twin._optimizer_step_post_hooks = OrderedDict()
-    return twin
+    clone._optimizer_step_pre_hooks = OrderedDict(optimizer._optimizer_step_pre_hooks)
+    clone._optimizer_step_post_hooks = OrderedDict()
+    return clone

@@ -10,9 +10,9 @@ import torch
 from windlass.base.dtypes import dtype_name
 
 _ROUNDINGS = 8  # roundings of one element in an operation and those after it
-_IN_A_SUM = 8  # times the square root of the number of summands: sums in another order
-_OF_UPDATE = 64  # roundings of an optimizer's rule, with its divisions and roots
-_OF_WEIGHT = 4  # roundings of the new weight itself
+_SUM_FACTOR = 8  # a sum in another order may differ by this many roundings times the root of its summands
+_UPDATE_ROUNDINGS = 64  # roundings of an optimizer's rule, with its divisions and roots
+_WEIGHT_ROUNDINGS = 4  # roundings of the new weight itself
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Tolerance:
         inside = _eps(
             self.compute_dtype if self.compute_dtype == torch.float64 else torch.float32
         )  # sums of 16-bit values are accumulated in float32
-        return _ROUNDINGS * _eps(self.compute_dtype) + _IN_A_SUM * inside * math.sqrt(self.max_summands)
+        return _ROUNDINGS * _eps(self.compute_dtype) + _SUM_FACTOR * inside * math.sqrt(self.max_summands)
 
     @property
     def reduce(self) -> float:
@@ -62,25 +62,25 @@ class Tolerance:
         kept = max(eps, 0.0 if wide else _eps(self.master_dtype))
         change = (new.double() - old.double()).abs()
         largest = float(change.max()) if change.numel() else 0.0
-        return _OF_WEIGHT * kept * new.double().abs() + self._rule_tolerance(eps) * largest
+        return _WEIGHT_ROUNDINGS * kept * new.double().abs() + self._rule_tolerance(eps) * largest
 
     def _rule_tolerance(self, eps: float) -> float:
-        return 2.0**-2 if self.has_8bit_states else _OF_UPDATE * eps
+        return 2.0**-2 if self.has_8bit_states else _UPDATE_ROUNDINGS * eps
 
     def descriptions(self) -> dict[str, str]:
         """Return a text with the tolerance of each phase."""
         narrow = dtype_name(self.compute_dtype)
         reduce = max((self.accumulate_dtype, self.reduce_dtype), key=_eps)
-        rule = "2^-2 (8-bit states)" if self.has_8bit_states else f"{_OF_UPDATE} eps"
+        rule = "2^-2 (8-bit states)" if self.has_8bit_states else f"{_UPDATE_ROUNDINGS} eps"
         return {
             "start": "equal bit by bit",
             "forward": f"weights equal bit by bit; outputs {self.forward:.1e} of an element plus its tensor's rms "
-            f"({_ROUNDINGS} eps of {narrow}, {_IN_A_SUM} eps x sqrt({self.max_summands:,} summands))",
+            f"({_ROUNDINGS} eps of {narrow}, {_SUM_FACTOR} eps x sqrt({self.max_summands:,} summands))",
             "gradient": f"{self.forward:.1e} of an element plus the rms of its tensor, or of all gradients if larger",
             "reduce": f"{self.reduce:.1e} of the sum of its parts' magnitudes "
             f"({self.micro_batch_count} + 2 roundings in {dtype_name(reduce)})",
             "clip": f"{self.norm:.1e} of the norm and of the clip coefficient",
-            "update": f"{_OF_WEIGHT} eps of a weight, and {rule} of the largest change in its tensor",
+            "update": f"{_WEIGHT_ROUNDINGS} eps of a weight, and {rule} of the largest change in its tensor",
         }
 
 

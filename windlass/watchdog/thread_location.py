@@ -117,8 +117,8 @@ class ThreadObserver:
                 if thread in (self._thread_id, threading.get_ident()) or self.current_wait is not None:
                     continue
                 mark = activity.wait_of(thread)
-                inner, meeting = _read_stack(list(_walk_outwards(frame)), mark)
-                self.current_wait = self._wait_key(meeting, mark)
+                inner, waiting = _read_stack(list(_walk_outwards(frame)), mark)
+                self.current_wait = self._wait_key(waiting, mark)
                 if self.current_wait is not None:
                     place = ThreadLocation("backward", inner.operation, inner.parameter_names, place.source_line)
         return self._pending_device_collective(place) if self.current_wait is None else place

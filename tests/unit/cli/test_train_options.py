@@ -109,7 +109,7 @@ def test_a_run_is_not_overwritten_unless_asked(options: TrainOptions) -> None:
         ({"resume": True, "data": None, "vocab_size": None}, CheckpointError, "nothing to resume"),
     ],
 )
-def test_bad_options_are_one_message(
+def test_invalid_options_raise_one_error(
     options: TrainOptions, change: dict[str, Any], kind: type[WindlassError], message: str
 ) -> None:
     with pytest.raises(kind, match=message):

@@ -112,7 +112,7 @@ def test_stochastic_rounding_has_no_bias() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8, 12])
-def test_codes_keep_their_bits(bits: int) -> None:
+def test_packed_codes_round_trip(bits: int) -> None:
     for count in (1, 7, 24):
         codes = torch.randint(2**bits, (3, count))
         packed = pack_codes(codes, bits)

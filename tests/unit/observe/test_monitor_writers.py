@@ -139,7 +139,7 @@ class FakeComet(ModuleType):
         self.said.append("ended")
 
 
-def test_comet_gets_each_quantity_every_so_many_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comet_logs_each_quantity_at_the_interval_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comet = FakeComet()
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
     with RunMonitor(sections(tmp_path, "comet"), rank=0) as monitor:

@@ -199,7 +199,7 @@ def test_one_value_needs_no_less_memory_than_another_only_if_its_effect_is_known
     } == expected
 
 
-def test_a_reuse_distance_of_the_configuration_counts_against_stages_without_one() -> None:
+def test_stage_2_needs_no_less_memory_than_stage_3_with_reuse_distance_0() -> None:
     raw = config(zero_optimization={"stage": [2, 3], "stage3_max_reuse_distance": 0})
     second, third = build_space(raw, 2, SearchLimits()).candidates()
     space = build_space(raw, 2, SearchLimits())

@@ -33,12 +33,12 @@ class TaskWorker:
     """Worker of a `RankPool` that runs one task. The constructor is collective.
 
     Args:
-        meeting: URL at which the ranks find each other.
+        init_method: URL at which the ranks find each other.
     """
 
-    def __init__(self, task: BenchTask, rank: int, meeting: str) -> None:
+    def __init__(self, task: BenchTask, rank: int, init_method: str) -> None:
         self._task = task
-        init_distributed(init_method=meeting)
+        init_distributed(init_method=init_method)
 
     def run(self) -> dict[str, Any]:
         """Run the task. Return this rank's measurements, as plain data."""

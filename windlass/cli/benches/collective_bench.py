@@ -27,9 +27,9 @@ from windlass.launch.start_ranks import threads_per_rank
 class CollectiveWorker:
     """Worker of a `RankPool` that measures collectives. The constructor is collective."""
 
-    def __init__(self, settings: CollectiveSettings, rank: int, meeting: str) -> None:
+    def __init__(self, settings: CollectiveSettings, rank: int, init_method: str) -> None:
         self._settings = settings
-        init_distributed(init_method=meeting)
+        init_distributed(init_method=init_method)
 
     def run(self) -> dict[str, Any]:
         """Measure. Return the back end and this rank's rows, as plain data."""

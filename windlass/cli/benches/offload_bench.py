@@ -127,8 +127,8 @@ def _describe_device(cuda: bool, device_bytes: str) -> str:
     if device_bytes == "0":
         return "no device is emulated: device memory is host memory, and nothing is copied between them"
     return (
-        f"the device is emulated ({device_bytes}): windlass' rows include copies to and from it; DeepSpeed does not "
-        "know this device, so its rows include none. Pinned memory has no effect without CUDA: one row for both"
+        f"the device is emulated ({device_bytes}): windlass' rows include copies to and from it; DeepSpeed cannot "
+        "use this device, so its rows include none. Pinned memory has no effect without CUDA: one row for both"
     )
 
 

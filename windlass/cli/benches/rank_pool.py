@@ -54,14 +54,14 @@ class RankPool:
         self.label, self._timeout_s = label, timeout_s
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-bench-")
-        meeting = "file://" + str(Path(self._folder.name, "meeting"))
+        init_method = "file://" + str(Path(self._folder.name, "init_method"))
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         common = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": "0", **(env or {})}
         for rank in range(nproc):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, make_worker, rank, meeting), daemon=True)
+            process = context.Process(target=_serve, args=(there, make_worker, rank, init_method), daemon=True)
             with temporary_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
                 process.start()
             there.close()
@@ -118,11 +118,11 @@ class RankPool:
         return f"ended with exit code {self._processes[rank].exitcode}"
 
 
-def _serve(connection: Connection, make_worker: Callable[[int, str], Any], rank: int, meeting: str) -> None:
+def _serve(connection: Connection, make_worker: Callable[[int, str], Any], rank: int, init_method: str) -> None:
     """Run one rank: answer commands until the other end of the connection is closed or a command fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the pool's process too, which ends the ranks
     try:
-        worker = make_worker(rank, meeting)
+        worker = make_worker(rank, init_method)
         while True:
             method, arguments = connection.recv()
             connection.send((True, getattr(worker, method)(**arguments)))

@@ -47,8 +47,7 @@ def generate_continuation(
         )
     if not 0 < top_p <= 1:
         raise ConfigError(
-            f"top_p (--top-p) is {top_p}, which is not a probability; write a number above 0 and at most 1 (1: "
-            "sample from all tokens)"
+            f"top_p (--top-p) is {top_p}; write a number above 0 and at most 1 (1: sample from all tokens)"
         )
     from windlass.inference.llm import LLM
     from windlass.inference.sampling_params import SamplingParams

@@ -1,7 +1,7 @@
 """Export of a windlass checkpoint as the files that DeepSpeed 0.19 writes, for tools that read those.
 
-[Note: DeepSpeed's files beside ours] With `checkpoint.format: deepspeed` a save writes windlass' files first. Then each
-rank reads its part of DeepSpeed's layout from them ([Note: DeepSpeed's files]) and writes it into the same staging
+[Note: DeepSpeed's files beside windlass'] With `checkpoint.format: deepspeed` a save writes windlass' files first. Then
+each rank reads its part of DeepSpeed's layout from them ([Note: DeepSpeed's files]) and writes it into the same staging
 directory, so that one rename makes both appear. So offloaded states, async saves and all tiers need no code of their
 own here. A rank has at most a few megabytes in memory, a part of a tensor; or one full state if states are kept in 8
 bits, which DeepSpeed does not support, so that they are exported in float32. A load by windlass reads windlass' files.

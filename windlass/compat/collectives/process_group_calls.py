@@ -70,8 +70,8 @@ def init_distributed(
         world_size=world_size,
     )
     alone = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": 0}
-    meeting = {} if init_method is not None else {"MASTER_ADDR": HERE, "MASTER_PORT": distributed_port}
-    for name, value in {**alone, **meeting}.items():
+    rendezvous = {} if init_method is not None else {"MASTER_ADDR": HERE, "MASTER_PORT": distributed_port}
+    for name, value in {**alone, **rendezvous}.items():
         os.environ.setdefault(name, str(value))
     if verbose:
         logger.info(

@@ -1,7 +1,7 @@
 """Asynchronous reductions: the backend's own if it supports them, else an exchange of all parts and a local reduction.
 
-[Note: one exchange] A composed reduction sends all its messages when it is started and only computes at its end. A
-second round of messages at the end could deadlock ranks that wait for their works in different orders.
+[Note: composed reductions] A composed reduction sends all its messages when it is started and only computes at its end.
+A second round of messages at the end could deadlock ranks that wait for their works in different orders.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ void take_parts(void* argument) {
     for (int number = work.next.fetch_add(1); number < work.parts; number = work.next.fetch_add(1)) work.part(number);
 }
 
-// [Note: crew] A call publishes its work in two words. A thread without parts may be delayed between a look at the
+// [Note: thread pool of the kernels] A call publishes its work in two words. A thread without parts may be delayed between a look at the
 // words and the taking of a part, which then belongs to a later call. So a part is run only if its number was taken
 // from the words, and the leader replaces the words only when all parts are done.
 struct Crew {

@@ -1,9 +1,9 @@
 """Backward in two parts: the gradients of a stage's inputs first, those of its parameters later.
 
-[Note: the split] The first part runs the autograd nodes that lead to an input of the stage. Where such a node also has
-an edge towards parameters, the first part records the gradient at that node. The second part enters the graph at these
-nodes again and runs only towards the parameters; for a matrix product this is the other half of its backward. (Qi et
-al. 2024, Zero Bubble Pipeline Parallelism.) `torch.distributed.pipelining` has a private implementation that sets
+[Note: split backward] The first part runs the autograd nodes that lead to an input of the stage. Where such a node also
+has an edge towards parameters, the first part records the gradient at that node. The second part enters the graph at
+these nodes again and runs only towards the parameters; for a matrix product this is the other half of its backward. (Qi
+et al. 2024, Zero Bubble Pipeline Parallelism.) `torch.distributed.pipelining` has a private implementation that sets
 `.grad` by hand, so gradient hooks do not run. Here hooks run as in any backward.
 
 The graph and its saved tensors are kept between the parts. Checkpointed layers are recomputed in both.

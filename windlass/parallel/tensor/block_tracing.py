@@ -97,7 +97,7 @@ def _is_covered(entries: Sequence[PlanEntry], covered: Collection[str]) -> bool:
 
 
 def _trace_attention(layers: Sequence[LinearLayer], name: str) -> Iterator[list[PlanEntry]]:
-    """Yield the entries of each attention module: columns, then the row."""
+    """Yield the entries of each attention module: the column-parallel layers, then the row-parallel one."""
     for holder in dict.fromkeys(_parent_name(layer.name) for layer in layers):
         own = [layer for layer in layers if _parent_name(layer.name) == holder]
         latent = _trace_latent_attention(own)

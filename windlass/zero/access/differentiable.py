@@ -17,8 +17,8 @@ class UseFullParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, whole: list[torch.Tensor]) -> torch.Tensor:
         ctx.dtype = parameter.dtype
-        # `whole` is in a list: autograd would make an input tensor that is returned a view, which the caller could not
-        # change in place.
+        # `whole` is in a list, because autograd turns an input tensor that `forward` returns into a view, and the
+        # caller could not change that in place.
         return whole[0]
 
     @staticmethod

@@ -410,7 +410,7 @@ class CollectiveScheduler:
             self._callbacks.reshard_unused(self._gathered_for_peers.popleft())
 
     def _agreement_round(self, message: _Message, value: int, what: str, expected: tuple[int, ...] = ()) -> bool:
-        """Exchange positions with all ranks and join the requested collectives. Return True if this rank may go on."""
+        """Exchange positions with all ranks, join the requested collectives; return True if this rank may continue."""
         assert self._board is not None
         # All ranks have to start and finish the same collectives before they block in the round.
         self._join_remaining()

@@ -43,8 +43,8 @@ from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 from windlass.zero.core.sharding_policy import ShardingPolicy
 from windlass.zero.core.unit import Unit
 
-# Exclusive bound of the hashes, so that sums of their squares over a thousand ranks are exact in float64.
-_HISTORIES = 1 << 20
+# Exclusive bound of `history_hash`, so that sums of squares of the hashes of a thousand ranks are exact in float64.
+_HISTORY_HASHES = 1 << 20
 
 
 @dataclass(eq=False)
@@ -485,7 +485,7 @@ class GradientReducer:
         Events of experts are left out, because not all ranks reduce the same experts.
         """
         if not slot.unit.kind.is_expert:
-            self.history_hash = hash((self.history_hash, self._numbers[slot.unit.index], event)) % _HISTORIES
+            self.history_hash = hash((self.history_hash, self._numbers[slot.unit.index], event)) % _HISTORY_HASHES
 
     # writing a gradient
 

@@ -55,7 +55,7 @@ class InitRegistry:
 
     def register(self, parameter: nn.Parameter, label: str) -> None:
         """Register an unsharded parameter that was constructed, or added to the model from outside. Collective."""
-        if self.knows(parameter) or not _can_be_sharded(parameter):
+        if self.is_registered(parameter) or not _can_be_sharded(parameter):
             return
         self._note(parameter, label)
         self._make_room([parameter], 0)
@@ -72,7 +72,7 @@ class InitRegistry:
         init_shard.shard = shard
         initial_shard.shard_parameter(parameter, init_shard)
 
-    def knows(self, parameter: nn.Parameter) -> bool:
+    def is_registered(self, parameter: nn.Parameter) -> bool:
         """Return True if the parameter is registered."""
         entry = self._numbers.get(id(parameter))
         return entry is not None and entry[0]() is parameter
@@ -94,7 +94,7 @@ class InitRegistry:
 
     def _number(self, parameter: nn.Parameter, label: str) -> int:
         """Return the parameter's number, in the order of construction, which is equal on all ranks."""
-        if not self.knows(parameter):
+        if not self.is_registered(parameter):
             number = len(self._labels)
             self._numbers[id(parameter)] = ref(parameter), number
             self._labels[number] = label

@@ -69,14 +69,14 @@ class ParameterSegment:
 
 def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same class with the same attributes, but without states, groups and hooks."""
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler may have set a wrapper here, which would step the original
+    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
+    clone.__dict__.update(optimizer.__dict__)
+    clone.__dict__.pop("step", None)  # a scheduler may have set a wrapper here, which would step the original
     # The hooks run once a step with the original optimizer, see `OptimizerStepSession`.
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    twin.state = defaultdict(dict)
-    twin.param_groups = []
-    return twin
+    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    return clone
 
 
 class ElementwiseUpdate(OrdinaryUpdate):
@@ -85,7 +85,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
     Args:
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters; its existing states are
             moved to this rank's fragments.
-        context: parts of the model that the update works on. `sub_group_numel` is the maximum number of elements of
+        context: parts of the model that the update works on. `max_update_numel` is the maximum number of elements of
             one optimizer call and bounds its temporary memory.
     """
 
@@ -100,11 +100,11 @@ class ElementwiseUpdate(OrdinaryUpdate):
         self._inner = self._native() or clone_optimizer(optimizer)
         state_offload.states = self._inner.state
         # Steps chunks in a device's own memory beside a native optimizer, which steps those in host memory.
-        self._on_device = clone_optimizer(optimizer) if self._has_native_twin else self._inner
+        self._on_device = clone_optimizer(optimizer) if self._has_native_equivalent else self._inner
         self._on_device.state = self._inner.state
         self._scales: dict[int, bool] = {}  # by id of an optimizer: its step divides gradients
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
-        self._sub_group = context.sub_group_numel
+        self._max_update_numel = context.max_update_numel
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
         self._page_sums: list[PageSums] = []
         self.add_chunks(chunks)
@@ -119,14 +119,14 @@ class ElementwiseUpdate(OrdinaryUpdate):
         for chunk in chunks:
             segments = self._of_chunk[id(chunk)] = [ParameterSegment(chunk, piece) for piece in chunk.pieces()]
             chunk.state_keys = [segment.tensor for segment in segments]
-        self._batches = batch_chunks(self.chunks, self._sub_group)
+        self._batches = batch_chunks(self.chunks, self._max_update_numel)
 
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
         """Return True if master weights of this dtype on tier `tier` cannot be updated together with the existing ones.
 
         This is so if the native kernel replaces the user's class: it updates only float32 in host memory.
         """
-        return self._has_native_twin and (dtype != torch.float32 or tier is Tier.DEVICE)
+        return self._has_native_equivalent and (dtype != torch.float32 or tier is Tier.DEVICE)
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
         """Yield the state entries of one unit or all, one for each fragment that this rank updates."""
@@ -213,7 +213,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         session.end()
 
     @property
-    def _has_native_twin(self) -> bool:
+    def _has_native_equivalent(self) -> bool:
         return isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
 
     def _inner_of(self, batch: list[UpdateChunk]) -> torch.optim.Optimizer:

@@ -55,8 +55,8 @@ PART = 1 << 17  # elements that are stepped at once, so that temporary tensors s
 class OneBitAdamUpdate(ElementwiseUpdate):
     """Update of `OneBitAdam`; see [Note: 1-bit phase].
 
-    States beside AdamW's: `variance_steps` (the steps that the variance has seen), and for each rank `worker_error`
-    and, at stage 0, `server_error`. They exist from the first compressed step.
+    States beside AdamW's: `variance_steps` (number of steps that updated the variance) and, for each rank,
+    `worker_error` and at stage 0 `server_error`. The per-rank states exist from the first compressed step on.
     """
 
     reduces_itself: ClassVar[bool] = True
@@ -95,7 +95,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
 
     @property
     def publishes_itself(self) -> bool:
-        """True in the compressed phase of stages 1 and 2."""
+        """True in the compressed phase of stages 1 and 2, on more than one data-parallel rank."""
         return self._shards and self._phase.group.size > 1 and self.takes_local_gradients
 
     @property

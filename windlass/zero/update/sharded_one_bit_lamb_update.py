@@ -154,12 +154,12 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     ) -> torch.Tensor:
         """Return the step without weight decay, for some elements."""
         plain = momentum / lamb_denominator(variance, options[id(segment.parameter)])
-        if self.takes_local_gradients:  # the variance is frozen, so 0 where no gradient was before
+        if self.takes_local_gradients:  # the variance is frozen: 0 for elements that had no gradient before
             plain.masked_fill_(variance == 0, 0.0)
         return plain
 
     def _cached_parts(self, segment: ParameterSegment, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield parts of momentum, variance and weight that stay in a cache."""
+        """Yield aligned slices of momentum, variance and weight, each small enough for the CPU's cache."""
         state = self._inner.state[segment.tensor]
         yield from zip(*(t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values)), strict=True)
 

@@ -47,7 +47,7 @@ class UpdateContext:
             Collective over all ranks.
         axes: axes of the mesh by name.
         shards_states: False where every rank keeps and steps all states (stage 0).
-        sub_group_numel: elements to update at once.
+        max_update_numel: elements to update at once.
         timeout: maximum wait for a peer.
     """
 
@@ -56,7 +56,7 @@ class UpdateContext:
     second_group: Callable[[], RankGroup]
     axes: Mapping[str, MeshAxis]
     shards_states: bool
-    sub_group_numel: int
+    max_update_numel: int
     timeout: timedelta
 
 

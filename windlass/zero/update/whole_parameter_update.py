@@ -92,8 +92,8 @@ class WholeParameterUpdate(OrdinaryUpdate):
     Args:
         optimizer: the user's optimizer. Its existing states are moved to the owners.
         context: parts of the model that the update works on. The masters have one chunk per trainable unit, `axes` are
-            the other mesh axes along which parameters are sharded, and `sub_group_numel` is the maximum size of a batch
-            in elements per rank.
+            the other mesh axes along which parameters are sharded, and `max_update_numel` is the maximum size of a
+            batch in elements per rank.
     """
 
     needs_whole_parameters: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         self.state_offload = state_offload
         state_offload.states = self._inner.state
         self._whole = not context.shards_states  # nothing is exchanged then
-        self._sub_group = context.sub_group_numel
+        self._max_update_numel = context.max_update_numel
         self.owned: list[OwnedParameter] = []
         self._of_chunk: dict[int, list[OwnedParameter]] = defaultdict(list)
         self.add_chunks(chunks)
@@ -130,7 +130,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         for chunk in chunks:
             local = [owned for owned in self._of_chunk[id(chunk)] if owned.is_local]
             chunk.state_keys = [owned.tensor for owned in local]
-        self._batches = batch_chunks(self.chunks, self._sub_group, self._size)
+        self._batches = batch_chunks(self.chunks, self._max_update_numel, self._size)
 
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
         """Return False: the user's class updates any dtype on any tier. See `ElementwiseUpdate.cannot_step`."""

@@ -43,10 +43,10 @@ class ServerAddress:
 class ShardRecord:
     """Entry of a shard in the store.
 
-    [Note: who serves a shard] An entry is replaced by compare-and-set, so only by a process that has read its current
-    value. A replica may take a shard over only while the entry lists it as complete. The server removes a replica from
-    the entry before it answers a request that the replica has not received. So only one process at a time can make
-    updates, even if an unresponsive process still runs.
+    [Note: serving process of a shard] An entry is replaced by compare-and-set, so only by a process that has read its
+    current value. A replica may take a shard over only while the entry lists it as complete. The server removes a
+    replica from the entry before it answers a request that the replica has not received. So only one process at a time
+    can make updates, even if an unresponsive process still runs.
 
     Attributes:
         address: the server; None: there was none yet.
@@ -76,7 +76,7 @@ class ShardRecord:
         return cls(address, frozenset(int(one) for one in replicas.split(",") if one))
 
 
-class Meeting:
+class JobRendezvous:
     """Connection of this process to the store, and through it to other processes.
 
     Args:
