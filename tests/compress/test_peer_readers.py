@@ -266,3 +266,39 @@ def test_other_types_and_settings_of_gguf_files(tmp_path: Path, caplog: pytest.L
     pieces = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": kinds}
     read = read_gguf_tokenizer(write_values(path, {"tokenizer.ggml.model": "llama", **ids, **pieces}))
     assert read("ab").input_ids[-1] == 7
+
+
+@pytest.mark.parametrize("name", [None, "int8_g32"])
+def test_a_gguf_file_is_compressed_and_generated_from(
+    name: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.causal_models import build
+    from windlass.cli.main import main
+
+    tokenizer = byte_tokenizer(SPLITS["qwen2"])
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 96}
+    model = build("llama", **sizes, bos_token_id=0, eos_token_id=1).eval()
+    model.save_pretrained(tmp_path / "wide")
+    tokenizer.save_pretrained(tmp_path / "wide")
+    source, path = tmp_path / "wide", tmp_path / "model.gguf"
+    if name is not None:
+        write_packed_directory(tmp_path / "wide", tmp_path / "packed", name)
+        source = tmp_path / "packed"
+        rounded(model, body(name)).save_pretrained(tmp_path / "wide")
+    write_gguf(source, path)
+    before = sorted(one.name for one in tmp_path.iterdir())
+    chosen = ["--weights", "int4", "--group", "32", "--no-measure"]
+    for given, out in ((path, "of gguf"), (tmp_path / "wide", "of directory")):
+        assert main(["compress", str(given), str(tmp_path / out), *chosen]) == 0
+    assert sorted(one.name for one in tmp_path.iterdir()) == [*before, "of directory", "of gguf"]
+    here, there = (load_file(tmp_path / out / "model.safetensors") for out in ("of gguf", "of directory"))
+    assert here.keys() == there.keys()
+    for key, value in there.items():
+        assert torch.equal(here[key], value), key
+    assert f"{path} is unpacked to" in capsys.readouterr().out
+    prompt = ["--prompt", "the year", "--temperature", "0", "--max-new-tokens", "4"]
+    texts = []
+    for given in (path, tmp_path / "wide"):
+        assert main(["generate", str(given), *prompt]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]

@@ -136,6 +136,7 @@ def of_stages(stage: int, pipeline: dict[str, Any]) -> tuple[dict[str, int], dic
 
 
 OWN_RULES = [
+    ("OneBitAdam", {"freeze_step": 1}, 0),
     ("OneBitAdam", {"freeze_step": 1}, 2),
     ("Muon", {}, 1),
 ]

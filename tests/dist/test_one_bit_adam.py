@@ -26,7 +26,9 @@ from tests.oracle import relative_error
 from windlass.base.errors import ConfigError
 from windlass.comm.codec import get_codec
 from windlass.comm.traffic import set_traffic_observer
+from windlass.engine.engine_reporter import memory_report
 from windlass.optim.one_bit_adam import OneBitAdam
+from windlass.storage.slot import Tier
 from windlass.zero.core.unit_layout import UnitLayout
 
 LR, BETA1, BETA2, EPS, DECAY = 0.01, 0.8, 0.95, 1e-6, 0.05
@@ -111,7 +113,7 @@ def train(engine: Any, case: Case, first: int, last: int) -> None:
 
 
 def errors_of(engine: Any) -> dict[str, torch.Tensor]:
-    return {f"{one.name}/{one.key}": one.values.clone() for one in engine._sharded.update.rank_states()}
+    return {f"{one.name}/{one.key}": one.read().clone() for one in engine._sharded.update.rank_states()}
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
@@ -412,7 +414,7 @@ def momenta_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def save(case: Case, folder: str, at: int) -> dict[str, Any]:
-    engine = start(specimen(case.model), case.config())
+    engine = start(specimen(case.model), case.config(folder))
     train(engine, case, 0, at)
     engine.save_checkpoint(folder)
     saved, momenta = errors_of(engine), momenta_of(engine)
@@ -423,7 +425,7 @@ def save(case: Case, folder: str, at: int) -> dict[str, Any]:
 
 
 def resume(case: Case, folder: str, at: int) -> dict[str, Any]:
-    engine = start(specimen(case.model), case.config())
+    engine = start(specimen(case.model), case.config(folder))
     train(engine, case, 0, 1)
     engine.load_checkpoint(folder)
     loaded, momenta = errors_of(engine), momenta_of(engine)
@@ -434,10 +436,17 @@ def resume(case: Case, folder: str, at: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "at"), [(0, FREEZE + 2), (2, FREEZE + 2), pytest.param(1, FREEZE - 1, marks=pytest.mark.slow)]
+    ("stage", "at", "nvme"),
+    [
+        (0, FREEZE + 2, False),
+        (2, FREEZE + 2, False),
+        (1, FREEZE + 2, True),
+        pytest.param(1, FREEZE - 1, False, marks=pytest.mark.slow),
+        pytest.param(2, FREEZE - 1, True, marks=pytest.mark.slow),
+    ],
 )
-def test_a_resumed_run_is_exact(stage: int, at: int, tmp_path: Path) -> None:
-    case = Case(stage, clipping=0.1)
+def test_a_resumed_run_is_exact(stage: int, at: int, nvme: bool, tmp_path: Path) -> None:
+    case = Case(stage, clipping=0.1, nvme=nvme)
     straight = run_ranks(save, 2, case, str(tmp_path), at)
     resumed = run_ranks(resume, 2, case, str(tmp_path), at)
     for here, there in zip(straight, resumed, strict=True):
@@ -446,13 +455,16 @@ def test_a_resumed_run_is_exact(stage: int, at: int, tmp_path: Path) -> None:
             assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
 
 
-@pytest.mark.parametrize(("before", "after"), [((0, 2), (1, 3)), ((2, 3), (0, 2)), ((0, 2), (0, 3))])
+@pytest.mark.parametrize(
+    ("before", "after", "nvme"),
+    [((0, 2), (1, 3), False), ((2, 3), (0, 2), False), ((0, 2), (0, 3), False), ((1, 3), (2, 2), True)],
+)
 def test_errors_are_converted_for_another_stage_and_number_of_ranks(
-    before: tuple[int, int], after: tuple[int, int], tmp_path: Path
+    before: tuple[int, int], after: tuple[int, int], nvme: bool, tmp_path: Path
 ) -> None:
-    first = Case(before[0], before[1])
+    first = Case(before[0], before[1], nvme=nvme)
     straight = run_ranks(save, before[1], first, str(tmp_path), FREEZE + 2)
-    resumed = run_ranks(resume, after[1], Case(after[0], after[1]), str(tmp_path), FREEZE + 2)
+    resumed = run_ranks(resume, after[1], Case(after[0], after[1], nvme=nvme), str(tmp_path), FREEZE + 2)
     # Only replicated states have errors of owners.
     kinds = ("worker_error", "server_error") if before[0] == after[0] == 0 else ("worker_error",)
     for kind in kinds:
@@ -468,6 +480,45 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
             torch.testing.assert_close(loaded, wanted, rtol=1e-6, atol=1e-12)
     assert all(torch.isfinite(value).all() for value in resumed[0]["params"].values())
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()
+
+
+def with_tiers(cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    """Return the result of each run, and where its per-rank states are."""
+    results = []
+    for case in cases:
+        engine = start(specimen(case.model), case.config(folder))
+        train(engine, case, 0, case.steps)
+        states = list(engine._sharded.update.rank_states())
+        found = {
+            "values": {**errors_of(engine), **whole_params(engine.module)},
+            "tiers": {state.tier for state in states},
+            "in memory": sum(state.is_in_memory for state in states),
+            "reported": {Tier(tier) for key, tier in memory_report(engine._sharded)["slots"] if key.endswith("_error")},
+        }
+        engine.destroy()
+        results.append(found)
+    return results
+
+
+def require_offloaded_errors(case: Case, folder: str) -> None:
+    """Require equal bits with per-rank states on each tier."""
+    emulated = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
+    on_host, on_disk = replace(case, host=True), replace(case, nvme=True)
+    rows = [(case, Tier.DEVICE, True), (on_host, Tier.HOST, True), (on_disk, Tier.NVME, False)]
+    late = [(on_host, Tier.HOST, False), (on_disk, Tier.NVME, False)]
+    found = run_ranks(with_tiers, 2, [row[0] for row in rows], folder, timeout=120.0)[1]
+    found += run_ranks(with_tiers, 2, [row[0] for row in late], folder, env=emulated, timeout=120.0)[1]
+    plain = found[0]["values"]
+    assert any(value.any() for name, value in plain.items() if name.endswith("worker_error"))
+    for (subject, tier, in_memory), result in zip(rows + late, found, strict=True):
+        assert result["tiers"] == result["reported"] == {tier}, subject
+        assert bool(result["in memory"]) is in_memory, subject
+        for name, value in result["values"].items():
+            assert torch.equal(value, plain[name]), (subject, tier, name)
+
+
+def test_error_feedback_is_offloaded_with_the_states(tmp_path: Path) -> None:
+    require_offloaded_errors(Case(2, accumulation=2, steps=FREEZE + 3), str(tmp_path))
 
 
 def after_adamw(case: Case, folder: str) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Laws of 1-bit LAMB: LAMB before the freeze (at stage 0 bit for bit), afterwards a simulation of the algorithm."""
+"""Laws of 1-bit LAMB: LAMB before the freeze bit for bit, afterwards a simulation of the algorithm."""
 
 from __future__ import annotations
 
@@ -141,19 +141,13 @@ def test_offloaded_states_are_read_twice_and_change_nothing(tier: str, tmp_path:
     assert error <= 2e-6, f"{where} is off by {error:.2e}"
 
 
-def test_before_the_freeze_it_is_lamb_bit_for_bit(tmp_path: Path) -> None:
-    for pairs in run_ranks(both, 2, [CASE, replace(CASE, bf16=True)], str(tmp_path), "Lamb", timeout=120.0):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_before_the_freeze_it_is_lamb_bit_for_bit(stage: int, tmp_path: Path) -> None:
+    case = replace(CASE, stage=stage, begin=4, params=(("freeze_step", 4),))
+    for pairs in run_ranks(both, 2, [case, replace(case, bf16=True)], str(tmp_path), "Lamb", timeout=120.0):
         for one, other in pairs:
             for key in ("params", "m", "v"):
                 assert all(torch.equal(value, other[key][name]) for name, value in one[key].items()), key
-
-
-def test_at_stage_2_it_is_lamb_up_to_the_rounding_of_norms(tmp_path: Path) -> None:
-    case = replace(CASE, stage=2, begin=4, params=(("freeze_step", 4),))
-    for ((one, other),) in run_ranks(both, 2, [case], str(tmp_path), "Lamb", timeout=120.0):
-        for key in ("params", "m", "v"):
-            error, where = relative_error(one[key], other[key])
-            assert error <= 1e-6, f"{key}: {where} is off by {error:.2e}"
 
 
 @pytest.mark.parametrize("stage", [0, 2])

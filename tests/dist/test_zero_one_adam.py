@@ -27,6 +27,7 @@ from tests.dist.test_one_bit_adam import (
     errors_of,
     one_thread,  # noqa: F401 - a fixture
     passed,
+    require_offloaded_errors,
     resume,
     run_cases,
     save,
@@ -247,6 +248,10 @@ def test_every_kind_of_step_with_offloaded_states_equals_its_simulation(tmp_path
     on_disk = run_ranks(run_cases, 2, OFFLOADED[2:], str(tmp_path), timeout=120.0)
     for number, case in enumerate(OFFLOADED):
         require_law(case, [(found + more)[number] for found, more in zip(by_rank, on_disk, strict=True)])
+
+
+def test_sums_and_errors_are_offloaded_with_the_states(tmp_path: Path) -> None:
+    require_offloaded_errors(replace(CASE, stage=2), str(tmp_path))
 
 
 class FrozenAdamW(ZeroOneSimulation):

@@ -12,7 +12,7 @@ from windlass.cli.training.run_folder import export_directory_of
 
 
 def compress(
-    model: Annotated[Path, typer.Argument(help="Hugging Face directory, or OUT of `windlass train`.")],
+    model: Annotated[Path, typer.Argument(help="Hugging Face directory, GGUF file, or OUT of `windlass train`.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     weights: Annotated[
         str | None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from windlass.compress.budget_choice import BudgetChoice
 from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.format_rounding import pack_values
+from windlass.compress.gguf_model import is_gguf_file
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import WIDE_FORMATS, PackedReport, source_state, write_packed_directory
@@ -42,6 +44,7 @@ from windlass.compress.post_training import LayerResult, RoundingOptions, compre
 from windlass.compress.prune_directory import prune_directory
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.rotation import RotatedDirectory
+from windlass.compress.unpacked_gguf import write_unpacked
 from windlass.data.pack_corpus import pack_corpus
 from windlass.kernels.weight_format import PackedWeight, WeightFormat
 from windlass.launch.supervisor import capture_signals
@@ -64,6 +67,7 @@ class CompressionRun:
 
     def run(self) -> None:
         """Write the directory, and print and write the report."""
+        unpacked = self._unpack_source()
         settings = self._settings
         self._directory = ModelDirectory(settings.source)
         self._directory.check_wide()
@@ -92,6 +96,23 @@ class CompressionRun:
             self.is_complete = True
             work.remove()
         self._report(after, text, choice)
+        if unpacked is not None:
+            shutil.rmtree(unpacked)
+
+    def _unpack_source(self) -> Path | None:
+        """Write the directory that the stages read in place of a GGUF file; None: the source is no such file."""
+        source, out = self._settings.source, self._settings.out.resolve()
+        if not is_gguf_file(source):
+            return None
+        check_target(self._settings.out, [source], overwrite=self._settings.overwrite)
+        state = source.stat()
+        version = hashlib.sha256(f"{source.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:8]
+        target = out.with_name(f".{out.name}.{version}.gguf")
+        write_unpacked(source, target)
+        size = tensor_bytes(ModelDirectory(target))
+        print_escaped(f"{source} is unpacked to {size / 1e6:,.1f} MB, which the figures before the compression are of")
+        self._settings = replace(self._settings, source=target)
+        return target
 
     def _read_text(self) -> CalibrationText | None:
         settings = self._settings

@@ -263,7 +263,9 @@ def name_tensors(layer: str, packed: PackedWeight) -> PackedWeight:
 
 
 def companion_files(source: Path) -> list[Path]:
-    """Return the small files of a model: tokenizer, generation settings, chat template."""
+    """Return the small files of a model: tokenizer, generation settings, chat template; none of a GGUF file."""
+    if not source.is_dir():
+        return []
     return [
         path
         for path in sorted(source.iterdir())

@@ -283,7 +283,7 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
     for chunk, key, size in model.masters.state_offload.inventory(model.masters.chunks):
         count(chunk.unit, key, chunk.tier, size)
     for state in model.update.rank_states() if model.update is not None else ():
-        count(state.unit, state.key, Tier.DEVICE, state.values.numel() * state.values.element_size())
+        count(state.unit, state.key, state.tier, state.nbytes)
     for chunk in model.masters.chunks if model.delayed_update is not None else ():
         if chunk.lowered_params is not None:
             count(chunk.unit, "next param", Tier.HOST, chunk.lowered_params.nbytes)

@@ -156,7 +156,7 @@ class _StateTransfer:
         model.finish_update()  # a transfer that is in flight changes states
         # every rank stays and keeps its own, see [Note: per-rank states]
         self._rank_states = {
-            (id(state.unit.parameters[state.index]), state.key): state.values.cpu().clone()
+            (id(state.unit.parameters[state.index]), state.key): state.read().cpu().clone()
             for state in rank_states(model)
         }
         with torch.no_grad():
@@ -197,7 +197,7 @@ class _StateTransfer:
         for state in rank_states(model):
             values = self._rank_states.get((id(state.unit.parameters[state.index]), state.key))
             if values is not None:
-                state.values.copy_(values)
+                state.set(values)
 
 
 def _in_host_memory(state: _TransferredState) -> _TransferredState:

@@ -23,7 +23,7 @@ RANK_STATE_PREFIX = "rank_state/"
 
 
 def rank_state_shards(model: ShardedModel) -> list[FlatShard]:
-    """Return this rank's rows of all per-rank states, in memory."""
+    """Return this rank's rows of all per-rank states."""
     return [_row(model, state) for state in rank_states(model) if state.unit.is_primary_replica]
 
 
@@ -61,7 +61,7 @@ class RankStateLoader:
                 "continue at the stage and on the ranks of the checkpoint to keep them"
             )
         for state in rank_states(model):
-            row = _row(model, state)
+            row = _row(model, state, is_loaded=True)
             stored = saved.get(row.name)
             if stored is None or (stored.shape[:1] == (ranks,) and not state.follows_owners):
                 self.shards.append(row)  # a missing state is reported together with other missing names
@@ -109,10 +109,11 @@ class _RelaidStorage:
         values = self._state.values
         self._rows = torch.empty(self._saved_ranks, values.numel(), dtype=values.dtype, device="cpu")
         yield
-        values.copy_(self._state.relay(self._rows, self._ranks)[self._rank])
+        own = self._state.relay(self._rows, self._ranks)[self._rank]
+        self._state.set(own)
         # Even on an equal number of ranks, the rule changes this rank's row if ranks own other elements than in the
         # saved run.
-        if self._rank < self._saved_ranks and not torch.equal(values.cpu(), self._rows[self._rank]):
+        if self._rank < self._saved_ranks and not torch.equal(own, self._rows[self._rank]):
             self._on_change()
         self._rows = None
 
@@ -120,6 +121,36 @@ class _RelaidStorage:
         """Return the rows `[saved ranks * n]`, while the storage is open."""
         assert self._rows is not None
         return self._rows.view(-1)
+
+
+class _StoredRow:
+    """Row of a state that rests on another tier.
+
+    Args:
+        is_loaded: the row is filled while it is open, and stored afterwards.
+    """
+
+    def __init__(self, state: RankState, *, is_loaded: bool) -> None:
+        self._state, self._is_loaded = state, is_loaded
+        self._values: torch.Tensor | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        return False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Bring the row to memory."""
+        self._values = self._state.read()
+        yield
+        if self._is_loaded:
+            self._state.set(self._values)
+        self._values = None
+
+    def values(self) -> torch.Tensor:
+        """Return the row `[n]`, while the storage is open."""
+        assert self._values is not None
+        return self._values
 
 
 def open_rank_states(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
@@ -135,12 +166,16 @@ def rank_states(model: ShardedModel) -> Iterator[RankState]:
         yield from error_feedback_states(model)
 
 
-def _row(model: ShardedModel, state: RankState) -> FlatShard:
+def _row(model: ShardedModel, state: RankState, *, is_loaded: bool = False) -> FlatShard:
     data = model.mesh.dense.data
     placement = state.unit.placements[state.index]
     name, shape = f"{RANK_STATE_PREFIX}{placement.global_name or state.name}/{state.key}", (data.size, *state.shape)
     start = data.index * state.values.numel()
-    return FlatShard(name, shape, start, state.values, _rows_placement(state, data.size))
+    values: torch.Tensor | LazyFlatTensor = state.values
+    if not state.is_in_memory:
+        storage = _StoredRow(state, is_loaded=is_loaded)
+        values = LazyFlatTensor(state.values.numel(), state.values.dtype, storage, storage.values)
+    return FlatShard(name, shape, start, values, _rows_placement(state, data.size))
 
 
 def _rows_placement(state: RankState, ranks: int) -> Placement | None:

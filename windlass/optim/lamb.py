@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from windlass.base.errors import ConfigError
 from windlass.optim.per_parameter_optimizer import PerParameterOptimizer
 
+_PART = 1 << 17  # elements whose squares are summed at once on a CPU
+
 
 class Lamb(PerParameterOptimizer):
     """LAMB with the argument names and the order of operations of DeepSpeed's FusedLamb.
@@ -17,7 +19,8 @@ class Lamb(PerParameterOptimizer):
     With Adam's moments m and v: u = m / (sqrt(v) + eps) + wd w; ratio = |w| / |u| clamped to [min_coeff, max_coeff], or
     1 if either norm is 0; w <- w - lr c ratio u. The bias correction c = sqrt(1 - b2^t) / (1 - b1^t) scales the step
     instead of the moments. This differs from the paper: there c cancels, here it is a warm-up of 1/(1 - b2) steps.
-    Norms are computed over one full parameter in fp32.
+    Norms are those of one full parameter: sums of squares in fp64, whose roots are rounded to fp32. So a run that sums
+    the squares of shards takes the same steps.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962,
     algorithm 2. State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`.
@@ -104,7 +107,18 @@ def trust_ratio(weight: torch.Tensor, update: torch.Tensor, least: float, most: 
     """Return |weight| / |update| clamped to [least, most], or 1 if either is 0; a 0-d fp32 tensor, without a device
     sync.
     """
-    weight_norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
-    update_norm = torch.linalg.vector_norm(update, dtype=torch.float32)
+    return ratio_of_norms(sum_of_squares(weight).sqrt(), sum_of_squares(update).sqrt(), least, most)
+
+
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares as a 0-d fp64 tensor."""
+    # A CPU would copy all of its input to fp64, so it takes parts that stay in a cache.
+    parts = values.reshape(-1).split(_PART) if values.device.type == "cpu" else (values,)
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum()
+
+
+def ratio_of_norms(weight: torch.Tensor, update: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    """Return the ratio of two norms, 0-d fp64 tensors, as `trust_ratio` does."""
+    weight_norm, update_norm = weight.float(), update.float()
     ratio = (weight_norm / update_norm).clamp(least, most)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))

@@ -27,6 +27,7 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.prefetcher import Prefetcher
 from windlass.zero.core.unit import ShardState, Unit
 from windlass.zero.core.unit_partition import UnitPlan
+from windlass.zero.update.compressed_phase import SERVER_ERROR
 from windlass.zero.update.update_chunk import make_chunks
 
 HOLES = "holes and workspaces"
@@ -158,8 +159,11 @@ class MemoryPlanner:
             yield HOST, "parameters of a delayed update", span * unit.dtype.itemsize
         # States have no padding.
         yield state_place, "optimizer states", sum(layout.state_tensors(unit, unit.pieces()))
-        rank_states = sum(unit.layout.numels) * torch.float32.itemsize * len(layout.states.rank_keys)
-        yield self._device, "per-rank states", rank_states
+        data = unit.dp_group.mesh.data
+        owned = sum(piece.numel for piece in unit.layout.pieces(*unit.layout.shard_range(data.index, data.size)))
+        of_keys = (owned if key == SERVER_ERROR else sum(unit.layout.numels) for key in layout.states.rank_keys)
+        place = state_place if settings.policy.state else self._device
+        yield place, "per-rank states", sum(of_keys) * torch.float32.itemsize
 
     def _built_bytes(self, total: int) -> int:
         """Return the bytes of a model of `total` bytes before it is sharded."""

@@ -374,6 +374,7 @@ class ShardedModel:
             self.masters,
             self.dp_groups,
             self.mesh.second_data_group,
+            self.make_slot,
             self.mesh.axes,
             self.policy.state,
             at_once,

@@ -56,7 +56,8 @@ def tier_sizes(
         state_bytes: Bytes per element of optimizer states.
         separates_masters: Parameters never serve as master weights.
         reduces_itself: The update takes local gradients, which are whole on every rank.
-        rank_states: Number of states that each rank keeps for all elements, see [Note: per-rank states].
+        rank_states: Number of states that each rank keeps for all elements, see [Note: per-rank states]. At stages 1
+            and 2 they are on the tier of the optimizer states.
         shares_memory: Sharded parameters on the device are in memory that all ranks read.
         staging: Bytes of host memory that stage NVMe transfers.
     """
@@ -75,13 +76,14 @@ def tier_sizes(
         if not unit.trainable:
             of_units.append(UnitBytes(shard, can_move=unit.reshards))
             continue
+        own_states = sum(unit.layout.numels) * torch.float32.itemsize * rank_states
         master = settings.master_dtype or (torch.float64 if plan.dtype == torch.float64 else torch.float32)
         of_units.append(
             UnitBytes(
                 shard,
                 gradient=span * accumulate if policy.grad else 0,
                 masters=span * master.itemsize,
-                states=own * state_bytes,
+                states=own * state_bytes + (own_states if policy.state else 0),
                 can_move=unit.reshards,
                 shares_masters=unit.dtype == master and not separates_masters,
             )
@@ -92,7 +94,7 @@ def tier_sizes(
             rings[id(unit.dp_group)] = max(rings.get(id(unit.dp_group), 0), unit.layout.padded)
         if reduces_itself or not policy.grad:
             gradients += unit.layout.padded
-        kept += sum(unit.layout.numels) * torch.float32.itemsize * rank_states
+        kept += 0 if policy.state else own_states
     block = max(blocks.values(), default=0)
     casts = settings.reduce_dtype != settings.accumulation_dtype
     temporary = max(widths) * settings.reduce_dtype.itemsize if casts else 0

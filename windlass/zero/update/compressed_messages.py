@@ -49,6 +49,11 @@ class UnitMessage:
             if self.chosen[piece.index]:
                 yield piece, start + piece.offset
 
+    def own_views(self, span: torch.Tensor, rank: int, ranks: int) -> list[torch.Tensor]:
+        """Return the views of a rank's fragments in a tensor of its span of the unit."""
+        start, _ = self.unit.layout.shard_range(rank, ranks)
+        return [span.narrow(0, offset - start, piece.numel) for piece, offset in self.pieces(rank, ranks)]
+
     def views(self, flat: torch.Tensor, rank: int, ranks: int) -> list[torch.Tensor]:
         """Return the views of a rank's fragments in a flat tensor `[padded]`."""
         return [flat.narrow(0, offset, piece.numel) for piece, offset in self.pieces(rank, ranks)]
@@ -120,7 +125,8 @@ class CompressedMessages:
         """Start to replace all fragments of each message by what their owners send. Collective.
 
         Args:
-            errors: for each message the error feedback of the owners, `[padded]`; None: the caller keeps it.
+            errors: for each message the error feedback of this rank as an owner, of its span; None: the caller keeps
+                it.
 
         Returns:
             A function that waits for the result.
@@ -133,7 +139,8 @@ class CompressedMessages:
         outs = [[view for one in messages for view in one.views(one.flat, rank, size)] for rank in range(size)]
         owed = None
         if errors is not None:
-            owed = [view for one, error in zip(messages, errors, strict=True) for view in one.views(error, index, size)]
+            pairs = zip(messages, errors, strict=True)
+            owed = [view for one, error in pairs for view in one.own_views(error, index, size)]
         return self.lists(messages[0].flat.device).start_all_gather(outs[index], outs, owed)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from windlass.zero.update.compressed_messages import (
     owner_rows,
 )
 from windlass.zero.update.optimizer_step_session import run_pre_step_hooks
-from windlass.zero.update.rank_state import RankState, RelayRule, mean_of_ranks
+from windlass.zero.update.rank_state import OwnedRankState, RankState, RelayRule, StoredRankState, mean_of_ranks
+from windlass.zero.update.rank_state_memory import RankStateMemory
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
@@ -62,8 +63,11 @@ class CompressedPhase:
         codec = codec or (FINE_CODEC if self.shards else CODEC)
         self._messages = CompressedMessages(context.dp_groups[0], codec, context.timeout)
         self._keys = keys
-        self._states: dict[str, dict[int, torch.Tensor]] = {}  # by key and unit: flat [padded]
+        self._memory = RankStateMemory(context.make_slot)
         self._held: tuple[str, ...] = ()
+        for unit in {chunk.unit.index: chunk.unit for chunk in chunks}.values():
+            for key in keys:
+                self._memory.open(key, unit, self._numel(key, unit))
 
     @property
     def group(self) -> RankGroup:
@@ -84,24 +88,39 @@ class CompressedPhase:
             return
         self._keys = (*self._keys, key) if kept else tuple(one for one in self._keys if one != key)
         self._held = self._keys if self._held else ()
-        self._states.pop(key, None)
+        self._memory.drop(key)
 
     def begin(self) -> None:
         """Begin to save all per-rank states in checkpoints."""
         self._held = self._keys
 
     def state(self, key: str, unit: Unit) -> torch.Tensor:
-        """Return a per-rank state of a unit, `[padded]` in float32; zeros at first."""
-        kept = self._states.setdefault(key, {})
-        if unit.index not in kept:
-            kept[unit.index] = torch.zeros(unit.layout.padded, dtype=torch.float32, device=unit.full.device)
-        return kept[unit.index]
+        """Return a per-rank state of a unit in float32, zeros at first: `[padded]`, that of owners of their span.
+
+        At stages 1 and 2, where states may be offloaded, call `fetch` and `put` instead.
+        """
+        return self._memory.tensor(key, unit, self._numel(key, unit))
+
+    def fetch(self, key: str, unit: Unit) -> torch.Tensor:
+        """Return a per-rank state as `state` does, from any tier. Pass it to `put` after a change."""
+        return self._memory.fetch(key, unit, self._numel(key, unit))
+
+    def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
+        """Store a state that `fetch` returned."""
+        self._memory.put(key, unit, values)
+
+    def _numel(self, key: str, unit: Unit) -> int:
+        start, stop = self._owned_range(unit) if key == SERVER_ERROR else (0, unit.layout.padded)
+        return stop - start
+
+    def _owned_range(self, unit: Unit) -> tuple[int, int]:
+        """Return the elements of a unit that this rank owns; see [Note: owners of elements]."""
+        return unit.layout.shard_range(self.group.index, self.group.size)
 
     def forget(self, *keys: str) -> None:
         """Reset per-rank states to zero."""
         for key in keys:
-            for flat in self._states.get(key, {}).values():
-                flat.zero_()
+            self._memory.zero(key)
 
     def forget_unsent(self) -> None:
         """Return error feedback, local changes and sums to zeros."""
@@ -118,16 +137,28 @@ class CompressedPhase:
 
     @torch.no_grad()
     def local_messages(
-        self, used: dict[int, list[bool]], divisor: float, options: Options, *, weighted: bool = True
+        self,
+        used: dict[int, list[bool]],
+        divisor: float,
+        options: Options,
+        *,
+        weighted: bool = True,
+        fetched: Sequence[str] = (WORKER_ERROR,),
     ) -> Iterator[Batch]:
         """Yield the local gradients of each batch of units, as messages of one exchange.
 
         Args:
             weighted: multiply them by `1 - beta1`.
+            fetched: names of the states that the caller fetches for each batch.
         """
         self.begin()
         slots = {chunk.unit.index: chunk.slot for chunk in self._chunks if chunk.slot.has_reduced}
-        for units in batches_of(in_kinds([slots[index].unit for index in sorted(slots, reverse=True)])):
+        batches = list(batches_of(in_kinds([slots[index].unit for index in sorted(slots, reverse=True)])))
+        self._memory.wait()
+        for number, units in enumerate(batches):
+            for ahead in batches[number : number + 2]:
+                for key in fetched:
+                    self._memory.prefetch(key, ahead)
             messages = []
             for unit in units:
                 flat = slots[unit.index].read().float()
@@ -177,7 +208,15 @@ class CompressedPhase:
                 if message.chosen[index]:
                     place = message.unit.layout.offsets[index] + start
                     message.flat.narrow(0, place, values.numel()).add_(values, alpha=factor)
-        return self._messages.start_average(messages, [self.state(WORKER_ERROR, one.unit) for one in messages])
+        errors = [self.fetch(WORKER_ERROR, one.unit) for one in messages]
+        wait = self._messages.start_average(messages, errors)
+
+        def finish() -> None:
+            wait()
+            for message, error in zip(messages, errors, strict=True):
+                self.put(WORKER_ERROR, message.unit, error)
+
+        return finish
 
     @torch.no_grad()
     def send_changes(self, units: list[Unit], changes: dict[int, torch.Tensor]) -> None:
@@ -214,13 +253,44 @@ class CompressedPhase:
             for unit in units.values():
                 for index, parameter in enumerate(unit.parameters):
                     if id(parameter) in trained and unit.layout.numels[index]:
-                        values = unit.parameter_view(self.state(key, unit), index).view(-1)
-                        relay: RelayRule = mean_of_ranks if key != SERVER_ERROR else partial(owner_rows, unit, index)
-                        yield RankState(unit, index, key, values, relay, follows_owners=key == SERVER_ERROR)
+                        if key == SERVER_ERROR:
+                            yield self._owned_state(unit, index)
+                        elif self._memory.is_offloaded(unit):
+                            yield self._stored_state(key, unit, index)
+                        else:
+                            values = unit.parameter_view(self.state(key, unit), index).view(-1)
+                            yield RankState(unit, index, key, values, mean_of_ranks, tier=unit.state_tier)
+
+    def _owned_state(self, unit: Unit, index: int) -> OwnedRankState:
+        """Return the error feedback of this rank as an owner of elements of a parameter."""
+        span = self.state(SERVER_ERROR, unit)
+        pieces = [piece for piece in unit.layout.pieces(*self._owned_range(unit)) if piece.index == index]
+        owned = tuple((piece.start, span.narrow(0, piece.offset, piece.numel)) for piece in pieces)
+        values = span.new_zeros(unit.layout.numels[index])
+        for start, part in owned:
+            values[start : start + part.numel()] = part
+        relay: RelayRule = partial(owner_rows, unit, index)
+        return OwnedRankState(unit, index, SERVER_ERROR, values, relay, follows_owners=True, owned=owned)
+
+    def _stored_state(self, key: str, unit: Unit, index: int) -> StoredRankState:
+        """Return an offloaded state of a parameter."""
+        start, numel = unit.layout.offsets[index], unit.layout.numels[index]
+        self._memory.open(key, unit, self._numel(key, unit))
+        return StoredRankState(
+            unit,
+            index,
+            key,
+            torch.empty(numel, dtype=torch.float32, device="meta"),
+            mean_of_ranks,
+            tier=unit.state_tier,
+            load=partial(self._memory.read_part, key, unit, start, numel),
+            store=partial(self._memory.write_part, key, unit, start),
+        )
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`. A checkpoint from before the first compressed step has none."""
-        self._states, self._held = {}, tuple(key for key in self._keys if key in saved)
+        self._memory.drop()
+        self._held = tuple(key for key in self._keys if key in saved)
         return frozenset(saved) - set(self._keys)
 
 

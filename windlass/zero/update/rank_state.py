@@ -10,10 +10,11 @@ row exactly. On another number of ranks the update's rule makes new rows from al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 
 RelayRule = Callable[[torch.Tensor, int], torch.Tensor]
@@ -50,6 +51,7 @@ class RankState:
         values: `[numel]`, the state of this rank; a view of the memory that the update uses.
         relay: rule for another number of ranks.
         follows_owners: the rule also applies on the same number of ranks, whose shards may be others.
+        tier: memory that holds it.
     """
 
     unit: Unit
@@ -58,6 +60,25 @@ class RankState:
     values: torch.Tensor
     relay: RelayRule
     follows_owners: bool = False
+    tier: Tier = Tier.DEVICE
+
+    @property
+    def is_in_memory(self) -> bool:
+        """True if `values` has the values."""
+        return True
+
+    def read(self) -> torch.Tensor:
+        """Return the values `[numel]`, or a copy of them."""
+        return self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the state takes on this rank."""
+        return self.values.nbytes
+
+    def set(self, values: torch.Tensor) -> None:
+        """Replace the state by `values`, `[numel]`."""
+        self.values.copy_(values)
 
     @property
     def name(self) -> str:
@@ -73,6 +94,54 @@ class RankState:
     def full_shape(self) -> torch.Size:
         """Shape of the whole parameter."""
         return torch.Size(self.unit.placements[self.index].global_shape)
+
+
+@dataclass(frozen=True)
+class OwnedRankState(RankState):
+    """State that a rank keeps for the elements alone that it owns. `values` is a copy with zeros for all others.
+
+    Attributes:
+        owned: first element and memory of each part that this rank owns.
+    """
+
+    owned: tuple[tuple[int, torch.Tensor], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the state takes on this rank."""
+        return sum(part.nbytes for _, part in self.owned)
+
+    def set(self, values: torch.Tensor) -> None:
+        """Replace the state by the owned elements of `values`, `[numel]`."""
+        super().set(values)
+        for start, part in self.owned:
+            part.copy_(values[start : start + part.numel()])
+
+
+@dataclass(frozen=True)
+class StoredRankState(RankState):
+    """State that rests on another tier. `values` has its shape and no memory.
+
+    Attributes:
+        load: returns a copy of the values in host memory.
+        store: replaces the values.
+    """
+
+    load: Callable[[], torch.Tensor] = field(kw_only=True)
+    store: Callable[[torch.Tensor], None] = field(kw_only=True)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """False: `read` copies the values to memory."""
+        return False
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of the values in host memory."""
+        return self.load()
+
+    def set(self, values: torch.Tensor) -> None:
+        """Replace the state by `values`, `[numel]`."""
+        self.store(values)
 
 
 class RankNumber(RankState):

@@ -3,9 +3,10 @@
 Gradients travel as those of `OneBitAdam` at these stages ([Note: 1-bit phase]). LAMB needs three numbers of a whole
 parameter: the norms of weight and update, and the largest ratio of frozen and present denominator. So a step has two
 passes over this rank's fragments with one small all-reduce between them: the first pass updates momenta and variances
-and sums squares, the second one moves the master weights. Squares are summed in float64, fragment by fragment, so that
-the first `freeze_step` steps equal those of LAMB up to the rounding of the norms. Master weights on NVMe are read twice
-in a step. A parameter that is sharded over tensor-parallel ranks has a second all-reduce over these.
+and sums squares, the second one moves the master weights. Squares are summed in float64, fragment by fragment, and the
+norms are rounded to float32, so that the first `freeze_step` steps equal those of LAMB bit for bit (a sum in another
+order differs by some 1e-16 of it, which the rounding removes but for one in some 10^8 norms). Master weights on NVMe
+are read twice in a step. A parameter that is sharded over tensor-parallel ranks has a second all-reduce over these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from windlass.optim.lamb import ratio_of_norms, sum_of_squares
 from windlass.optim.one_bit_lamb import lamb_denominator, next_factor
 from windlass.zero.update.compressed_phase import Options
 from windlass.zero.update.elementwise_update import ParameterSegment
@@ -169,7 +171,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
         for momentum, variance, part in self._cached_parts(segment, values):
             plain = self._plain(momentum, variance, options, segment)
             update = plain.add(part, alpha=decay) if decay else plain
-            sums += torch.stack([one.double().square().sum() for one in (part, update, plain)]).cpu()
+            sums += torch.stack([sum_of_squares(one) for one in (part, update, plain)]).cpu()
         return sums
 
     def _move_by_ratio(
@@ -187,19 +189,21 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             largest: largest quotient of the denominators in the compressed phase, else None.
         """
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
-        weight, update, plain = (float(one) ** 0.5 for one in squares)
+        weight, update, plain = squares.sqrt()
         (beta1, beta2), size, decay = given["betas"], float(given["lr"]), given["weight_decay"]
         coefficient: torch.Tensor = state[COEFFICIENT]
         if largest is None:
-            ratio = min(max(weight / update, given["min_coeff"]), given["max_coeff"]) if weight and update else 1.0
-            coefficient.mul_(given["coeff_beta"]).add_((1 - given["coeff_beta"]) * ratio)
+            ratio = ratio_of_norms(weight, update, given["min_coeff"], given["max_coeff"])
+            coefficient.mul_(given["coeff_beta"]).add_(ratio, alpha=1 - given["coeff_beta"])
             seen = float(state["step"])
         else:
-            share = min(1.0, plain / update) if decay and update else 1.0
+            share = min(1.0, float(plain / update)) if decay and update else 1.0
             state[FACTOR] = next_factor(torch.tensor(largest * share + 1 - share), state[FACTOR], given)
-            ratio, seen = float(coefficient) * float(state[FACTOR]), float(state["variance_steps"])
+            ratio, seen = coefficient * state[FACTOR], float(state["variance_steps"])
         if given["bias_correction"]:
             size *= (1 - beta2**seen) ** 0.5 / (1 - beta1 ** float(state["step"]))
         for momentum, variance, part in self._cached_parts(segment, values):
             move = self._plain(momentum, variance, options, segment)
-            part.sub_(move.add_(part, alpha=decay) if decay else move, alpha=ratio * size)
+            if decay:
+                move.add_(part, alpha=decay)
+            part.sub_(move.mul_(ratio * size))  # the operations of `Lamb`

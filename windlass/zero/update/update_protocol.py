@@ -33,6 +33,7 @@ from windlass.zero.core.unit import Unit
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
 from windlass.zero.update.rank_state import RankState
+from windlass.zero.update.rank_state_memory import MakeSlot
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
 
 
@@ -45,6 +46,7 @@ class UpdateContext:
         dp_groups: ranks over which states are sharded; the group of dense parameters first.
         second_group: returns a second group of the dense data ranks, for messages that travel while the ranks compute.
             Collective over all ranks.
+        make_slot: returns a new slot, given name, elements, dtype and tier.
         axes: axes of the mesh by name.
         shards_states: False where every rank keeps and steps all states (stage 0).
         max_update_numel: elements to update at once.
@@ -54,6 +56,7 @@ class UpdateContext:
     masters: MasterWeights
     dp_groups: list[DataParallelGroup]
     second_group: Callable[[], RankGroup]
+    make_slot: MakeSlot
     axes: Mapping[str, MeshAxis]
     shards_states: bool
     max_update_numel: int

@@ -111,7 +111,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         """Sum the gradients of this rank, and exchange their mean in a synchronization: stages 1 and 2."""
         syncs = self.kind is StepKind.SYNC
         steps = steps_since_sync(applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0])
-        local = self._phase.local_messages(used, divisor, options)
+        fetched = (SUMMED, WORKER_ERROR) if syncs else (SUMMED,)
+        local = self._phase.local_messages(used, divisor, options, fetched=fetched)
         summed = (self._added(messages, steps if syncs else 0) for messages in local)
         for _ in self._phase.exchange(summed) if syncs else summed:
             pass
@@ -125,13 +126,14 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _added(self, messages: Batch, steps: int) -> Batch:
         """Add local gradients to their sums; if `steps` is not 0, the messages become the means of that many steps."""
         for message in messages:
-            summed = self._phase.state(SUMMED, message.unit)
+            summed = self._phase.fetch(SUMMED, message.unit)
             for index in (index for index, chosen in enumerate(message.chosen) if chosen):
                 total = message.unit.parameter_view(summed, index)
                 total.add_(message.unit.parameter_view(message.flat, index))
                 if steps:
                     torch.div(total, steps, out=message.unit.parameter_view(message.flat, index))
                     total.zero_()
+            self._phase.put(SUMMED, message.unit, summed)
         return messages
 
     def _step_segment(

@@ -1,0 +1,123 @@
+"""Memory of per-rank states: float32 tensors of units, or slots on the tier of the unit's optimizer states.
+
+[Note: offloaded per-rank states] Where `offload_optimizer` moves a unit's optimizer states, its per-rank states rest on
+the same tier. An exchange fetches those of its units for one batch of messages, and stores them when the messages have
+arrived. Space on disk is allocated with the update, so that a full disk raises before the first step. A state is zeros
+until it is stored for the first time, and takes no transfer before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from windlass.base.device_memory import device_has_own_memory, empty_host_tensor
+from windlass.base.pending import Pending
+from windlass.storage.slot import Slot, Tier
+from windlass.zero.core.unit import Unit
+
+MakeSlot = Callable[[str, int, torch.dtype, Tier], Slot]
+"""Returns a new slot, given name, elements, dtype and tier."""
+
+_IN_FLIGHT = 2  # stores that the next batch does not wait for
+
+
+class RankStateMemory:
+    """Flat float32 states by name and unit, zeros at first."""
+
+    def __init__(self, make_slot: MakeSlot) -> None:
+        self._make_slot = make_slot
+        self._tensors: dict[tuple[str, int], torch.Tensor] = {}
+        self._slots: dict[tuple[str, int], Slot] = {}
+        self._stored: set[tuple[str, int]] = set()  # slots that have contents; the others are zeros
+        self._stores: list[tuple[Pending, torch.Tensor]] = []
+
+    def is_offloaded(self, unit: Unit) -> bool:
+        """Return True if a unit's states are not in the memory in which the device computes."""
+        return unit.state_tier is Tier.NVME or (
+            unit.state_tier is Tier.HOST and device_has_own_memory(unit.full.device)
+        )
+
+    def open(self, key: str, unit: Unit, numel: int) -> None:
+        """Allocate the space of an offloaded state.
+
+        Raises:
+            StorageError: the disk has too little space.
+        """
+        if self.is_offloaded(unit) and (key, unit.index) not in self._slots:
+            name = f"{key} of {unit.names[0]}"
+            self._slots[key, unit.index] = self._make_slot(name, numel, torch.float32, unit.state_tier)
+
+    def tensor(self, key: str, unit: Unit, numel: int) -> torch.Tensor:
+        """Return a state `[numel]` that is in memory."""
+        assert not self.is_offloaded(unit)
+        if (key, unit.index) not in self._tensors:
+            self._tensors[key, unit.index] = torch.zeros(numel, dtype=torch.float32, device=unit.full.device)
+        return self._tensors[key, unit.index]
+
+    def prefetch(self, key: str, units: Iterable[Unit]) -> None:
+        """Start to read states from NVMe for later `fetch`es, as far as the staging buffers have room."""
+        for unit in units:
+            if (key, unit.index) in self._stored and not self._slots[key, unit.index].prefetch():
+                return
+
+    def fetch(self, key: str, unit: Unit, numel: int) -> torch.Tensor:
+        """Return a state `[numel]` on the device: the tensor in memory, or a copy to pass to `put`."""
+        if not self.is_offloaded(unit):
+            return self.tensor(key, unit, numel)
+        self.open(key, unit, numel)
+        if (key, unit.index) not in self._stored:
+            return torch.zeros(numel, dtype=torch.float32, device=unit.full.device)
+        values = torch.empty(numel, dtype=torch.float32, device=unit.full.device)
+        self._slots[key, unit.index].fetch(values).wait()
+        return values
+
+    def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
+        """Start to store a state that `fetch` returned. `values` must not change afterwards."""
+        if self.is_offloaded(unit):
+            self._stores.append((self._slots[key, unit.index].put(values), values))
+            self._stored.add((key, unit.index))
+            self._wait_for_stores(_IN_FLIGHT)
+
+    def wait(self) -> None:
+        """Wait for all stores.
+
+        Raises:
+            StorageError: a state could not be written.
+        """
+        self._wait_for_stores(0)
+
+    def _wait_for_stores(self, left: int) -> None:
+        while len(self._stores) > left:
+            self._stores.pop(0)[0].wait()
+
+    def read_part(self, key: str, unit: Unit, start: int, numel: int) -> torch.Tensor:
+        """Return a copy of elements `[start, start + numel)` of an offloaded state, in host memory."""
+        self.wait()
+        if (key, unit.index) not in self._stored:
+            return torch.zeros(numel, dtype=torch.float32)
+        values = empty_host_tensor(numel, torch.float32, pin=False)
+        self._slots[key, unit.index].load(values, start).wait()
+        return values
+
+    def write_part(self, key: str, unit: Unit, start: int, values: torch.Tensor) -> None:
+        """Replace elements from `start` on of an offloaded state."""
+        self.wait()
+        slot = self._slots[key, unit.index]
+        if (key, unit.index) not in self._stored:
+            slot.store(torch.zeros(slot.numel, dtype=torch.float32)).wait()
+            self._stored.add((key, unit.index))
+        slot.store(values.to("cpu", torch.float32).contiguous(), start).wait()
+
+    def zero(self, key: str) -> None:
+        """Return a state of all units to zeros."""
+        for (name, _), tensor in self._tensors.items():
+            if name == key:
+                tensor.zero_()
+        self._stored = {one for one in self._stored if one[0] != key}
+
+    def drop(self, key: str | None = None) -> None:
+        """Free the tensors of a state, by default of all, and return it to zeros. Slots stay allocated."""
+        self._tensors = {one: tensor for one, tensor in self._tensors.items() if key not in (None, one[0])}
+        self._stored = {one for one in self._stored if key not in (None, one[0])}
