@@ -16,6 +16,10 @@ from windlass.inference.step_cost import StepCost
 from windlass.storage.process_directory import ProcessDirectory
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
+# A save that is not made measures no rate. So each one raises the rate a little: a single slow save, e.g. one that
+# waited for other writes, does not end the moves for good, and a slow disk is tried once in some hundred preemptions.
+_RECOVERY = 1.02
+
 if TYPE_CHECKING:
     from windlass.inference.generation_request import GenerationSequence
 
@@ -49,13 +53,13 @@ class PreemptedBlocks:
         again = self._cost.prefill_seconds(sequence.num_computed)
         if not blocks or not nbytes:
             return
-        if nbytes <= self._host_left and 2 * nbytes / self._rates["host"] <= again:
+        if nbytes <= self._host_left and self._moves("host", nbytes, again):
             began = time.perf_counter()
             sequence.saved = self._runner.save_blocks(blocks)
             self._measure("host", nbytes, began)
             self._host_left -= nbytes
             self._held[sequence.sequence_id] = nbytes
-        elif self._directory is not None and 2 * nbytes / self._rates["disk"] <= again:
+        elif self._directory is not None and self._moves("disk", nbytes, again):
             began = time.perf_counter()
             path = self._directory.path / str(sequence.sequence_id)
             try:
@@ -100,6 +104,13 @@ class PreemptedBlocks:
         """Remove all files."""
         if self._directory is not None:
             self._directory.release()
+
+    def _moves(self, tier: str, nbytes: int, again: float) -> bool:
+        """Return True if blocks are moved to a tier and back in less time than `again`, by the last measured rate."""
+        if 2 * nbytes / self._rates[tier] <= again:
+            return True
+        self._rates[tier] *= _RECOVERY
+        return False
 
     def _measure(self, tier: str, nbytes: int, began: float) -> None:
         self._rates[tier] = nbytes / max(time.perf_counter() - began, 1e-9)

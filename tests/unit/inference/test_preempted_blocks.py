@@ -55,3 +55,22 @@ def test_the_cheaper_way_is_taken_by_measured_rates(
     assert decisions == [True, is_moved]
     assert (store.read(sequence) is not None) == is_moved
     store.close()
+
+
+def test_one_slow_save_does_not_end_the_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving 10 blocks takes 0.16 seconds at 2 GB/s and 16 seconds at 20 MB/s, and computing them again one second."""
+    machine: Any = Machine(2e9)
+    monkeypatch.setattr(time, "perf_counter", machine.perf_counter)
+    store = PreemptedBlocks(machine, EngineOptions(swap_bytes=1 << 40), StepCost(1.0))
+
+    def is_moved(number: int) -> bool:
+        sequence: Any = SimpleNamespace(sequence_id=number, blocks=list(range(10)), num_computed=160, saved=None)
+        store.save(sequence)
+        return sequence.saved is not None
+
+    machine.rate = 2e7
+    assert is_moved(0) and not is_moved(1)
+    machine.rate = 2e9
+    moved = [is_moved(number) for number in range(2, 400)]
+    first = moved.index(True)
+    assert 50 < first < 300 and all(moved[first:])
