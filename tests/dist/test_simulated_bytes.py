@@ -156,9 +156,13 @@ def compressed_cases(ranks: int) -> Iterator[Case]:
         yield compressed("OneBitAdam", 1, 3, axes, freeze_step=2)
         yield compressed("PowerSGD", 0, 3, axes, start_step=2)
         yield compressed("OneBitLamb", 0, 2, axes, freeze_step=2)
+        yield compressed("OneBitLamb", 1, 2, axes, freeze_step=2)
+        yield compressed("Lamb", 0, 2, axes)
         yield compressed("OneBitLamb", 0, 3, axes, freeze_step=2)
         yield compressed("OneBitLamb", 1, 3, axes, freeze_step=2)
         yield compressed("DiLoCo", 0, 3, axes, **PARTS)
+    if ranks > 2:  # no states are gathered in the first step; under pp it also sends headers, which are not simulated
+        yield compressed("OneBitLamb", 0, 1, {"tp": 2}, freeze_step=2)
 
 
 def cases_of_four_ranks() -> Iterator[Case]:

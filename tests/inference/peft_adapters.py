@@ -19,7 +19,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> Path:
+def write_adapter(model: Any, directory: Path, seed: int = 0, *, std: float = 0.5, **config: Any) -> Path:
     """Save an adapter whose products are large enough to change tokens."""
     from peft import LoraConfig, get_peft_model  # not at the top: an import takes seconds, wherever tests are collected
 
@@ -28,7 +28,7 @@ def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> 
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():
             if "lora_" in name:
-                parameter.normal_(std=0.5)
+                parameter.normal_(std=std)
     tuned.save_pretrained(directory, save_embedding_layers=False)
     return directory
 

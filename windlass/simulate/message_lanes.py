@@ -21,7 +21,10 @@ from windlass.simulate.step_workload import StepWork
 from windlass.zero.core.unit_layout import UnitLayout
 from windlass.zero.update.compressed_messages import batches_of, in_kinds
 
-_NUMBERS = 3 * 8  # bytes of two sums of squares and a maximum
+_NUMBERS = (
+    3 * 8,
+    4 * 8,
+)  # bytes of sums of squares and a maximum: at stage 0; at stages 1 and 2, with the weights' sum
 _FLOAT = 4  # bytes of an element of a message before it is encoded
 _ENCODE, _DECODE = 4 * _FLOAT, 2 * _FLOAT  # memory traffic of an element: value and error read and written; sum
 
@@ -60,10 +63,23 @@ class MessageLanes:
     def combine_parts(self, units: Sequence[SimulatedUnit]) -> None:
         """Exchange the numbers of 1-bit LAMB's trust ratios for the parameters that are sharded along tp."""
         parts = sum(len(unit.shapes) for unit in units if "tp" in unit.kind.sharded_axes)
-        if self._work.reduces_itself == "OneBitLamb" and parts and self._work.grid.tp > 1:
-            nbytes, tp = parts * _NUMBERS, self._work.grid.tp
+        if self._work.reduces_itself == "OneBitLamb":
+            self._sum_over_tp(parts * _NUMBERS[self._work.sharding_stage > 0], "trust ratios")
+
+    def gather_whole(self, units: Sequence[SimulatedUnit]) -> None:
+        """Gather the parameters that are sharded along tp with gradients and states, for an update of whole ones."""
+        states = self._work.whole_states
+        parts = [shape for unit in units if "tp" in unit.kind.sharded_axes for shape in unit.shapes]
+        if states is not None:
+            self._sum_over_tp(len(parts) * _FLOAT, "used parameters")
+            whole = sum(shape.numel() for shape in parts) * self._work.grid.tp
+            self._sum_over_tp((2 + states) * whole * _FLOAT, "whole parameters")
+
+    def _sum_over_tp(self, nbytes: int, label: str) -> None:
+        tp = self._work.grid.tp
+        if nbytes and tp > 1:
             self._lanes.blocking(
-                "tp", "all_reduce", nbytes, RankPattern(("tp",)), label="trust ratios",
+                "tp", "all_reduce", nbytes, RankPattern(("tp",)), label=label,
                 counted={"all_reduce": 2 * nbytes * (tp - 1) // tp},
             )  # fmt: skip
 

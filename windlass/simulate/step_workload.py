@@ -76,6 +76,8 @@ class StepWork:
         reduces_itself: Optimizer whose steps exchange compressed gradients, or none; empty: the engine reduces them.
         messages: Messages of the step, if the optimizer sends them itself.
         kinds: Kinds of the steps of such an optimizer.
+        whole_states: States of an element before the step, for an update of whole parameters at stage 0; None: another
+            update.
         data_rank: Data-parallel rank whose compressed messages are counted; those of others may differ by some bytes.
         model: The model itself, from which units are made; None: units are made from a decoder of its sizes.
     """
@@ -105,6 +107,7 @@ class StepWork:
     reduces_itself: str = ""
     messages: StepMessages = StepMessages()
     kinds: tuple[KindOfStep, ...] = ()
+    whole_states: int | None = None
     data_rank: int = 0
     model: nn.Module | None = None
 
@@ -215,6 +218,7 @@ def describe_step(
         reduces_itself=states.name if states.reduces_itself else "",
         messages=messages_of_step(states.name, states.options, step, shards=shards_states),
         kinds=kinds_of_steps(states.name, states.options, shards=shards_states),
+        whole_states=_whole_states(states, step) if not shards_states else None,
         data_rank=data_rank,
         schedule=pipeline.schedule,
         tp_chunks=config.tp_overlap_chunks,
@@ -262,6 +266,16 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
                 for tied in (shape.tied, not shape.tied)]  # fmt: skip
     # The meaning of these keys differs between model families, so the parameters decide.
     return min(variants, key=lambda one: abs(one.numel - numel)) if numel else shape
+
+
+def _whole_states(states: OptimizerStates, step: int) -> int | None:
+    """Return the number of states of an element that a step of whole parameters finds; None: it steps flat shards."""
+    if not states.steps_whole:
+        return None
+    if step == 1:
+        return 0
+    # 1-bit LAMB has a third one from the first compressed step on, which gathers none
+    return 2 if states.name == "OneBitLamb" else states.bytes_per_element // 4
 
 
 def _state_bytes(states: OptimizerStates, shape: ModelShape) -> int:

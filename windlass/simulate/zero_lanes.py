@@ -287,6 +287,8 @@ class ZeroLanes:
             self._messages.exchange(trained)
         if local or stage:
             self._messages.combine_parts(trained)
+        else:
+            self._messages.gather_whole(trained)
         for unit in reversed(trained):
             self._update_unit(unit, agreed or computed)
         self._messages.publish(trained)
