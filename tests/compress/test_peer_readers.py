@@ -275,6 +275,12 @@ def test_a_gguf_file_is_compressed_and_generated_from(
     from tests.causal_models import build
     from windlass.cli.main import main
 
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        assert not end.value.code
+        return capsys.readouterr().out
+
     tokenizer = byte_tokenizer(SPLITS["qwen2"])
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 96}
     model = build("llama", **sizes, bos_token_id=0, eos_token_id=1).eval()
@@ -288,17 +294,15 @@ def test_a_gguf_file_is_compressed_and_generated_from(
     write_gguf(source, path)
     before = sorted(one.name for one in tmp_path.iterdir())
     chosen = ["--weights", "int4", "--group", "32", "--no-measure"]
-    for given, out in ((path, "of gguf"), (tmp_path / "wide", "of directory")):
-        assert main(["compress", str(given), str(tmp_path / out), *chosen]) == 0
-    assert sorted(one.name for one in tmp_path.iterdir()) == [*before, "of directory", "of gguf"]
+    printed = [
+        run("compress", str(given), str(tmp_path / out), *chosen)
+        for given, out in ((path, "of gguf"), (tmp_path / "wide", "of directory"))
+    ]
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([*before, "of directory", "of gguf"])
     here, there = (load_file(tmp_path / out / "model.safetensors") for out in ("of gguf", "of directory"))
     assert here.keys() == there.keys()
     for key, value in there.items():
         assert torch.equal(here[key], value), key
-    assert f"{path} is unpacked to" in capsys.readouterr().out
+    assert f"{path} is unpacked to" in printed[0]
     prompt = ["--prompt", "the year", "--temperature", "0", "--max-new-tokens", "4"]
-    texts = []
-    for given in (path, tmp_path / "wide"):
-        assert main(["generate", str(given), *prompt]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
+    assert run("generate", str(path), *prompt) == run("generate", str(tmp_path / "wide"), *prompt)
