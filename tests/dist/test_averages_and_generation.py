@@ -388,7 +388,7 @@ def generating(stage: int, transport: str, tier: str, folder: str, roomy: bool) 
     model = llama()
     engine = engine_of(model, stage, transport, tier, folder)
     if not roomy:
-        import windlass.zero.sharded_generate as generation
+        import windlass.zero.access.sharded_generate as generation
 
         generation._fits, fits = lambda _: False, generation._fits
     try:

@@ -233,7 +233,7 @@ def require_law(case: Case, results: list[dict[str, Any]]) -> None:
 
 
 def run_in_small_units(cases: list[Case]) -> list[dict[str, Any]]:
-    with patch("windlass.zero.core.unit_partition._PERSISTENT_BUCKET", 1):
+    with patch("windlass.zero.setup.unit_partition._PERSISTENT_BUCKET", 1):
         return run_all(cases)
 
 

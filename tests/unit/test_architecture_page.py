@@ -31,7 +31,7 @@ def test_every_path_is_a_file_or_folder_of_the_package() -> None:
     assert not [path for path in paths if not any(place == path or place.endswith("/" + path) for place in places)]
 
 
-@pytest.mark.parametrize("folder", ["zero", "zero/core", "zero/update", "zero/access", "inference"])
+@pytest.mark.parametrize("folder", ["zero", "zero/core", "zero/setup", "zero/update", "zero/access", "inference"])
 def test_every_file_of_the_folder_is_named(folder: str) -> None:
     named = {name.rsplit("/", 1)[-1] for name in NAMES}
     assert not [file.name for file in (ROOT / folder).glob("[a-z]*.py") if file.stem not in named]

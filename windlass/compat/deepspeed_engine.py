@@ -65,7 +65,7 @@ from windlass.engine.training_engine import Engine
 from windlass.observe.monitor_writers import RunMonitor
 from windlass.optim.loss_scale import StaticLossScale
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
-from windlass.zero.core.script_gradients import format_foreign_gradients
+from windlass.zero.access.script_gradients import format_foreign_gradients
 from windlass.zero.core.sharded_parameter import raw_grad
 from windlass.zero.sharded_model import ShardedModel
 

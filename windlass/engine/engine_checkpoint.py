@@ -88,7 +88,7 @@ from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.state_fingerprint import StreamedFingerprint, compute_fingerprint, has_coded_states
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
-from windlass.zero.core.disk_health import HALF_UPDATED, LOST
+from windlass.zero.update.disk_health import HALF_UPDATED, LOST
 from windlass.zero.update.update_chunk import UpdateChunk
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
 from windlass.inference.rank_channel import RankChannel, open_channel
 from windlass.inference.transformers_generate import generate_by_engine
-from windlass.zero.sharded_generate import unsharded_for_generation
+from windlass.zero.access.sharded_generate import unsharded_for_generation
 from windlass.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")

@@ -45,8 +45,8 @@ from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
 from windlass.parallel.experts import find_router_biases, update_biases
 from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel_of
+from windlass.zero.access.script_gradients import ScriptGradientCallbacks, format_foreign_gradients
 from windlass.zero.core.collective_scheduler import SyncPoint
-from windlass.zero.core.script_gradients import ScriptGradientCallbacks, format_foreign_gradients
 from windlass.zero.core.sharded_parameter import note_freed_values
 from windlass.zero.core.zero_settings import StepOutcome
 from windlass.zero.engine_callbacks import BuildShardedModel, EngineCallbacks

@@ -26,7 +26,7 @@ from windlass.storage.extent_allocator import page_up
 from windlass.storage.slot import Tier
 from windlass.zero.core.prefetcher import Prefetcher
 from windlass.zero.core.unit import ShardState, Unit
-from windlass.zero.core.unit_partition import UnitPlan
+from windlass.zero.core.unit_plan import UnitPlan
 from windlass.zero.update.compressed_phase import SERVER_ERROR
 from windlass.zero.update.update_chunk import make_chunks
 

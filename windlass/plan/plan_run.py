@@ -34,7 +34,7 @@ from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.planned_layout import PLANNED_RATES, PlannedLayout, Target, plan_layout, stage_ranks
 from windlass.plan.planned_model import language_batch
 from windlass.plan.rank_limits import RankLimits
-from windlass.zero.core.tier_choice import TierMemory
+from windlass.zero.setup.tier_choice import TierMemory
 
 _MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after this many micro-batches for each stage
 

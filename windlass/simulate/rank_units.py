@@ -21,7 +21,8 @@ from windlass.simulate.step_workload import StepWork
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import ShardState
 from windlass.zero.core.unit_layout import UnitLayout
-from windlass.zero.core.unit_partition import UnitPlan, plan_units
+from windlass.zero.core.unit_plan import UnitPlan
+from windlass.zero.setup.unit_partition import plan_units
 
 if TYPE_CHECKING:
     from windlass.simulate.event_loop import SimulatedTask

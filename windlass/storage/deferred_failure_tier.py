@@ -21,7 +21,7 @@ class DeferredFailureTier(DiskTier):
     [Note: a disk that fails] Ranks issue collectives in one order. A rank that raised in between would leave the others
     waiting until they time out. So a failed transfer is logged at once and recorded here, a failed read fills its
     tensor with NaN, and the rank continues to the next sync point at which all ranks exchange their state
-    (zero/core/disk_health.py): the end of a forward, the norm before a step, the end of a step, or a save. There all
+    (zero/update/disk_health.py): the end of a forward, the norm before a step, the end of a step, or a save. There all
     ranks raise.
 
     Errors of the call itself (a closed tier, an extent of another tier) are raised immediately.

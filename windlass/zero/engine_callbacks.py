@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from windlass.zero.core.script_gradients import ScriptGradientCallbacks
+from windlass.zero.access.script_gradients import ScriptGradientCallbacks
 from windlass.zero.core.unit import Unit
 
 if TYPE_CHECKING:

@@ -25,16 +25,17 @@ from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_allocator import page_up
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.slot import Tier
-from windlass.zero.core import parameter_properties, parameter_registry
+from windlass.zero.access import parameter_properties
+from windlass.zero.access.script_gradients import ScriptGradients
+from windlass.zero.access.sharded_generate import ShardedGenerate, attach_generation
+from windlass.zero.core import parameter_registry
 from windlass.zero.core.collective_scheduler import CollectiveScheduler, SchedulerCallbacks, SyncPoint
 from windlass.zero.core.completion_order import CompletionOrder
-from windlass.zero.core.disk_health import DiskHealth
 from windlass.zero.core.dp_group import build_dp_groups
 from windlass.zero.core.gradient_norm import clip_coefficient
 from windlass.zero.core.gradient_offload import GradientOffload
 from windlass.zero.core.gradient_reducer import GradientReducer, ReducerCallbacks
 from windlass.zero.core.gradient_slot import GradientSlot
-from windlass.zero.core.model_consistency import check_same_model, check_same_units
 from windlass.zero.core.module_hooks import (
     ObservedModules,
     register_block_hooks,
@@ -42,18 +43,19 @@ from windlass.zero.core.module_hooks import (
     register_model_hooks,
 )
 from windlass.zero.core.prefetcher import Prefetcher
-from windlass.zero.core.script_gradients import ScriptGradients
 from windlass.zero.core.sharded_parameter import ShardedParameter, mark_unsharded, put_data, put_grad, raw_data
 from windlass.zero.core.step_agreement import StepAgreement
 from windlass.zero.core.unit import ShardState, Unit, UnitCallbacks, expert_data_group, recapture_parameters
-from windlass.zero.core.unit_partition import Block, plan_units
+from windlass.zero.core.unit_plan import Block
 from windlass.zero.core.unshard_runtime import RuntimeCallbacks, UnshardRuntime
 from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
 from windlass.zero.differing_replicas import DifferingReplicas
 from windlass.zero.engine_callbacks import EngineCallbacks
-from windlass.zero.sharded_generate import ShardedGenerate, attach_generation
-from windlass.zero.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
+from windlass.zero.setup.model_consistency import check_same_model, check_same_units
+from windlass.zero.setup.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
+from windlass.zero.setup.unit_partition import plan_units
 from windlass.zero.update.delayed_update import DelayedUpdate
+from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.elementwise_update import check_parameters
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.offload_states import StateOffloader

@@ -30,7 +30,7 @@ from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
 from windlass.plan.planned_model import build_from_shape, build_on_meta
 from windlass.plan.rank_limits import RankLimits, gpu_bytes
 from windlass.storage.slot import Tier
-from windlass.zero.core.tier_choice import TierMemory
+from windlass.zero.setup.tier_choice import TierMemory
 
 SIZES = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},

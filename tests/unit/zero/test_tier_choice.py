@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from windlass.base.errors import ConfigError
 from windlass.storage.slot import Tier
 from windlass.storage.tier_rates import TierRates
-from windlass.zero.core.tier_choice import (
+from windlass.zero.core.zero_settings import UnitTiers
+from windlass.zero.setup.tier_choice import (
     FixedBytes,
     StepTraffic,
     TierMemory,
     UnitBytes,
-    UnitTiers,
     choose_tiers,
     step_seconds,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from windlass.storage.slot import Slot
 from windlass.zero.access.shard_values import assemble, part_param
 from windlass.zero.core import parameter_registry
 from windlass.zero.core.unit import Unit
-from windlass.zero.sharded_model import ShardedModel
+
+if TYPE_CHECKING:
+    from windlass.zero.sharded_model import ShardedModel
 
 
 class ExponentialMovingAverage:

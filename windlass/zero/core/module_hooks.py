@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from windlass.base.functional_transforms import in_transform, outside_transforms
 from windlass.base.tensor_tree import iterate_tensors, replace_tensors
 from windlass.zero.core.gradient_reducer import GradientReducer
-from windlass.zero.core.unit_partition import Block
+from windlass.zero.core.unit_plan import Block
 from windlass.zero.core.unshard_runtime import BlockCall, UnshardRuntime
 
 

@@ -29,7 +29,7 @@ from windlass.zero.core.sharded_parameter import (
     unmark_freed,
 )
 from windlass.zero.core.unit_layout import LayoutPiece, UnitLayout
-from windlass.zero.core.unit_partition import Block, UnitPlan
+from windlass.zero.core.unit_plan import Block, UnitPlan
 
 
 class ShardState(Enum):

@@ -19,7 +19,7 @@ from windlass.comm.rank_group import RankGroup
 from windlass.zero.core.collective_scheduler import BACKWARD, EVALUATION, FORWARD, CollectiveScheduler, SyncPoint
 from windlass.zero.core.prefetcher import Prefetcher
 from windlass.zero.core.unit import ShardState, Unit, expert_data_group
-from windlass.zero.core.unit_partition import Block
+from windlass.zero.core.unit_plan import Block
 
 
 @dataclass(eq=False)

@@ -12,8 +12,16 @@ from windlass.storage.deferred_failure_tier import DeferredFailureTier
 from windlass.storage.slot import Tier
 from windlass.storage.staging_pool import StagingPool
 from windlass.zero.core.sharding_policy import ShardingPolicy
-from windlass.zero.core.tier_choice import UnitTiers
-from windlass.zero.core.unit_partition import UnitRules
+from windlass.zero.core.unit_plan import UnitRules
+
+
+@dataclass(frozen=True)
+class UnitTiers:
+    """Tiers of one unit."""
+
+    param: Tier = Tier.DEVICE
+    gradient: Tier = Tier.DEVICE
+    state: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True)

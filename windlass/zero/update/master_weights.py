@@ -19,11 +19,11 @@ from windlass.base.device_memory import (
 from windlass.base.pending import DONE, Pending
 from windlass.comm.rank_group import RankGroup
 from windlass.storage.slot import Tier
-from windlass.zero.core.disk_health import DiskHealth
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.sharded_parameter import raw_data, version_of
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.zero_settings import Placements
+from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload, StateOffloadCallbacks
 from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 

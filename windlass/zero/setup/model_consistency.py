@@ -11,7 +11,7 @@ from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
 from windlass.parallel.placement import get_placement
-from windlass.zero.core.unit_partition import UnitPlan
+from windlass.zero.core.unit_plan import UnitPlan
 
 # Name, global shape, dtype, and the optimizer group that trains the parameter, if any.
 _Summary = tuple[str, tuple[int, ...], str, str]

@@ -3,84 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from windlass.parallel.placement import PlacementKey, get_global_name, get_global_numel, get_placement
+from windlass.parallel.placement import get_global_name, get_global_numel, get_placement
+from windlass.zero.core.unit_plan import Block, UnitPlan, UnitRules
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-@dataclass(eq=False)
-class Block:
-    """Module around whose forward and backward its units are unsharded and then resharded."""
-
-    name: str
-    module: nn.Module
-    parameters: list[nn.Parameter]
-
-
-@dataclass(frozen=True)
-class UnitRules:
-    """Rules for the partition of a model into units.
-
-    Args:
-        persistence_threshold: Parameters of fewer elements are never resharded (`stage3_param_persistence_threshold`).
-        max_persistent_numel: Maximum number of elements of such parameters (`stage3_model_persistence_threshold`).
-        merge_below: Neighbouring units of fewer elements are merged; 0: never.
-        split_above: A block of more elements is split into its children, if it has any.
-        blocks: Names of the modules, or of their classes, that become blocks; empty: found automatically.
-        lowered: ids of parameters whose gradients are sent in `lowered_reduce_dtype`.
-        unstepped: ids of parameters that are in no group of the optimizer: see [Note: gradients that stay].
-    """
-
-    persistence_threshold: int = 0
-    max_persistent_numel: int = 1 << 62
-    merge_below: int = 0
-    split_above: int = 1 << 62
-    blocks: tuple[str, ...] = ()
-    lowered: frozenset[int] = frozenset()
-    unstepped: frozenset[int] = frozenset()
-
-
-@dataclass(eq=False)
-class UnitPlan:
-    """Plan of a unit.
-
-    Its parameters have one dtype, are all trainable or all frozen, and all persistent or none. They are sharded and
-    reduced over the same ranks, in one dtype. Either none of them is in a group of the optimizer (`unstepped`), or all
-    that are trainable.
-    """
-
-    names: list[str]
-    parameters: list[nn.Parameter]
-    blocks: list[Block]
-    persistent: bool
-    lowered: bool = False
-    unstepped: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parameters[0].dtype
-
-    @property
-    def trainable(self) -> bool:
-        return self.parameters[0].requires_grad
-
-    @property
-    def kind(self) -> PlacementKey:
-        return get_placement(self.parameters[0]).key
-
-    @property
-    def numel(self) -> int:
-        return sum(p.numel() for p in self.parameters)
-
-    @property
-    def full_numel(self) -> int:
-        """Number of elements of the full parameters: equal on all ranks, even if their parts differ in size."""
-        return sum(get_global_numel(p) for p in self.parameters)
 
 
 # Persistent parameters are many and small: they are reduced in buckets of up to 1 MiB of float32.

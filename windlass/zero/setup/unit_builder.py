@@ -17,11 +17,10 @@ from windlass.comm.transport import BufferRequest, TransportBuffer
 from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.dp_group import DataParallelGroup, is_primary_replica, norm_weight
 from windlass.zero.core.gradient_reducer import GradientReducer
-from windlass.zero.core.tier_choice import UnitTiers
 from windlass.zero.core.unit import Unit, UnitCallbacks
 from windlass.zero.core.unit_layout import UnitLayout
-from windlass.zero.core.unit_partition import UnitPlan
-from windlass.zero.core.zero_settings import Placements, ZeroSettings
+from windlass.zero.core.unit_plan import UnitPlan
+from windlass.zero.core.zero_settings import Placements, UnitTiers, ZeroSettings
 from windlass.zero.sharded_init.unit_values import broadcast_full_parameters, local_shard_values, mark_full_parameters
 
 
