@@ -283,8 +283,8 @@ class CompressedPhase:
             torch.empty(numel, dtype=torch.float32, device="meta"),
             mean_of_ranks,
             tier=unit.state_tier,
-            load=partial(self._memory.read_part, key, unit, start, numel),
-            store=partial(self._memory.write_part, key, unit, start),
+            memory=self._memory,
+            start=start,
         )
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:

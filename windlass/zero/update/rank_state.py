@@ -16,6 +16,7 @@ import torch
 
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
+from windlass.zero.update.rank_state_memory import RankStateMemory
 
 RelayRule = Callable[[torch.Tensor, int], torch.Tensor]
 """Maps the saved rows `[saved ranks, n]` and the new number of ranks to the new rows `[ranks, n]`."""
@@ -123,12 +124,12 @@ class StoredRankState(RankState):
     """State that rests on another tier. `values` has its shape and no memory.
 
     Attributes:
-        load: returns a copy of the values in host memory.
-        store: replaces the values.
+        memory: per-rank states of the unit.
+        start: first element of the parameter in the unit.
     """
 
-    load: Callable[[], torch.Tensor] = field(kw_only=True)
-    store: Callable[[torch.Tensor], None] = field(kw_only=True)
+    memory: RankStateMemory = field(kw_only=True)
+    start: int = field(kw_only=True)
 
     @property
     def is_in_memory(self) -> bool:
@@ -137,11 +138,11 @@ class StoredRankState(RankState):
 
     def read(self) -> torch.Tensor:
         """Return a copy of the values in host memory."""
-        return self.load()
+        return self.memory.read_part(self.key, self.unit, self.start, self.values.numel())
 
     def set(self, values: torch.Tensor) -> None:
         """Replace the state by `values`, `[numel]`."""
-        self.store(values)
+        self.memory.write_part(self.key, self.unit, self.start, values)
 
 
 class RankNumber(RankState):
