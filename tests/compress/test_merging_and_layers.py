@@ -24,7 +24,6 @@ from windlass.compress.layer_importance import (
     every_other,
     losses_without,
     mean_loss,
-    merge_layers,
     remove_layers,
     shorten_layers,
     skip_layers,
@@ -159,20 +158,26 @@ def test_steps_name_layers_by_the_numbers_of_the_whole_model(monkeypatch: pytest
     assert steps == ["layer 0: merged into 1, loss 0.5000", "layer 2: merged into 1, loss 0.5000"]
 
 
-def test_merged_layers_are_the_weighted_mean() -> None:
+def test_merged_layers_are_the_weighted_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([1.0, 0.9, 0.5, 0.5])  # layer 1 removed, merged into each neighbour, and the check
+    monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [1])
+    monkeypatch.setattr(layer_importance, "mean_loss", lambda *_: next(losses))
     model = deep(layers=3)
     one, two = (dict(copy.deepcopy(model.model.layers[n]).named_parameters()) for n in (1, 2))
-    merge_layers(model, 1, 0.25)
+    shorten_layers(model, 1, BATCHES)
     for name, parameter in model.model.layers[1].named_parameters():
-        torch.testing.assert_close(parameter.detach(), 0.75 * one[name].detach() + 0.25 * two[name].detach())
+        torch.testing.assert_close(parameter.detach(), 0.75 * two[name].detach() + 0.25 * one[name].detach())
     assert len(model.model.layers) == 2 and model.model.layers[1].self_attn.layer_idx == 1
-    with pytest.raises(ConfigError, match="layer 1 has no next one"):
-        merge_layers(model, 1)
+
+
+def test_layers_with_other_shapes_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [1])
+    monkeypatch.setattr(layer_importance, "mean_loss", lambda *_: 1.0)
+    model = deep(layers=3)
     model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(2, 2))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ConfigError, match="'mlp.down_proj.weight' of a layer has another shape in the next one"):
-        merge_layers(model, 0)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    before = copy.deepcopy(model.model.layers[2].state_dict())
+    assert "merged" not in shorten_layers(model, 1, BATCHES)[0]
+    assert all(torch.equal(value, before[name]) for name, value in model.model.layers[1].state_dict().items())
 
 
 def test_merging_equals_the_formulas() -> None:

@@ -28,7 +28,10 @@ from tests.dist.harness import run_ranks
 from tests.dist.quick_rows import in_shares, share
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
-from windlass.base.errors import ModelError
+from windlass.base.device_memory import EmulatedDeviceMemory
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compat.pickled_classes import OffloadStateTypeEnum
+from windlass.engine.training_engine import Engine
 
 BUDGET = str(64 << 20)
 LATE = {"WINDLASS_EMULATE_DEVICE": BUDGET, "WINDLASS_EMULATE_LATE": "1"}
@@ -225,8 +228,31 @@ def park_between_steps(stage: int, parks: bool) -> RankTrace:
             engine.reload_states()
             assert place.used == before
     trace.params = whole_params(engine.module)
+    if parks:
+        compare_names_of_states(engine, place)
     engine.destroy()
     return trace
+
+
+def compare_names_of_states(engine: Engine, place: EmulatedDeviceMemory) -> None:
+    """Check that a kind of states and DeepSpeed's name of it move the same bytes, once each."""
+
+    def moved(*kinds: object) -> int:
+        before = place.used
+        engine.offload_states(include=kinds)
+        freed = before - place.used
+        engine.reload_states()
+        return freed
+
+    kinds = ("optimizer_states", "master_weights", "parameters", "gradients")
+    sizes = [moved(kind) for kind in kinds]
+    assert sizes == [
+        moved(OffloadStateTypeEnum(name)) for name in ("optim_states", "hp_params", "lp_params", "lp_grads")
+    ]
+    assert sizes[0] > 0 and sizes[1] > 0 and moved("contiguous_grad_buffer") == 0
+    assert moved("hp_params", "optim_states", *kinds) == sum(sizes)
+    with pytest.raises(ConfigError, match="there is no kind 'weights'; use any of optimizer_states, "):
+        engine.offload_states(include=["hp_params", "weights"])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

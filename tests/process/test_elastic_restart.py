@@ -11,12 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from windlass.launch.elastic_restart import start_elastic
-from windlass.launch.start_ranks import LaunchError
+from windlass.launch.elastic_restart import run_with_restarts
+from windlass.launch.exit_status import LaunchExitStatus
+from windlass.launch.local_launch import start_local_ranks
+from windlass.launch.start_ranks import LaunchError, plan_local_launch
+from windlass.launch.supervisor import RankEvents
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the processes in Linux's /proc")
 
@@ -32,6 +36,11 @@ if restarts == 1:
 if restarts < 2:
     time.sleep(600)
 """
+
+
+def start_elastic(entrypoint: list[str], nproc: int, max_restarts: int, min_nproc: int = 1) -> LaunchExitStatus:
+    plan = replace(plan_local_launch(entrypoint, nproc), max_restarts=max_restarts)
+    return run_with_restarts(plan, lambda plan: start_local_ranks(plan, RankEvents(None)), min_nproc)
 
 
 def started(folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.dist.test_profile import SCRIPT
+from tests.process.test_verify_command import DEEPSPEED_SCRIPT
 from windlass.base.errors import ConfigError
 from windlass.cli.main import app, main
 
@@ -33,6 +34,15 @@ def test_a_script_is_profiled_on_two_ranks(tmp_path: Path, capfd: pytest.Capture
     found = json.loads(capfd.readouterr().out)
     assert found["steps"] == 2 and [one["rank"] for one in found["ranks"]] == [0, 1]
     assert out.stat().st_size > 0
+
+
+def test_engine_of_a_deepspeed_script_is_profiled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(DEEPSPEED_SCRIPT)
+    options = ["--skip", "0", "--steps", "1", "--no-operators", "--out", str(tmp_path / "trace.json"), "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", str(tmp_path / "train.py"), *options])
+    assert ended.value.code == 0
+    assert json.loads(capfd.readouterr().out)["steps"] == 1
 
 
 @pytest.mark.parametrize(

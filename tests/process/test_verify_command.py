@@ -64,6 +64,21 @@ whole = shm_transport.ordered_sum
 patch.object(shm_transport, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out, **how)).start()
 """
 
+DEEPSPEED_SCRIPT = """
+import deepspeed
+import torch
+from deepspeed.ops.adam import FusedAdam
+from torch import nn
+
+net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+engine, *_ = deepspeed.initialize(model=net, optimizer=FusedAdam(net.parameters()), config=config)
+assert type(engine) is deepspeed.DeepSpeedEngine and "compat" in type(engine).__module__, type(engine)
+while True:
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+"""
+
 MODEL = """
 import time
 import torch
@@ -131,6 +146,13 @@ def test_unmodified_script_is_verified(folder: Path, capfd: pytest.CaptureFixtur
     first, second = (line.split() for line in lines[4:6])
     assert first[0] == "1" and second[0] == "2" and len(first) == 10
     assert first[1] == first[2] == first[8] and float(second[9]) < 1e-4, "the copy that trains alone stays near"
+
+
+def test_engine_of_a_deepspeed_script_is_verified(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "deepspeed_script.py").write_text(DEEPSPEED_SCRIPT)
+    assert verify("deepspeed_script.py", "--nproc", "1", "--steps", "1", "--json") == 0
+    (found,) = json.loads(capfd.readouterr().out)
+    assert found["equal"] and len(found["steps"]) == 1 and found["stage"] == 2
 
 
 @pytest.mark.slow

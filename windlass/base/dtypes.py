@@ -6,7 +6,7 @@ import torch
 
 from windlass.base.errors import ConfigError
 
-_NAMES: dict[str, torch.dtype] = {
+FLOAT_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "float32": torch.float32,
     "float": torch.float32,
@@ -16,6 +16,7 @@ _NAMES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+"""Dtypes by their names in configurations."""
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
@@ -26,7 +27,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """
     if isinstance(name, torch.dtype):
         return name
-    dtype = _NAMES.get(str(name).lower().removeprefix("torch."))
+    dtype = FLOAT_DTYPES.get(str(name).lower().removeprefix("torch."))
     if dtype is None:
         raise ConfigError(f"unknown dtype {name!r}; use one of fp32, bf16, fp16")
     return dtype

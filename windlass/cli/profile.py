@@ -12,6 +12,8 @@ from windlass.base.bounded_input import MAX_RANKS_PER_HOST
 from windlass.base.errors import ConfigError
 from windlass.base.text import print_escaped
 from windlass.cli.script_help import SCRIPT_HELP
+from windlass.compat.stand_in_path import stand_in_environment
+from windlass.launch.script_session import rank_import_path
 
 
 def profile(
@@ -50,7 +52,7 @@ def profile(
     from windlass.tracing.profile_job import ProfileJob, run_profile
 
     job = ProfileJob("", list(script), str(out), steps, skip, config, operators)
-    found = run_profile(job, nproc)
+    found = run_profile(job, nproc, stand_in_environment({"PYTHONPATH": rank_import_path()}))
     if as_json:
         typer.echo(json.dumps({**found["data"], "trace": str(out)}, indent=2))
         return

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from windlass.compat.pid_file import pid_file
 from windlass.compat.stand_in_path import stand_in_environment
 from windlass.launch.launch_command import launch_from_args
 from windlass.launch.launch_flags import build_run_parser, parse_flags
@@ -28,7 +29,8 @@ def run(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     args = parse_flags(parser, given)
     if args.autotuning and not args.dry_run:
         raise typer.Exit(_tune(args, given))
-    raise typer.Exit(launch_from_args(args, _extra_environment(args)))
+    with pid_file(args.save_pid and not args.dry_run):
+        raise typer.Exit(launch_from_args(args, _extra_environment(args)))
 
 
 def _tune(args: argparse.Namespace, given: list[str]) -> int:

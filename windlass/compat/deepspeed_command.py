@@ -11,6 +11,7 @@ from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.base.processes import exit_on_interrupted_import, forbid_world_writable_files
+from windlass.compat.pid_file import pid_file
 from windlass.launch.hostfile import DEFAULT_HOSTFILE
 from windlass.launch.launch_command import launch_from_args
 from windlass.launch.launch_flags import copy_flags, parse_flags
@@ -71,7 +72,8 @@ def run(args: Sequence[str] | None = None) -> None:
     if (given.launcher or "").lower() == "pdsh" and not given.launcher_args and not is_installed("pdsh"):
         logger.warning("pdsh is not installed: using plain ssh to reach the other hosts")
         given.launcher = None
-    code = launch_from_args(given, command_name="deepspeed")
+    with pid_file(given.save_pid):
+        code = launch_from_args(given, command_name="deepspeed")
     if code:
         sys.exit(code)
 

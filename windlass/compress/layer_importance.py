@@ -185,19 +185,6 @@ def _keep_in_config(config: Any, kept: Sequence[int], total: int) -> None:
             setattr(config, name, len(kept))
 
 
-def merge_layers(model: nn.Module, number: int, weight: float = 0.5) -> None:
-    """Replace a layer and the next one by one layer, in place: `(1 - weight) * W + weight * W'` of each parameter.
-
-    Raises:
-        ConfigError: there is no next layer, or its parameters have other shapes.
-    """
-    layers = _layers(model)
-    if not 0 <= number < len(layers) - 1:
-        raise ConfigError(f"layer {number} has no next one to merge with; the model has {len(layers)} layers")
-    _blend(layers[number], layers[number + 1], weight)
-    remove_layers(model, [number + 1])
-
-
 def _blend(one: nn.Module, two: nn.Module, weight: float) -> None:
     others = dict(two.named_parameters())
     for name, parameter in one.named_parameters():  # all of them before the first one changes

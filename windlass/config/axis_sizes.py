@@ -49,16 +49,6 @@ class Axes:
         """Number of data-loading ranks: ranks that read samples of their own."""
         return self.dp_replicate * self.dp_shard * self.ep
 
-    @property
-    def dense_data_size(self) -> int:
-        """Number of ranks over which the gradients of dense (non-expert) parameters are reduced."""
-        return self.data_loading_size * self.sp
-
-    @property
-    def dense_shard_size(self) -> int:
-        """Number of ranks over which the states of dense (non-expert) parameters are sharded."""
-        return self.dp_shard * self.ep * self.sp
-
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 

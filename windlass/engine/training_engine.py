@@ -718,8 +718,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Move this rank's states from the device to host memory until `reload_states`, to free device memory.
 
         Args:
-            include: any of `optim_states`, `hp_params`, `lp_params`, `lp_grads`, `contiguous_grad_buffer`; all by
-                default.
+            include: any of `optimizer_states`, `master_weights`, `parameters`, `gradients`, all by default; or
+                DeepSpeed's names for them, `optim_states`, `hp_params`, `lp_params`, `lp_grads`, and
+                `contiguous_grad_buffer`, which moves nothing: the gradient buffer is a ring of two units' size.
             device: only the CPU.
             pin_memory: page-lock the copies.
             non_blocking: accepted and ignored; the memory is free when this returns.
@@ -730,8 +731,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """
         if str(getattr(device, "value", device)) not in ("cpu", "OffloadDeviceEnum.cpu"):
             raise ConfigError(f'offload_states: device is {device!r}; states can only be moved to the "cpu"')
+        kinds = KINDS if include is None else _offloaded_kinds(include)
         self._sharded.finish_update()
-        taken = self._sharded.state_offloader.offload(KINDS if include is None else include, pin=pin_memory)
+        taken = self._sharded.state_offloader.offload(kinds, pin=pin_memory)
         logger.info(f"offload_states: {taken / 2**20:.1f} MiB were moved from this rank's device to host memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -797,6 +799,25 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 stack.callback(self._reporter.close)
                 if self._hybrid is not None:
                     stack.callback(self._hybrid.close)
+
+
+_KINDS_BY_DS_NAME = {
+    "optim_states": "optimizer_states",
+    "hp_params": "master_weights",
+    "lp_params": "parameters",
+    "lp_grads": "gradients",
+    "contiguous_grad_buffer": None,
+}
+
+
+def _offloaded_kinds(include: Iterable[Any]) -> list[str]:
+    """Return the kinds of states that `include` names, each once. Members of enumerations count by their value."""
+    names = [str(getattr(one, "value", one)) for one in include]
+    for name in names:
+        if name not in KINDS and name not in _KINDS_BY_DS_NAME:
+            raise ConfigError(f"offload_states: there is no kind {name!r}; use any of {', '.join(KINDS)}")
+    kinds = dict.fromkeys(_KINDS_BY_DS_NAME.get(name, name) for name in names)
+    return [kind for kind in kinds if kind is not None]
 
 
 def _nothing() -> None:

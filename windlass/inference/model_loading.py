@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.dtypes import FLOAT_DTYPES
 from windlass.base.errors import ConfigError, ModelError, WindlassError
 from windlass.base.import_transformers import import_transformers
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
@@ -18,17 +19,7 @@ from windlass.compress.packed_model import is_packed_directory, load_packed_mode
 from windlass.inference.model_forward import find_first_position, rope_settings
 from windlass.inference.staged_loading import StagedModelSource
 
-_DTYPES = {
-    "auto": None,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
+_DTYPES = {"auto": None, **FLOAT_DTYPES}
 
 _TOKENIZER_FILES = "tokenizer.json and tokenizer_config.json, tokenizer.model, or vocab.json and merges.txt"
 

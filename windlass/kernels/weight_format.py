@@ -168,12 +168,6 @@ def list_weight_formats() -> list[str]:
     return sorted(_formats)
 
 
-def bits_per_weight(weight_format: WeightFormat, out_features: int, in_features: int) -> float:
-    """Return the bits that a format takes for each element of a matrix, scales included; 0 for an empty matrix."""
-    nbytes = sum(form.nbytes for form in weight_format.file_form(out_features, in_features).values())
-    return 8 * nbytes / (out_features * in_features) if out_features * in_features else 0.0
-
-
 def unpack_rows(weight_format: WeightFormat, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
     """Return some rows of a packed matrix in the format's own precision.
 

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.launch.exit_status import LaunchExitStatus, RankFailure
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.launch_plan import LaunchPlan
-from windlass.launch.local_launch import check_main_thread, start_local_ranks
+from windlass.launch.local_launch import check_main_thread
 from windlass.launch.rank_jobs import RESTARTS as RESTARTS
 from windlass.launch.rank_placement import Host, place_ranks
-from windlass.launch.start_ranks import plan_local_launch
-from windlass.launch.supervisor import RankEvents, ReceivedSignals, capture_signals
-
-
-def start_elastic(
-    entrypoint: list[str],
-    nproc: int,
-    *,
-    max_restarts: int,
-    min_nproc: int = 1,
-    env: Mapping[str, str] | None = None,
-    **options: Any,
-) -> LaunchExitStatus:
-    """Start ranks like `start_ranks.start_ranks`. After a failure, start all again, at most `max_restarts` times.
-
-    Args:
-        max_restarts: maximum number of restarts; 0: never.
-        min_nproc: minimum number of ranks for a restart.
-        env: variables to set in the environment of the ranks; `WINDLASS_RESTARTS` is added.
-        options: further options of `start_ranks`.
-
-    Raises:
-        LaunchError: the ranks cannot be started, or the numbers are invalid.
-    """
-    plan = replace(plan_local_launch(entrypoint, nproc, env=env, **options), max_restarts=max_restarts)
-    return run_with_restarts(plan, lambda plan: start_local_ranks(plan, RankEvents(None)), min_nproc)
+from windlass.launch.supervisor import ReceivedSignals, capture_signals
 
 
 def run_with_restarts(

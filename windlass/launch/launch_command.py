@@ -27,7 +27,6 @@ from windlass.launch.launcher_process import run_launcher_command
 from windlass.launch.live_rank_table import LiveRankTable
 from windlass.launch.local_launch import free_port, start_local_ranks
 from windlass.launch.output_flags import output_routing_from_args
-from windlass.launch.pid_file import pid_file
 from windlass.launch.plan_from_flags import (
     DEFAULT_MASTER_PORT,
     has_placement_flags,
@@ -66,8 +65,7 @@ def launch_from_args(
     reject_dry_run_flags(args)
     if args.dry_run:
         return show_rank_map(args)
-    with pid_file(args.save_pid):
-        return _report_failures(_choose_launch(args, dict(env or {})), command_name)
+    return _report_failures(_choose_launch(args, dict(env or {})), command_name)
 
 
 def launch_plan_from_args(args: argparse.Namespace, plan: LaunchPlan, command_name: str = "deepspeed") -> int:

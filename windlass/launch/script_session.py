@@ -11,6 +11,11 @@ from pathlib import Path
 from windlass.base.errors import WindlassError
 
 
+def rank_import_path() -> str:
+    """Return PYTHONPATH for ranks that run a script: the working directory, then the PYTHONPATH of this process."""
+    return os.pathsep.join(path for path in (os.getcwd(), os.environ.get("PYTHONPATH", "")) if path)
+
+
 def run_script(arguments: list[str]) -> None:
     """Run a script as `__main__`. A SystemExit without a code is a normal end.
 
@@ -20,10 +25,6 @@ def run_script(arguments: list[str]) -> None:
     Raises:
         SystemExit: the script ended with a code, or an observer ended it by a subclass of SystemExit.
     """
-    import windlass
-
-    # for scripts that import deepspeed; an installed and imported deepspeed has precedence
-    sys.modules.setdefault("deepspeed", windlass)
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,11 @@ class ProfileJob:
         return cls(**json.loads(Path(path).read_text()))
 
 
-def run_profile(job: ProfileJob, ranks: int) -> dict[str, Any]:
+def run_profile(job: ProfileJob, ranks: int, environment: Mapping[str, str]) -> dict[str, Any]:
     """Profile the script on `ranks` ranks of this machine. Return the summary as `text` and as plain `data`.
+
+    Args:
+        environment: variables to set for the ranks, over inherited ones.
 
     Raises:
         ProfileRunError: a rank failed, with its error as the text, or the script made no step.
@@ -71,10 +75,7 @@ def run_profile(job: ProfileJob, ranks: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="windlass-profile-") as folder:
         job = replace(job, folder=folder, trace=os.path.abspath(job.trace))
-        here = os.pathsep.join(path for path in (os.getcwd(), os.environ.get("PYTHONPATH", "")) if path)
-        outcome = start_ranks(
-            ["-m", "windlass.tracing.profile_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
-        )
+        outcome = start_ranks(["-m", "windlass.tracing.profile_rank", str(job.write())], ranks, env=environment)
         if outcome.stopped_by is not None:
             raise RunStoppedError("interrupted before the profile was complete", outcome.stopped_by)
         if job.failure_path.exists():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from windlass.base.errors import RunStoppedError, WindlassError
 from windlass.base.text import plural
+from windlass.compat.stand_in_path import stand_in_environment
+from windlass.launch.script_session import rank_import_path
 from windlass.launch.start_ranks import start_ranks
 from windlass.verify.verification_job import VerificationJob
 from windlass.verify.verification_report import VerificationReport
@@ -28,10 +29,8 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
     """
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder:
         job = replace(job, folder=folder)
-        here = os.pathsep.join(path for path in (os.getcwd(), os.environ.get("PYTHONPATH", "")) if path)
-        outcome = start_ranks(
-            ["-m", "windlass.verify.verification_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
-        )
+        environment = stand_in_environment({"PYTHONPATH": rank_import_path()})
+        outcome = start_ranks(["-m", "windlass.verify.verification_rank", str(job.write())], ranks, env=environment)
         if outcome.stopped_by is not None:
             raise RunStoppedError("interrupted before the report was complete", outcome.stopped_by)
         if job.failure_path.exists():

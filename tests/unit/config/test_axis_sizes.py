@@ -23,17 +23,10 @@ def test_data_axis_fills_the_remaining_ranks(pp: int, replicate: int, shard: int
     axes = load_config({"parallel": parallel}).axes(world)
     assert axes == Axes(dp_shard=shard, **parallel)
     grid = MeshShape(**axes.sizes)
-    assert (
-        (grid.world, grid.data_loading_size, grid.data)
-        == (world, axes.data_loading_size, axes.dense_data_size)
-        == (axes.world_size, *_data(axes))
-    )
-    assert axes.dense_shard_size * axes.dp_replicate == axes.dense_data_size
+    loaders = replicate * shard * ep
+    assert (grid.world, grid.data_loading_size, grid.data) == (world, loaders, loaders * sp)
+    assert (axes.world_size, axes.data_loading_size) == (world, loaders)
     assert str(axes) == str(grid)
-
-
-def _data(axes: Axes) -> tuple[int, int]:
-    return axes.dp_replicate * axes.dp_shard * axes.ep, axes.dp_replicate * axes.dp_shard * axes.ep * axes.sp
 
 
 @given(small, small, small, small, st.integers(1, 64))
@@ -72,7 +65,7 @@ def test_mics_shard_size_sets_the_shard_axis(shard: int, world: int) -> None:
             config.axes(world)
     else:
         axes = config.axes(world)
-        assert (axes.dense_shard_size, axes.dp_replicate * axes.dp_shard, axes.secondary_size) == (shard, world, None)
+        assert (axes.dp_shard, axes.dp_replicate * axes.dp_shard, axes.secondary_size) == (shard, world, None)
 
 
 def test_mics_counts_ranks_along_ep_and_sp() -> None:

@@ -12,7 +12,7 @@ from windlass.base.errors import WeightFormatError
 from windlass.kernels.bit_packing import pack_trits, pack_words, unpack_trits, unpack_words
 from windlass.kernels.coded_formats import CodedWeightFormat, GroupCodes, make_coded_formats
 from windlass.kernels.packed_gemm import join_packed
-from windlass.kernels.weight_format import bits_per_weight, get_weight_format, list_weight_formats
+from windlass.kernels.weight_format import get_weight_format, list_weight_formats
 
 CODED = [form.name for form in make_coded_formats()]
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 160]))
@@ -87,7 +87,9 @@ def test_words_have_the_codes_bit_after_bit(bits: int, rows: int, columns: int) 
 
 
 def test_sizes_of_large_layers() -> None:
-    ratios = {name: 32 / bits_per_weight(get_weight_format(name), 4096, 11008) for name in list_weight_formats()}
+    files = {name: get_weight_format(name).file_form(4096, 11008).values() for name in list_weight_formats()}
+    ratios = {name: 4 * 4096 * 11008 / sum(tensor.nbytes for tensor in tensors) for name, tensors in files.items()}
+    assert (ratios["fp32"], ratios["bf16"], ratios["int8"]) == (1, 2, pytest.approx(32 / (8 + 32 / 11008), rel=1e-9))
     least = {"int8": 3.98, "int4_g128": 7.7, "int2_g128": 15, "ternary": 19, "binary_g128": 28, "fp8": 3.98}
     assert {name for name, ratio in least.items() if ratios[name] < ratio} == set()
     assert ratios["int4_g128"] == pytest.approx(32 / (4 + 16 / 128), rel=1e-5)

@@ -17,7 +17,6 @@ from windlass.kernels import packed_matmul, weight_format
 from windlass.kernels.packed_linear import pack_linear_layers
 from windlass.kernels.weight_format import (
     Int8WeightFormat,
-    bits_per_weight,
     get_weight_format,
     list_weight_formats,
     register_weight_format,
@@ -66,12 +65,6 @@ def test_packed_tensors_have_the_layout_of_files(name: str, shape: tuple[int, in
     save_file(packed, tmp_path / "file.safetensors")
     again = load_file(tmp_path / "file.safetensors")
     assert torch.equal(form.unpack(again), form.unpack(packed))
-
-
-def test_bits_per_weight() -> None:
-    results = {name: bits_per_weight(get_weight_format(name), 10, 64) for name in ("fp32", "bf16", "int8")}
-    assert results == {"fp32": 32, "bf16": 16, "int8": 8 + 32 / 64}
-    assert bits_per_weight(get_weight_format("int8"), 0, 64) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

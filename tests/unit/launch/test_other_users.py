@@ -12,11 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 import windlass
+from windlass.cli import run as run_command
+from windlass.compat import deepspeed_command
+from windlass.compat.pid_file import pid_file
 from windlass.launch import rendezvous_store
 from windlass.launch.launch_errors import LaunchError
-from windlass.launch.pid_file import pid_file
 from windlass.launch.rendezvous_store import RendezvousStore
 from windlass.launch.source_path import source_pythonpath
 
@@ -45,6 +48,24 @@ def test_a_pid_file_that_cannot_be_written_is_refused(temporary: Path) -> None:
     with pytest.raises(LaunchError, match=r"--save_pid: .*\.deepspeed cannot be written .*set TMPDIR"), pid_file(True):
         pass
     assert list(temporary.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("words", "exists"), [(["--save_pid"], True), ([], False)])
+def test_both_commands_keep_the_pid_file_during_the_launch(
+    words: list[str], exists: bool, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def launch(*_: object, **__: object) -> int:
+        seen.append((temporary / f"{os.getpid()}.deepspeed").exists())
+        return 0
+
+    for command in (run_command, deepspeed_command):
+        monkeypatch.setattr(command, "launch_from_args", launch)
+    with pytest.raises(typer.Exit):
+        run_command.run([*words, __file__])
+    deepspeed_command.run([*words, __file__])
+    assert seen == [exists, exists] and not list(temporary.iterdir())
 
 
 def test_the_store_imports_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

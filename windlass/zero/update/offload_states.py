@@ -14,15 +14,14 @@ from windlass.base.device_memory import (
     device_has_own_memory,
     empty_host_tensor,
 )
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ModelError
 from windlass.base.pending import Pending
 from windlass.storage.slot import Tier
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.master_weights import MasterWeights
 
-# DeepSpeed's names. The last offloads nothing: here the gradient buffer is a ring of two units' size, which stays.
-KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+KINDS = ("optimizer_states", "master_weights", "parameters", "gradients")
 
 
 @dataclass
@@ -67,26 +66,21 @@ class StateOffloader:
         Does nothing on a device without memory of its own, such as the CPU.
 
         Args:
-            kinds: any of `KINDS`, as strings or as members of DeepSpeed's enumeration.
+            kinds: any of `KINDS`.
             pin: page-lock the copies.
 
         Returns:
             Number of bytes that were moved.
 
         Raises:
-            ConfigError: an unknown kind.
             ModelError: states are offloaded already.
         """
-        requested = [str(getattr(kind, "value", kind)) for kind in kinds]
-        for kind in requested:
-            if kind not in KINDS:
-                raise ConfigError(f"offload_states: there is no kind {kind!r}; use any of {', '.join(KINDS)}")
         if self._offloaded:
             raise ModelError("offload_states: states are offloaded already; call reload_states() before")
         if not device_has_own_memory(self._device):
             return 0
         transfers: list[Pending] = []
-        for holder, tensors in [found for kind in requested for found in self._of(kind)]:
+        for holder, tensors in [found for kind in kinds for found in self._of(kind)]:
             copies = [empty_host_tensor(tensor.numel(), tensor.dtype, pin=pin) for tensor in tensors]
             flat = [tensor.reshape(-1) for tensor in tensors]
             transfers += [copy_to_host(copy, one) for copy, one in zip(copies, flat, strict=True)]
@@ -118,7 +112,7 @@ class StateOffloader:
 
     def _of(self, kind: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Yield ledger entry and tensors of each slot of this kind that has device memory of its own."""
-        if kind == "lp_params":
+        if kind == "parameters":
             # Units without a shard slot keep their shard inside the full buffer, which stays.
             for unit in self._units:
                 shard_slot = unit.shard_slot
@@ -126,17 +120,17 @@ class StateOffloader:
                     continue
                 if shard_slot.tensor.is_floating_point():
                     yield shard_slot.name, [shard_slot.tensor]
-        elif kind == "hp_params":
+        elif kind == "master_weights":
             for unit in self._units:
                 full = self._masters.full_span(unit)
                 if full is not None and unit.state_tier is Tier.DEVICE:
                     yield f"master weights of {unit.names[0]}", [full]
-        elif kind == "lp_grads":
+        elif kind == "gradients":
             # With a buffer, the shard is a view of it and cannot be freed separately.
             for slot in self._slots:
                 if slot.shard is not None and slot.buffer is None:
                     yield f"gradient of {slot.unit.names[0]}", [slot.shard]
-        elif kind == "optim_states":
+        elif kind == "optimizer_states":
             for chunk in self._masters.chunks:
                 if chunk.tier is Tier.DEVICE:
                     yield f"optimizer states of {chunk.name}", self._masters.state_offload.tensors(chunk)
