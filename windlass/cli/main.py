@@ -89,7 +89,7 @@ COMMANDS = (
         "bench",
         "windlass.cli.bench",
         "bench_app",
-        "Compare stages, offload, transports and servers on this machine, as DeepSpeed's tutorials do.",
+        "Run the experiments of DeepSpeed's tutorials.",
     ),
     CliCommand("env", "windlass.cli.env", "env", "Print the facts of this machine for a bug report."),
 )

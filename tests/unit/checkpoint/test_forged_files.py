@@ -153,7 +153,7 @@ def test_dtype_other_than_the_header_is_refused(dtype: str, saved: Path) -> None
         fields["tensors"]["buffer/running_mean"]["dtype"] = dtype
 
     change_index(saved, change)
-    with pytest.raises(CheckpointError, match=f"F32 of shape.*index says {dtype}|dtype '{dtype}'"):
+    with pytest.raises(CheckpointError, match=f"F32 of shape.*index has {dtype}|dtype '{dtype}'"):
         dict(read_full(saved))
     into = sample_states.empty()
     before = [shard.tensor.clone() for shard in into.shards]
@@ -190,7 +190,7 @@ def test_shape_beyond_the_files_allocates_no_memory(saved: Path) -> None:
 
     change_index(saved, change)
     for read in (lambda: dict(read_full(saved)), lambda: load(saved, None, sample_states.empty(), strict=False)):
-        with pytest.raises(CheckpointError, match="index says F32 of shape"):
+        with pytest.raises(CheckpointError, match="index has F32 of shape"):
             read()
 
 

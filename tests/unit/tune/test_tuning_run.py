@@ -382,7 +382,7 @@ def test_arguments_of_the_program(tmp_path: Path) -> None:
     config.write_text("{}")
     words = ("train.py", f"--deepspeed={config}", "--lr", "0.1", "--bs", "4")
     assert find_config(words) == str(config)
-    with pytest.raises(ConfigError, match="no configuration file is at --deepspeed none.json"):
+    with pytest.raises(ConfigError, match="--deepspeed none.json of the program names no existing file"):
         find_config(("train.py", "--deepspeed", "none.json"))
     command = ProgramCommand(
         ("run",), words, str(config), {"train_micro_batch_size_per_gpu": "--bs", "zero_optimization.stage": "--c"}
