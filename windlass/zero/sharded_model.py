@@ -203,6 +203,11 @@ class ShardedModel:
             delayed=late,
             separate=optimizer is not None and update_class(optimizer, policy.state).separates_masters(policy.state),
         )
+        self._rank_states = (
+            len(update_class(optimizer, policy.state).rank_state_keys(optimizer, policy.state))
+            if optimizer is not None
+            else 0
+        )
         try:
             self.reserve("initialize cannot start")
         except BaseException:
@@ -280,6 +285,8 @@ class ShardedModel:
             if unit.trainable and unit.gradient_tier is Tier.NVME:
                 nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulation_dtype.itemsize
                 sizes += [nbytes, nbytes] if self.settings.delayed_update else [nbytes]
+            if unit.trainable and unit.state_tier is Tier.NVME:
+                sizes += [unit.layout.padded * torch.float32.itemsize] * self._rank_states
         disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
         self.disk_health.check(what, then="nothing was changed")
 

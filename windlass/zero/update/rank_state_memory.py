@@ -71,6 +71,10 @@ class RankStateMemory:
             return torch.zeros(numel, dtype=torch.float32, device=unit.full.device)
         values = torch.empty(numel, dtype=torch.float32, device=unit.full.device)
         self._slots[key, unit.index].fetch(values).wait()
+        if unit.state_tier is Tier.NVME:
+            # A failed read gives NaN, which no codec encodes; the other ranks wait for this message. The failure is
+            # raised on all ranks at the end of the step ([Note: a disk that fails]).
+            values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return values
 
     def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
@@ -118,6 +122,11 @@ class RankStateMemory:
         self._stored = {one for one in self._stored if one[0] != key}
 
     def drop(self, key: str | None = None) -> None:
-        """Free the tensors of a state, by default of all, and return it to zeros. Slots stay allocated."""
+        """Free the tensors of a state, by default of all, and return it to zeros. Slots stay allocated, and contents
+        that were lost are forgotten.
+        """
         self._tensors = {one: tensor for one, tensor in self._tensors.items() if key not in (None, one[0])}
         self._stored = {one for one in self._stored if key not in (None, one[0])}
+        for one, slot in self._slots.items():
+            if key in (None, one[0]):
+                slot.discard()
