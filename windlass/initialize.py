@@ -25,7 +25,6 @@ from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distr
 from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
-from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
 from windlass.compress.compressed_layers import shard_compressed_layers
 from windlass.compress.engine_steps import check_compression, check_distillation, follow_engine_steps
 from windlass.compress.quantize_training import prepare_quantize_training
@@ -50,6 +49,7 @@ from windlass.parallel.megatron_flags import has_flagged_parameters
 from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.remote_parameters import drop_remote_parameters
+from windlass.parallel.script_ranks import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
 from windlass.zero import GatheredParameters, Init
 from windlass.zero.core import parameter_registry
 from windlass.zero.engine_callbacks import EngineCallbacks

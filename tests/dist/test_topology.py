@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
 from windlass.base.errors import ConfigError
-from windlass.comm.mpu import sizes_of_mpu
 from windlass.compat.pipeline_grid import PipelineParallelGrid
 from windlass.compat.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from windlass.parallel.script_ranks import sizes_of_mpu
 
 
 def query_grid(grid: PipelineParallelGrid) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
-from windlass.comm.mpu import known_sizes
 from windlass.compat.config_getters import ValueConfigError, get_gradient_allreduce_op
 from windlass.compat.config_queries import COMPUTED_ANSWERS
 from windlass.compat.monitor_writers import get_monitor_config
@@ -16,6 +15,7 @@ from windlass.compat.tolerated_keys import resolve_tolerated_keys
 from windlass.config import Config, batch_sizes, load_config
 from windlass.config.axis_sizes import axes_from_data_loading_size
 from windlass.config.config_source import read_source
+from windlass.parallel.script_ranks import known_sizes
 
 
 class BatchError(ConfigError, AssertionError):

@@ -10,7 +10,7 @@ from windlass.base.log import logger
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.shell_quoting import check_variable_name
 
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+ENVIRONMENT_FILE_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """Name of the file of `KEY=VALUE` lines that is read from the home directory and then from the working directory."""
 
 EXPORTED_PREFIXES = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS"]
@@ -45,7 +45,7 @@ def exported_environment(
         if name.startswith(tuple(EXPORTED_PREFIXES)) and name not in excluded
     }
     found["PYTHONPATH"] = os.pathsep.join(path for path in (cwd, environ.get("PYTHONPATH", "")) if path)
-    name = environ.get("DS_ENV_FILE") or DEEPSPEED_ENVIRONMENT_NAME
+    name = environ.get("DS_ENV_FILE") or ENVIRONMENT_FILE_NAME
     places = [Path(environ.get("HOME") or Path.home()), Path(cwd)] if folders is None else list(map(Path, folders))
     # with an absolute name, all folders give the same file
     for path in dict.fromkeys(place / name for place in places):

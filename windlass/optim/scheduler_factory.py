@@ -21,7 +21,7 @@ from windlass.optim.lr_schedule import HasParamGroups, LRSchedule
 from windlass.optim.lr_warmups import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
-    "DEEPSPEED_SCHEDULES",
+    "OWN_SCHEDULES",
     "LRRangeTest",
     "OneCycle",
     "LRSchedule",
@@ -34,10 +34,10 @@ __all__ = [
     "resolve_scheduler_class",
 ]
 
-DEEPSPEED_SCHEDULES: dict[str, type[LRSchedule]] = {
+OWN_SCHEDULES: dict[str, type[LRSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""Schedules of DeepSpeed's configuration, by name."""
+"""Schedules of this package, by the names that configurations give."""
 
 _TORCH_CLASSES: dict[str, type[Any]] = {
     name: cls
@@ -47,12 +47,10 @@ _TORCH_CLASSES: dict[str, type[Any]] = {
 
 
 def list_scheduler_names() -> list[str]:
-    """Return every name that `build_scheduler` takes, DeepSpeed's first."""
+    """Return every name that `build_scheduler` takes, those of `OWN_SCHEDULES` first."""
     return [
-        *DEEPSPEED_SCHEDULES,
-        *sorted(
-            name for name in _TORCH_CLASSES if name not in UNSUPPORTED_SCHEDULES and name not in DEEPSPEED_SCHEDULES
-        ),
+        *OWN_SCHEDULES,
+        *sorted(name for name in _TORCH_CLASSES if name not in UNSUPPORTED_SCHEDULES and name not in OWN_SCHEDULES),
     ]
 
 
@@ -62,7 +60,7 @@ def resolve_scheduler_class(type: str) -> type[Any]:
     Raises:
         ConfigError: the name is unknown (the message has the nearest one) or refused (the message has the reason).
     """
-    classes = {**_TORCH_CLASSES, **DEEPSPEED_SCHEDULES}
+    classes = {**_TORCH_CLASSES, **OWN_SCHEDULES}
     name = {known.lower(): known for known in classes}.get(str(type).lower())
     if name is None:
         near = nearest_name(str(type), list_scheduler_names())
@@ -83,7 +81,7 @@ def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: HasP
     """Build the schedule that a configuration names.
 
     Args:
-        type: a key of `DEEPSPEED_SCHEDULES` or a class of `torch.optim.lr_scheduler`, in any case.
+        type: a key of `OWN_SCHEDULES` or a class of `torch.optim.lr_scheduler`, in any case.
         optimizer: any object with `param_groups`; torch's own classes require a torch optimizer.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import nn
 
 from windlass.compat import lr_schedule_arguments, runtime_constants
 from windlass.compat.script_config import load_ds_config, set_optimizer_flags
-from windlass.optim.scheduler_factory import DEEPSPEED_SCHEDULES
+from windlass.optim.scheduler_factory import OWN_SCHEDULES
 
 # options of DeepSpeed 0.19.8's command line
 DEFAULTS = {
@@ -66,7 +66,7 @@ def test_a_section_from_a_command_line() -> None:
         section, _ = lr_schedule_arguments.get_config_from_args(parsed("--lr_schedule", name))
         assert section is not None
         if name in ("WarmupLR", "LRRangeTest"):
-            DEEPSPEED_SCHEDULES[name](torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **section["params"])
+            OWN_SCHEDULES[name](torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **section["params"])
 
 
 def test_a_rate_from_a_section() -> None:
@@ -91,9 +91,9 @@ def test_last_lr_before_a_step_is_the_first() -> None:
 
 
 def test_schedule_names_equal_their_classes() -> None:
-    assert set(lr_schedule_arguments.VALID_LR_SCHEDULES) == set(DEEPSPEED_SCHEDULES)
+    assert set(lr_schedule_arguments.VALID_LR_SCHEDULES) == set(OWN_SCHEDULES)
     for name in lr_schedule_arguments.VALID_LR_SCHEDULES:
-        assert issubclass(getattr(lr_schedule_arguments, name), DEEPSPEED_SCHEDULES[name])
+        assert issubclass(getattr(lr_schedule_arguments, name), OWN_SCHEDULES[name])
 
 
 def test_rates_and_wrapped_optimizers() -> None:

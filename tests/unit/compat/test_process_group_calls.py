@@ -131,6 +131,22 @@ def test_discovery_fills_the_environment() -> None:
     assert (comm.get_world_rank_from_launcher(), comm.get_world_size_from_launcher()) == (0, 1)
 
 
+def test_switches_of_the_comms_logger_select_operations() -> None:
+    log = comm.CommsLogger()
+    log.enabled = True
+    try:
+        log.stop_profiling_comms()
+        log.start_profiling_op(["send", "recv"])
+        log.stop_profiling_op(["recv"])
+        assert [log.should_record(name, False) for name in ("send", "recv")] == [True, False]
+        log.start_profiling_comms()
+        assert log.should_record("recv", False)
+        log.append("send", "mine", latency=1.0, msg_size=8, ranks=2)
+        assert log.get_raw_data() == log.comms_dict and log.get_raw_data()["mine"][8][0] == 1
+    finally:
+        log.enabled = False
+
+
 @pytest.mark.parametrize("given", [{"comms_logger": {"enabled": True, "prof_ops": "broadcast"}}, "whole", "section"])
 def test_comms_logger_accepts_every_configuration_form(given: object) -> None:
     from windlass.config import load_config

@@ -283,7 +283,7 @@ TORCH_EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in scheduler_factory.list_scheduler_names() if n not in scheduler_factory.DEEPSPEED_SCHEDULES]
+    "name", [n for n in scheduler_factory.list_scheduler_names() if n not in scheduler_factory.OWN_SCHEDULES]
 )
 @pytest.mark.parametrize("spell", [str, str.lower])
 def test_torch_schedulers_by_name(name: str, spell: Any) -> None:

@@ -65,7 +65,7 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.launcher.runner": works("windlass.compat.deepspeed_command"),
     "deepspeed.launcher.runner.main": works("windlass.compat.deepspeed_command:run"),
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": works(
-        "windlass.launch.exported_environment:DEEPSPEED_ENVIRONMENT_NAME"
+        "windlass.launch.exported_environment:ENVIRONMENT_FILE_NAME"
     ),
     "deepspeed.launcher.runner.EXPORT_ENVS": works("windlass.launch.exported_environment:EXPORTED_PREFIXES"),
     "deepspeed.launcher.runner.DLTS_HOSTFILE": works("windlass.launch.hostfile:DEFAULT_HOSTFILE"),

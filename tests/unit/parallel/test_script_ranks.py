@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
-from windlass.comm import mpu as module
 from windlass.comm.mesh_shape import DATA_LOADING_AXES, MeshShape
-from windlass.comm.mpu import known_sizes, sizes_of_mpu, sizes_of_topology
 from windlass.compat.process_topology import PipeModelDataParallelTopology, ProcessTopology
+from windlass.parallel import script_ranks as module
+from windlass.parallel.script_ranks import known_sizes, sizes_of_mpu, sizes_of_topology
 
 MEGATRON = {
     "tp": "tensor_model_parallel",
@@ -110,14 +110,13 @@ def test_uninitialized_mpu_is_refused() -> None:
 
 
 def test_sizes_that_differ_between_ranks_are_refused() -> None:
-    def gathered(heard: list[Any], said: Any) -> None:
-        heard[:] = [said, ({**said[0], "tp": 1}, "")]
+    def gather(said: Any) -> list[Any]:
+        return [said, ({**said[0], "tp": 1}, "")]
 
     with (
         patch.object(module.dist, "is_initialized", lambda: True),
         patch.object(module.dist, "get_rank", lambda: 0),
-        patch.object(module.dist, "get_world_size", lambda: 2),
-        patch.object(module.dist, "all_gather_object", gathered),
+        patch.object(module, "world_group", lambda: SimpleNamespace(all_gather_object=gather)),
         pytest.raises(ConfigError, match=r"'tp': 2\} on rank 0 and .*'tp': 1\} on rank 1"),
     ):
         sizes_of_mpu(unit(MeshShape(tp=2), 0), 2)

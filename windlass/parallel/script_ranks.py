@@ -1,4 +1,7 @@
-"""Conversion of a model-parallel unit (`mpu`) or a topology into mesh axes, if its rank order is that of the mesh."""
+"""Sizes of mesh axes from a script's own numbering of the ranks: a model-parallel unit (`mpu`) or a topology.
+
+`initialize(mpu=...)` and a pipeline model's topology give them. The rank order must be that of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh_shape import DATA_LOADING_AXES, MeshShape
+from windlass.comm.rank_group import world_group
 
 
 class ModelShardingUnit(Protocol):
@@ -33,7 +37,7 @@ _NAMES = {
     "sp": ("context_parallel", "sequence_parallel"),
     "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
 }
-"""Names of each axis in Megatron, DeepSpeed and older units. The first name that a unit has is used, or a later name
+"""Names of each axis in Megatron, its forks and older units. The first name that a unit has is used, or a later name
 under which it has several ranks. For tp the first name is always used, because `model_parallel` means the whole model
 in units that also have an earlier name.
 """
@@ -44,7 +48,7 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
 
     Args:
         mpu: Any object with Megatron's methods (`get_tensor_model_parallel_world_size()`, `..._rank()`, `..._group()`,
-            and so on), or with DeepSpeed's. Axes that it does not have count as one rank.
+            and so on). Axes that it does not have count as one rank.
         world: World size.
 
     Raises:
@@ -58,10 +62,8 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
         sizes, problem = _read(mpu, world, rank)
     except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # the unit's groups were never created
         problem = f"the mpu failed: {type(error).__name__}: {error}"
-    gathered: list[Any] = [(sizes, problem)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered *= dist.get_world_size()
-        dist.all_gather_object(gathered, (sizes, problem))
+    read = (sizes, problem)
+    gathered = world_group().all_gather_object(read) if dist.is_initialized() else [read]
     for other, (_, message) in enumerate(gathered):
         if message:
             raise ConfigError(f"rank {other}: {message}")
@@ -72,7 +74,7 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
 
 
 class RankTopology(Protocol):
-    """Numbering of ranks along named axes, as DeepSpeed's topologies number them."""
+    """Numbering of ranks along named axes."""
 
     def world_size(self) -> int:
         """Return the number of ranks."""
@@ -136,7 +138,7 @@ def _word(mpu: Any, axis: str) -> str | None:
     """Return the unit's name for an axis, or None if it does not have the axis."""
     known = [name for name in _NAMES[axis] if hasattr(mpu, f"get_{name}_world_size")]
     if axis == "tp":
-        # DeepSpeed's parallel_state_sp gives its sequence-parallel methods a second name
+        # a unit may give its sequence-parallel methods this second name
         sp = getattr(mpu, "get_sequence_parallel_world_size", None)
         known = [name for name in known if sp is None or getattr(mpu, f"get_{name}_world_size") != sp]
     several = [name for name in known if _ask(mpu, name, "world_size") > 1]
