@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.equivalence_runs import whole_params
+from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import run_ranks
 from tests.dist.test_disk_failure import BAD_RANK, attempt, begin, forget, step
 from tests.dist.test_offload import LATE
+from tests.dist.test_one_bit_adam import FREEZE, Case, train
 from tests.models import Place
 from tests.unit.storage.test_page_checksums import rewrite
 
@@ -52,11 +53,12 @@ class Spoiler:
             records = self.model.masters.state_offload._records.values()
             key = "" if self.kind == "master" else "exp_avg"
             return [(r.extent, e.offset, e.nbytes) for r in records for e in r.entries if e.key == key]
-        slots = (
-            [u.shard_slot for u in self.model.units]
-            if self.kind == "parameters"
-            else [s.storage for s in self.model.slots]
-        )
+        if self.kind == "worker_error":
+            slots = list(self.model.update._phase._memory._slots.values())
+        elif self.kind == "parameters":
+            slots = [u.shard_slot for u in self.model.units]
+        else:
+            slots = [s.storage for s in self.model.slots]
         return [(slot.extent, 0, slot.nbytes) for slot in slots if slot is not None and slot.extent is not None]
 
     def content(self, extent: Any, at: int, nbytes: int) -> bytes:
@@ -224,3 +226,27 @@ def test_damage_found_before_an_update(tmp_path: Path) -> None:
         assert step.startswith("StorageError: this step was applied in part") and "exp_avg of" in step
         assert load == again == ""
         assert "goodTrue" in files and "latest" in files and not [n for n in files + still if n.startswith("global")]
+
+
+def damaged_errors(folder: str) -> tuple[str, str, bool]:
+    """Return the error of a step with damaged error feedback, that of a following load, and True if the run then
+    continues as an undamaged one."""
+    case = Case(2, nvme=True)
+    engine = start(specimen(case.model), case.config(f"{folder}/disk"))
+    train(engine, case, 0, FREEZE + 2)
+    engine.save_checkpoint(f"{folder}/saved")
+    train(engine, case, FREEZE + 2, FREEZE + 3)
+    expected = whole_params(engine.module)
+    Spoiler(engine, "worker_error", "flip").spoil()
+    failed = attempt(lambda: train(engine, case, FREEZE + 3, FREEZE + 4))
+    loaded = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    train(engine, case, FREEZE + 2, FREEZE + 3)
+    same = all(torch.equal(value, expected[name]) for name, value in whole_params(engine.module).items())
+    engine.destroy()
+    return failed, loaded, same
+
+
+def test_damaged_error_feedback_aborts_the_step_and_a_load_repairs_it(tmp_path: Path) -> None:
+    for failed, loaded, same in run_ranks(damaged_errors, 2, str(tmp_path), timeout=120):
+        assert failed.startswith("StorageError: this step was applied in part") and "worker_error of " in failed
+        assert not loaded and same
