@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.dist.harness import RankError, run_ranks
 from tests.toy_codecs import BlockInt8Codec
 from windlass.base.errors import CommunicationError
-from windlass.comm.byte_channel import ByteChannel
+from windlass.comm.byte_channel import ByteChannel, ProcessGroupChannel
 from windlass.comm.choose_channel import choose_channel
 from windlass.comm.codec import Codec, accumulation_dtype, get_codec
 from windlass.comm.compressed_collectives import CompressedCollectives
@@ -266,7 +266,7 @@ def along_axes_and_rings(transport: str) -> None:
     """Send messages along one axis of a mesh, and around a ring in which all send before they receive."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = build_mesh(MeshShape(tp=2, dp_shard=ranks // 2))
-    calls = CompressedCollectives.over_axis(mesh.tp, "bf16")
+    calls = CompressedCollectives(ProcessGroupChannel(mesh.tp.group, "axis tp"), "bf16", mesh.tp.traffic)
     values = torch.full((5,), 1.001 + rank)
     together = torch.full((5,), 1.001 + rank // 2 * 2).bfloat16().float()
     together = (together + torch.full((5,), 1.001 + rank // 2 * 2 + 1).bfloat16().float()).bfloat16().float()
