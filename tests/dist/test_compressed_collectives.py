@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory_channel import SharedMemoryChannel
 
+PAGE = Path(__file__).parents[2] / "docs" / "compressed-communication.md"
 WORLDS = [(1, "shm"), (1, "gloo"), (2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
 CODECS: list[Codec] = [*map(get_codec, ("identity", "bf16", "sign", "int4")), BlockInt8Codec()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -306,6 +309,20 @@ def round_trips(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_round_trip_shows_what_peers_decode(transport: str) -> None:
     run_ranks(round_trips, 2, transport, transport=transport)
+
+
+def sent_by_the_page(transport: str) -> None:
+    page: dict[str, Any] = {"__name__": "codec_page"}
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):
+        exec(compile(code, PAGE.name, "exec"), page)
+    assert page["channel"].name == transport
+    same(page["total"], torch.full((5,), 1.5), "the mean of equal tensors")
+    assert page["collectives"].traffic.bytes_moved["compressed_all_reduce"] == 2 * 5
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_the_documented_example_sends(transport: str) -> None:
+    run_ranks(sent_by_the_page, 2, transport, transport=transport)
 
 
 def absent(case: str) -> str:

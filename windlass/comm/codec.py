@@ -109,16 +109,20 @@ _codecs: dict[str, Codec] = {}
 
 def register_codec(codec: Codec) -> None:
     """Make `codec` available under its name, also to keys of the configuration. Call it on every rank before
-    `initialize`. Registering an equal codec of the same class again changes nothing.
+    `initialize`. It replaces an equal codec of the same class, or of a class that was defined again, as in a notebook.
 
     Raises:
         CodecError: another codec has the name.
     """
     before = _codecs.get(codec.name, codec)
-    if before is not codec and not (type(before) is type(codec) and vars(before) == vars(codec)):
+    if before is not codec and _definition(before) != _definition(codec):
         raise CodecError(f"a codec named {codec.name!r} is registered already; register this one under another name")
     _codecs[codec.name] = codec
     add_codec(codec.name, needs_error_feedback=bool(getattr(codec, "needs_error_feedback", False)))
+
+
+def _definition(codec: Codec) -> tuple[str, str, dict[str, object]]:
+    return type(codec).__module__, type(codec).__qualname__, vars(codec)
 
 
 def get_codec(name: str) -> Codec:
