@@ -1,4 +1,4 @@
-"""Two lossy codecs, of the kinds that compressed collectives transport, for tests only."""
+"""Three lossy codecs, of the kinds that compressed collectives transport, for tests only."""
 
 from __future__ import annotations
 
@@ -56,3 +56,22 @@ class SignCodec:
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
         bits = (encoded[4:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         out.copy_((bits.view(-1)[: out.numel()].float() * 2 - 1) * encoded[:4].view(torch.float32))
+
+
+class HalfCodec:
+    """Codec of float16 values."""
+
+    name = "toy-half"
+    exact = False
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.float32, torch.float16)
+
+    def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        return 2 * numel
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        encoded.view(torch.float16).copy_(tensor)
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        out.copy_(encoded.view(torch.float16))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from tests.dist.harness import RankError, run_ranks
 from tests.toy_codecs import BlockInt8Codec
 from windlass.base.errors import CommunicationError
-from windlass.comm.byte_channel import ByteChannel
+from windlass.comm.byte_channel import ByteChannel, ProcessGroupChannel
 from windlass.comm.choose_channel import choose_channel
 from windlass.comm.codec import Codec, accumulation_dtype, get_codec
 from windlass.comm.compressed_collectives import CompressedCollectives
@@ -22,6 +24,7 @@ from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory_channel import SharedMemoryChannel
 
+PAGE = Path(__file__).parents[2] / "docs" / "compressed-communication.md"
 WORLDS = [(1, "shm"), (1, "gloo"), (2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
 CODECS: list[Codec] = [*map(get_codec, ("identity", "bf16", "sign", "int4")), BlockInt8Codec()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -266,7 +269,7 @@ def along_axes_and_rings(transport: str) -> None:
     """Send messages along one axis of a mesh, and around a ring in which all send before they receive."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = build_mesh(MeshShape(tp=2, dp_shard=ranks // 2))
-    calls = CompressedCollectives.over_axis(mesh.tp, "bf16")
+    calls = CompressedCollectives(ProcessGroupChannel(mesh.tp.group, "axis tp"), "bf16", mesh.tp.traffic)
     values = torch.full((5,), 1.001 + rank)
     together = torch.full((5,), 1.001 + rank // 2 * 2).bfloat16().float()
     together = (together + torch.full((5,), 1.001 + rank // 2 * 2 + 1).bfloat16().float()).bfloat16().float()
@@ -306,6 +309,20 @@ def round_trips(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_round_trip_shows_what_peers_decode(transport: str) -> None:
     run_ranks(round_trips, 2, transport, transport=transport)
+
+
+def sent_by_the_page(transport: str) -> None:
+    page: dict[str, Any] = {"__name__": "codec_page"}
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):
+        exec(compile(code, PAGE.name, "exec"), page)
+    assert page["channel"].name == transport
+    same(page["total"], torch.full((5,), 1.5), "the mean of equal tensors")
+    assert page["collectives"].traffic.bytes_moved["compressed_all_reduce"] == 2 * 5
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_the_documented_example_sends(transport: str) -> None:
+    run_ranks(sent_by_the_page, 2, transport, transport=transport)
 
 
 def absent(case: str) -> str:

@@ -35,8 +35,10 @@ from tests.dist.test_one_bit_adam import (
 )
 from tests.models import ROWS
 from tests.oracle import relative_error
+from tests.toy_codecs import BlockInt8Codec
+from windlass.comm import codec as codecs
 from windlass.comm.byte_channel import ProcessGroupChannel
-from windlass.comm.codec import get_codec
+from windlass.comm.codec import get_codec, register_codec
 from windlass.comm.traffic import set_traffic_observer
 from windlass.optim.diloco import fragment_due
 from windlass.parallel.placement import PlacementKey
@@ -90,6 +92,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def run_all(cases: list[Case]) -> list[dict[str, Any]]:
+    register_codec(BlockInt8Codec())
     return [run(case) for case in cases]
 
 
@@ -190,6 +193,8 @@ CASES = [
     with_params(replace(CASE, transport="shm"), codec="int8", fragments=2, overlap_steps=2, mixing=0.5),
     with_params(replace(CASE, transport="shm", accumulation=2), codec="identity", fragments=2),
     with_params(CASE, codec="bf16"),
+    with_params(CASE, codec="toy-int8"),  # a user's
+    with_params(replace(CASE, transport="shm"), codec="topk", fragments=2),
     with_params(replace(CASE, accumulation=2), codec="identity", fragments=2, overlap_steps=2, mixing=0.25),
     with_params(replace(CASE, transport="shm"), codec="bf16", overlap_steps=3, mixing=0.5),
     with_params(CASE, codec="identity", fragments=4, overlap_steps=1, mixing=0.0),
@@ -201,7 +206,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_inner_and_outer_steps_equal_their_simulation(ranks: int) -> None:
+def test_inner_and_outer_steps_equal_their_simulation(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(codecs._codecs, "toy-int8", BlockInt8Codec())  # for the simulation
     cases = [replace(case, ranks=ranks) for case in CASES]
     by_rank = run_ranks(run_all, ranks, cases, timeout=120.0)
     for number, case in enumerate(cases):

@@ -20,8 +20,9 @@ from tests.dist.test_compressed_lists import decoded
 from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
 from tests.models import ROWS, Place, cast
 from tests.oracle import relative_error
+from tests.toy_codecs import HalfCodec
 from windlass.base.errors import ConfigError
-from windlass.comm.codec import get_codec
+from windlass.comm.codec import get_codec, register_codec
 from windlass.config import load_config
 from windlass.engine.error_feedback_states import error_feedback_states
 from windlass.zero.core.unit_layout import UnitLayout
@@ -142,6 +143,33 @@ def test_lossy_codecs_stay_near_exact_arithmetic() -> None:
                 assert rounded and float((one["gathered"] - one["exact"]).abs().max()) <= limit, case
             else:
                 assert not rounded, case
+
+
+def run_with_a_users_codec(cases: list[Case]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run the cases; return also the errors of uses that the codec cannot serve."""
+    register_codec(HalfCodec())
+    errors = []
+    for bf16, transport in ((True, "gloo"), (False, "shm")):
+        config = Case(cases[1].zero, bf16=bf16).config
+        with pytest.raises(ConfigError) as caught:
+            start(specimen("mlp"), {**config, "comm": {"transport": transport}})
+        errors.append(str(caught.value))
+    return run_cases(cases), errors
+
+
+def test_a_registered_codec_carries_weights_and_gradients() -> None:
+    name = HalfCodec.name
+    weights = Case(all_of("weights", zero_quantized_weights_codec=name))
+    hops = dict.fromkeys(("zero_quantized_gradients_codec", "zero_quantized_gradients_codec_across"), name)
+    gradients = [Case(all_of("gradients", **hops), node=node) for node in (1, 2)]
+    for (exact, *found), errors in run_ranks(run_with_a_users_codec, 2, [Case(), weights, *gradients], timeout=120.0):
+        assert torch.equal(found[0]["gathered"], found[0]["exact"].half().float())
+        assert exact["moved"]["gather"] == 2 * found[0]["moved"]["gather"] > 0
+        for one in found:
+            error, where = relative_error(one["params"], exact["params"])
+            assert 0 < error < 1e-3, f"{where} is off by {error:.2e}"
+        assert 'weights_codec: the codec "toy-half" does not accept torch.bfloat16' in errors[0]
+        assert "ranks read memory of each other in place" in errors[1]
 
 
 class ReductionSimulation:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-from windlass.attention.attention_backend import AttentionBackend
+from windlass.attention.attention_backend import AttentionBackend, require_backend
 from windlass.attention.attention_mask import AttentionMask
 from windlass.attention.backend_registry import get_backend
 
@@ -32,9 +32,9 @@ def use_backend(backend: AttentionBackend | str | None) -> Iterator[AttentionBac
         backend: a backend, the name of one that needs no options, or None for plain attention.
 
     Raises:
-        ConfigError: no backend of this name is registered.
+        ConfigError: no backend of this name is registered, or the backend is incomplete.
     """
-    found = get_backend(backend) if isinstance(backend, str) else backend
+    found = get_backend(backend) if isinstance(backend, str) else None if backend is None else require_backend(backend)
     with restore_backends((*_stack.get(), found)):
         yield found
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 
 from windlass.attention.attention_mask import AttentionMask
-from windlass.base.errors import ModelError
+from windlass.base.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,59 @@ class AttentionBackend(Protocol):
             `[samples, heads, queries, value features]`.
         """
         ...
+
+
+_MEMBERS = ("name", "supported_arguments", "computes_local_heads", "depends_on_head", "check", "make_mask", "attend")
+
+
+def require_backend(backend: Any) -> AttentionBackend:
+    """Return `backend`.
+
+    Raises:
+        ConfigError: the object lacks a part of the interface.
+    """
+    fix = "subclass windlass.attention.AttentionBackend, which has defaults of all parts except name and attend"
+    if isinstance(backend, type):
+        raise ConfigError(f"an attention backend is an object, not the class {backend.__name__}; pass an instance")
+    missing = [name for name in _MEMBERS if not hasattr(backend, name)]
+    if getattr(type(backend), "attend", None) is AttentionBackend.attend:
+        missing.append("attend")
+    if len(missing) == len(_MEMBERS):
+        raise ConfigError(f"{backend!r} is not an attention backend; {fix}")
+    if missing:
+        name = getattr(backend, "name", type(backend).__name__)
+        raise ConfigError(
+            f'the attention backend "{name}" ({type(backend).__name__}) does not define {" and ".join(missing)}; {fix}'
+        )
+    return cast(AttentionBackend, backend)
+
+
+def compute_attention(
+    backend: AttentionBackend,
+    module: nn.Module | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    **arguments: Any,
+) -> torch.Tensor:
+    """Call `attend` of a backend, and check the shape of its result.
+
+    Raises:
+        ModelError: the result is not `[samples, heads, queries, value features]`.
+    """
+    output = backend.attend(module, query, key, value, mask, **arguments)
+    expected = (*query.shape[:3], value.shape[3])
+    # With another shape, later reshapes of the layer may still fit and compute wrong values.
+    if not isinstance(output, torch.Tensor) or output.shape != expected:
+        found = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else repr(type(output).__name__)
+        swapped = isinstance(output, torch.Tensor) and output.dim() == 4 and output.transpose(1, 2).shape == expected
+        fix = "return output.transpose(1, 2)" if swapped else "correct attend"
+        raise ModelError(
+            f'the attention backend "{backend.name}" returned {found} in {type(module).__name__}, but its result has '
+            f"to be [samples, heads, queries, value features] {expected}; {fix}"
+        )
+    return output
 
 
 def get_layer_heads(backend: AttentionBackend, module: nn.Module | None, query: torch.Tensor) -> HeadSlice:

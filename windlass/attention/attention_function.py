@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from windlass.attention.active_backend import BoundMask, get_active_backend, make_bound_mask
-from windlass.attention.attention_backend import HeadSlice, get_layer_heads
+from windlass.attention.attention_backend import HeadSlice, compute_attention, get_layer_heads
 from windlass.attention.attention_mask import AttentionMask
 from windlass.attention.mask_pattern import BIDIRECTIONAL, CAUSAL
 from windlass.attention.sdpa_backend import SdpaBackend
@@ -49,7 +49,8 @@ def attention(
         `[samples, heads, queries, value features]`.
 
     Raises:
-        ModelError: mask and `is_causal` are both given, or the backend does not support an argument.
+        ModelError: mask and `is_causal` are both given, the backend does not support an argument, or returns another
+            shape.
     """
     if is_causal and mask is not None:
         raise ModelError("attention got a mask and is_causal=True; put the causal order into the mask, or leave it out")
@@ -73,7 +74,8 @@ def attention(
             f'attention got {unsupported}, which the backend "{backend.name}" does not support; it supports '
             f"{sorted(backend.supported_arguments)}"
         )
-    return backend.attend(
+    return compute_attention(
+        backend,
         module,
         query,
         key,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from windlass.attention.attention_backend import AttentionBackend
+from windlass.attention.attention_backend import AttentionBackend, require_backend
 from windlass.base.errors import ConfigError
 
 BackendFactory = Callable[..., AttentionBackend]
@@ -18,10 +18,12 @@ def register_backend(name: str, factory: BackendFactory) -> None:
     """Register a backend under a name. Registering the same factory again changes nothing.
 
     Raises:
-        ConfigError: the name is empty, or taken by another factory.
+        ConfigError: the name is empty, or taken by another factory, or the factory cannot be called.
     """
     if not name:
         raise ConfigError("an attention backend needs a name; give register_backend a non-empty string")
+    if not callable(factory):
+        raise ConfigError(f'register_backend("{name}"): {factory!r} is not a class or function; pass the class')
     if _factories.setdefault(name, factory) is not factory:
         raise ConfigError(f'an attention backend "{name}" is registered already ({_factories[name]}); use another name')
 
@@ -33,7 +35,8 @@ def get_backend(name: str, **options: Any) -> AttentionBackend:
         options: arguments of its factory.
 
     Raises:
-        ConfigError: no backend of this name is registered, or its factory does not take the options.
+        ConfigError: no backend of this name is registered, its factory does not take the options, or the backend is
+            incomplete.
     """
     if name not in _factories:
         raise ConfigError(
@@ -41,9 +44,10 @@ def get_backend(name: str, **options: Any) -> AttentionBackend:
             "package that defines it, or call windlass.attention.register_backend"
         )
     try:
-        return _factories[name](**options)
+        backend = _factories[name](**options)
     except TypeError as error:
         raise ConfigError(f'attention backend "{name}" got the options {sorted(options)}: {error}') from error
+    return require_backend(backend)
 
 
 def backend_names() -> list[str]:

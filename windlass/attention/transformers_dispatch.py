@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from windlass.attention.active_backend import BoundMask, get_active_backend, make_bound_mask
-from windlass.attention.attention_backend import AttentionBackend, get_layer_heads
+from windlass.attention.attention_backend import AttentionBackend, compute_attention, get_layer_heads, require_backend
 from windlass.attention.attention_mask import AttentionMask
+from windlass.attention.backend_registry import get_backend
 from windlass.attention.eager_backend import EagerBackend
 from windlass.attention.mask_pattern import CAUSAL
 from windlass.attention.mask_recognition import RecognizedMask, recognize_mask
@@ -46,15 +47,17 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, make_transformers_mask)
 
 
-def install_attention(model: Any, *backends: AttentionBackend) -> None:
+def install_attention(model: Any, *backends: AttentionBackend | str) -> None:
     """Route the attention of a transformers model through windlass. Without an active backend nothing changes.
 
     Args:
-        backends: those that the model will run with; each checks the model before it is changed.
+        backends: those that the model will run with, or their names; each checks the model before it is changed.
+            `use_backend` activates one.
 
     Raises:
         ModelError: the model does not take its attention from transformers' `AttentionInterface`, or a backend
             refuses it.
+        ConfigError: no backend of this name is registered, or a backend is incomplete.
     """
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise ModelError(
@@ -63,7 +66,7 @@ def install_attention(model: Any, *backends: AttentionBackend) -> None:
         )
     check_attention_interface(model, "so its attention cannot be replaced")
     for backend in backends:
-        backend.check(model)
+        (get_backend(backend) if isinstance(backend, str) else require_backend(backend)).check(model)
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)
 
@@ -115,7 +118,8 @@ def attention_forward(
         `[samples, queries, heads, value features]`, and None instead of the weights.
 
     Raises:
-        ModelError: the layer passes an argument that the backend does not support.
+        ModelError: the layer passes an argument that the backend does not support, or the backend returns another
+            shape.
     """
     backend, mask = get_active_backend(), attention_mask
     if isinstance(attention_mask, BoundMask):  # also in a recomputation, after the context has ended
@@ -129,7 +133,8 @@ def attention_forward(
             )
             return plain
         backend = _eager  # torch's kernels have neither soft caps nor sinks
-    output = backend.attend(
+    output = compute_attention(
+        backend,
         module,
         query,
         key,

@@ -15,6 +15,7 @@ import torch
 from windlass.base.errors import CodecError
 from windlass.comm.lossy_codecs import FineSignCodec, Fp8Codec, Int4Codec, Int8Codec, SignCodec, TopKCodec
 from windlass.comm.low_rank_codec import LowRankCodec
+from windlass.config.registered_codecs import add_codec
 
 _BF16_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -25,6 +26,10 @@ class Codec(Protocol):
     Attributes:
         name: name of the codec in the registry.
         exact: True if `decode` returns the bits that `encode` received, for every dtype that the codec accepts.
+
+    Optional members: `needs_error_feedback` is True if a single message leaves out most of a tensor, so that ZeRO++
+    refuses the codec; `encode_unchecked` encodes as `encode`, but a value that is not finite is decoded as values that
+    are not finite instead of raising an error.
     """
 
     @property
@@ -103,14 +108,21 @@ _codecs: dict[str, Codec] = {}
 
 
 def register_codec(codec: Codec) -> None:
-    """Make `codec` available under its name.
+    """Make `codec` available under its name, also to keys of the configuration. Call it on every rank before
+    `initialize`. It replaces an equal codec of the same class, or of a class that was defined again, as in a notebook.
 
     Raises:
         CodecError: another codec has the name.
     """
-    if _codecs.get(codec.name, codec) is not codec:
+    before = _codecs.get(codec.name, codec)
+    if before is not codec and _definition(before) != _definition(codec):
         raise CodecError(f"a codec named {codec.name!r} is registered already; register this one under another name")
     _codecs[codec.name] = codec
+    add_codec(codec.name, needs_error_feedback=bool(getattr(codec, "needs_error_feedback", False)))
+
+
+def _definition(codec: Codec) -> tuple[str, str, dict[str, object]]:
+    return type(codec).__module__, type(codec).__qualname__, vars(codec)
 
 
 def get_codec(name: str) -> Codec:

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CodecError, CollectiveArgumentError
-from windlass.comm.byte_channel import ByteChannel, ProcessGroupChannel
+from windlass.comm.byte_channel import ByteChannel
 from windlass.comm.codec import Codec, accumulation_dtype, get_codec
-from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.traffic import Traffic
 
 
@@ -42,11 +41,6 @@ class CompressedCollectives:
         self.traffic = traffic if traffic is not None else Traffic()
         self._index, self._peers = self.group.index, [i for i in range(self.group.size) if i != self.group.index]
         self._compare_codecs()
-
-    @classmethod
-    def over_axis(cls, axis: MeshAxis, codec: Codec | str) -> CompressedCollectives:
-        """Return collectives over the process group of a mesh axis, counted with the axis's own. Collective."""
-        return cls(ProcessGroupChannel(axis.group, f"axis {axis.name}"), codec, axis.traffic)
 
     @property
     def size(self) -> int:

@@ -178,6 +178,7 @@ class SignCodec(ScaledCodec):
     """
 
     name = "sign"
+    needs_error_feedback = True
     block = 2048
 
     def code_bytes(self, numel: int) -> int:
@@ -287,6 +288,7 @@ class TopKCodec:
     """
 
     exact = False
+    needs_error_feedback = True
 
     def __init__(self, name: str = "topk", divisor: int = 100) -> None:
         self.name, self._divisor = name, divisor

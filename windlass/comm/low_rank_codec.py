@@ -23,6 +23,7 @@ class LowRankCodec:
     """
 
     exact = False
+    needs_error_feedback = True
 
     def __init__(self, name: str = "lowrank", rank: int = 4) -> None:
         self.name, self._rank = name, rank

@@ -20,6 +20,7 @@ from windlass.config.parameter_tables import (
     refused_parameter,
     shape_of_default,
 )
+from windlass.config.registered_codecs import codec_names
 from windlass.config.registered_optimizers import registered_optimizers
 
 _LR = {"lr": ParameterSpec("float", 1e-3, minimum=0)}
@@ -132,7 +133,7 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
         "outer_lr": ParameterSpec("float", 0.7, greater_than=0),
         "outer_momentum": ParameterSpec("float", 0.9, minimum=0, less_than=1),
         "fragments": ParameterSpec("int", 1, minimum=1),
-        "codec": ParameterSpec("str", "int8", choices=("identity", "bf16", "fp8", "int8", "int4", "sign")),
+        "codec": ParameterSpec("str", "int8", choices=codec_names()),
         "overlap_steps": ParameterSpec("int", 0, minimum=0),
         "mixing": ParameterSpec("float", 0.5, minimum=0, less_than=1),
         "start_step": ParameterSpec("int", 0, minimum=0),

@@ -21,7 +21,7 @@ class ParameterSpec:
     """Type and range of a parameter's values, its default, and its status.
 
     `minimum` is an inclusive bound, `greater_than` and `less_than` are exclusive; for a list they bound each number.
-    `choices` are the valid values; None is valid too if it is the default.
+    `choices` are the valid values, maybe a view that grows; None is valid too if it is the default.
     """
 
     shape: ValueShape
@@ -31,7 +31,7 @@ class ParameterSpec:
     minimum: float | None = None
     greater_than: float | None = None
     less_than: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
 
 
 ParameterTable = Mapping[str, ParameterSpec]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from windlass.config.config_section import NUMBER, ConfigSection, Count, Int, Names, Positive
 from windlass.config.key_status import accepted, honoured, refused
 from windlass.config.offload_section import OffloadOptimizer, OffloadParam, ZenFlowConfig
+from windlass.config.registered_codecs import QuantizingCodec
 
 NO_MODEL_LIMIT = 2**63 - 1
 _LEAF_REASON = (
@@ -29,9 +30,6 @@ class LeafModuleConfig(ConfigSection):
     classes: Names = accepted(list, _LEAF_REASON)
     names: Names = accepted(list, _LEAF_REASON)
     name_suffixes: Names = accepted(list, _LEAF_REASON)
-
-
-CodecName = Literal["int8", "int4", "fp8", "bf16", "identity"]
 
 
 class LocoConfig(ConfigSection):
@@ -138,12 +136,13 @@ class ZeroConfig(ConfigSection):
     zero_hpz_partition_size ranks if that is above 1, else the ranks of a host."""
     zeropp_loco_param: LocoConfig | None = honoured(None)
     """Error feedback of quantized gradients (LoCo); null: none."""
-    zero_quantized_weights_codec: CodecName = honoured("int8", windlass_only=True)
-    """Codec of quantized all-gathers."""
-    zero_quantized_gradients_codec: CodecName = honoured("int8", windlass_only=True)
-    """Codec of quantized gradients inside a node."""
-    zero_quantized_gradients_codec_across: CodecName = honoured("int4", windlass_only=True)
-    """Codec of quantized gradients across nodes."""
+    zero_quantized_weights_codec: QuantizingCodec = honoured("int8", windlass_only=True)
+    """Codec of quantized all-gathers: int8, int4, fp8, bf16, identity, or a name that the script registered with
+    windlass.comm.codec.register_codec."""
+    zero_quantized_gradients_codec: QuantizingCodec = honoured("int8", windlass_only=True)
+    """Codec of quantized gradients inside a node; any of those of zero_quantized_weights_codec."""
+    zero_quantized_gradients_codec_across: QuantizingCodec = honoured("int4", windlass_only=True)
+    """Codec of quantized gradients across nodes; any of those of zero_quantized_weights_codec."""
     cpu_offload: bool | None = honoured(None)
     """Older spelling of `offload_optimizer: {"device": "cpu"}`."""
     cpu_offload_param: bool | None = honoured(None)

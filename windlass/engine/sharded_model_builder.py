@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.dtypes import parse_dtype
+from windlass.base.dtypes import is_castable, parse_dtype
 from windlass.base.errors import ConfigError, StorageError
+from windlass.comm.codec_check import check_codec
 from windlass.comm.mesh import Mesh
 from windlass.comm.quantized_options import LocoOptions, QuantizedGradients
 from windlass.comm.rank_group import world_group
@@ -52,7 +53,8 @@ def build_sharded_model(
         timeout: time-out of collectives.
 
     Raises:
-        ConfigError: `torch_autocast` names an unknown class, or `offload` finds no placement that fits.
+        ConfigError: `torch_autocast` names an unknown class, `offload` finds no placement that fits, or a codec cannot
+            carry its messages.
         StorageError: the NVMe tier cannot be opened on some rank. Raised on all ranks.
     """
     tiers = _build_placements(config)
@@ -67,6 +69,7 @@ def build_sharded_model(
             settings = plan_tiers(model, optimizer, config.offload, settings, mesh, device, accumulation)
             tiers = _without_unused_disk(settings.tiers)
             settings = replace(settings, tiers=tiers, policy=policy_of(config, mesh, tiers))
+        _check_codecs(model, config.zero_optimization, settings.param_dtype, device)
         return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
     except BaseException:
         if tiers.disk is not None:
@@ -188,6 +191,23 @@ def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
         )
     node = {"node_size": hpz} if hpz > 1 else {"host_size": host}
     return {"quantizes": True, "gradients": gradients, **node}
+
+
+def _check_codecs(model: nn.Module, zero: ZeroConfig, param_dtype: torch.dtype | None, device: torch.device) -> None:
+    """Raise a ConfigError if a codec that ZeRO++ uses cannot carry its messages."""
+    if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
+        gathered = {
+            param_dtype or p.dtype
+            for p in model.parameters()
+            if is_castable(p.dtype) and (zero.zero_quantized_weights or not p.requires_grad)
+        }
+        for dtype in sorted(gathered, key=str):
+            key = "zero_optimization.zero_quantized_weights_codec"
+            check_codec(key, zero.zero_quantized_weights_codec, dtype, device, keeps_overflow=False)
+    if zero.zero_quantized_gradients:
+        for key in ("zero_quantized_gradients_codec", "zero_quantized_gradients_codec_across"):
+            name = getattr(zero, key)
+            check_codec(f"zero_optimization.{key}", name, torch.float32, device, keeps_overflow=True)
 
 
 def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[int]:

@@ -8,9 +8,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
+from windlass.comm.codec import get_codec, list_codecs
 from windlass.optim.one_bit_adam import check_equal_in_groups, keep_options
-
-CODECS = ("identity", "bf16", "fp8", "int8", "int4", "sign")
 
 
 class DiLoCo(torch.optim.AdamW):
@@ -75,8 +74,11 @@ class DiLoCo(torch.optim.AdamW):
             )
         if start_step < 0:
             raise ConfigError(f"DiLoCo: start_step is {start_step}; write 0 or more steps with averaged gradients")
-        if codec not in CODECS:
-            raise ConfigError(f"DiLoCo: there is no codec {codec!r} for changes; write one of {', '.join(CODECS)}")
+        if codec not in list_codecs() or not get_codec(codec).accepts(torch.float32):
+            fit = [name for name in list_codecs() if get_codec(name).accepts(torch.float32)]
+            raise ConfigError(
+                f"DiLoCo: there is no codec {codec!r} for changes in float32; write one of {', '.join(fit)}"
+            )
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         kept: dict[str, Any] = {
             "inner_steps": inner_steps,

@@ -41,6 +41,11 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
             f"{' and '.join(missing or _FLAGS)}, True or False; derive it from SelfReducingUpdate, or write the "
             "protocol of windlass.zero.update.update_protocol.Update"
         )
+    undefined = sorted(getattr(update, "__abstractmethods__", ()))
+    if undefined:
+        raise ConfigError(
+            f"register_update({name!r}): {update!r} does not define {' and '.join(undefined)}; define it in the class"
+        )
     before = find_registered_optimizer(name)
     if before is optimizer and _updates.get(optimizer) is update:
         return

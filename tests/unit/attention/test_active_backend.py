@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +24,13 @@ from windlass.attention import (
     checkpoint_context_fn,
     get_active_backend,
     get_backend,
+    install_attention,
     register_backend,
     use_backend,
 )
 from windlass.attention import backend_registry as registry
 from windlass.attention.eager_backend import EagerBackend
+from windlass.attention.transformers_dispatch import attention_forward
 from windlass.base.errors import ConfigError, ModelError
 
 
@@ -170,6 +174,62 @@ def test_backend_registry(names: None) -> None:
     with pytest.raises(ConfigError, match="flashy"), use_backend("flashy"):
         pass
     assert get_active_backend() is None
+
+
+class _Nameless(AttentionBackend):
+    """Backend of a user who forgot its name and its function."""
+
+
+def test_incomplete_backends_are_refused_with_their_missing_parts(names: None) -> None:
+    half = SimpleNamespace(
+        **{name: None for name in ("supported_arguments", "computes_local_heads", "check", "attend")}
+    )
+    missing = (
+        r"the attention backend \"half\" \(SimpleNamespace\) does not define depends_on_head and make_mask; subclass"
+    )
+    half.name = "half"
+    register_backend("half", lambda: half)  # type: ignore[arg-type, return-value]
+    transformer = SimpleNamespace(set_attn_implementation=None, config=None, _can_set_attn_implementation=lambda: True)
+    transformer.modules = lambda: []
+    for refused in (half, "half"):
+        with pytest.raises(ConfigError, match=missing), use_backend(refused):
+            raise AssertionError
+        with pytest.raises(ConfigError, match=missing):
+            install_attention(transformer, refused)
+    with (
+        pytest.raises(ConfigError, match="_Nameless.*does not define name and attend; subclass"),
+        use_backend(_Nameless()),
+    ):
+        raise AssertionError
+    for thing, text in (
+        (3, "3 is not an attention backend; subclass"),
+        (EagerBackend, "the class EagerBackend; pass an"),
+    ):
+        with pytest.raises(ConfigError, match=text), use_backend(thing):  # type: ignore[arg-type]
+            raise AssertionError
+    with pytest.raises(ConfigError, match=r'register_backend\("eager2"\).*pass the class'):
+        register_backend("eager2", EagerBackend())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (None, "returned 'NoneType'"),
+        (torch.zeros(2, 7, 4, 8), r"shape \(2, 7, 4, 8\).* \(2, 4, 7, 8\); return output.transpose\(1, 2\)"),
+        (torch.zeros(2, 4, 7, 9), r"shape \(2, 4, 7, 9\).* \(2, 4, 7, 8\); correct attend"),
+    ],
+)
+def test_a_result_of_another_shape_names_the_backend(result: Any, text: str) -> None:
+    class Wrong(EagerBackend):
+        name = "wrong"
+
+        def attend(self, *arguments: Any, **named: Any) -> Tensor:
+            return result  # type: ignore[no-any-return]
+
+    with use_backend(Wrong()):
+        for call in (attention, partial(attention_forward, nn.Identity(), attention_mask=None)):
+            with pytest.raises(ModelError, match=f'the attention backend "wrong" .*{text}'):
+                call(*tensors())
 
 
 def test_backend_protocol_is_structural() -> None:

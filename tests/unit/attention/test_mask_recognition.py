@@ -37,6 +37,9 @@ class Describing(AttentionBackend):
 
     name = "describing"
 
+    def attend(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        raise NotImplementedError
+
 
 def config(name: str = ATTENTION_NAME) -> Any:
     import transformers as hf

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.toy_codecs import BlockInt8Codec, SignCodec
-from windlass.base.errors import CodecError, WindlassError
+from windlass.base.errors import CodecError, ConfigError, WindlassError
 from windlass.comm import codec as codecs
 from windlass.comm.codec import Codec, accumulation_dtype, get_codec, list_codecs, register_codec
+from windlass.comm.codec_check import check_codec
+from windlass.comm.lossy_codecs import TopKCodec
+from windlass.config import load_config, registered_codecs
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ALL: list[Codec] = [
@@ -23,10 +27,12 @@ ALL: list[Codec] = [
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    before = dict(codecs._codecs)
+    stores: list[dict[str, Any]] = [codecs._codecs, registered_codecs._needs_error_feedback]
+    before = [dict(store) for store in stores]
     yield
-    codecs._codecs.clear()
-    codecs._codecs.update(before)
+    for store, entries in zip(stores, before, strict=True):
+        store.clear()
+        store.update(entries)
 
 
 def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -86,8 +92,9 @@ def test_sums_are_in_float32_or_wider() -> None:
 @pytest.mark.usefixtures("registry")
 def test_the_documented_codec() -> None:
     page = (Path(__file__).parents[3] / "docs/compressed-communication.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "compressed-communication.md", "exec"), {"__name__": "codec_page"})
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for _ in range(2):  # as a cell of a notebook
+        exec(compile(code, "compressed-communication.md", "exec"), {"__name__": "codec_page"})
     tensor = values(100, torch.float32)
     assert torch.equal(through(get_codec("half"), tensor, torch.float32), tensor.half().float())
 
@@ -98,9 +105,66 @@ def test_codec_registry() -> None:
     local = SignCodec()
     register_codec(local)
     register_codec(local)  # registering the same codec again is not an error
-    assert get_codec("toy-sign") is local and "toy-sign" in list_codecs()
+    assert isinstance(get_codec("toy-sign"), SignCodec) and "toy-sign" in list_codecs()
+    register_codec(SignCodec())  # nor is an equal one of the same class
     with pytest.raises(CodecError, match="'toy-sign' is registered already"):
-        register_codec(SignCodec())
+        register_codec(type("Other", (SignCodec,), {})())
+    with pytest.raises(CodecError, match="'topk' is registered already"):
+        register_codec(TopKCodec(divisor=7))
     names = "bf16, fine_sign, fp8, identity, int4, int8, lowrank, sign, topk, toy-sign"
     with pytest.raises(WindlassError, match=f"no codec named 'zip'; use one of {names}"):
         get_codec("zip")
+
+
+def load(weights: str = "int8", changes: str = "int8") -> None:
+    load_config({"train_batch_size": 1, "zero_optimization": {"zero_quantized_weights_codec": weights}})
+    load_config({"train_batch_size": 1, "optimizer": {"type": "DiLoCo", "params": {"codec": changes}}})
+
+
+@pytest.mark.usefixtures("registry")
+def test_keys_of_the_configuration_take_registered_codecs() -> None:
+    assert sorted(registered_codecs.codec_names()) == list_codecs()
+    for name in list_codecs():
+        needs = getattr(get_codec(name), "needs_error_feedback", False)
+        assert (name not in registered_codecs.quantizing_codec_names()) is needs, name
+    with pytest.raises(
+        ConfigError, match=r'weights_codec: "toy-int8" does not fit: .*: bf16, fp8, identity, int4, int8,'
+    ):
+        load(weights="toy-int8")
+    with pytest.raises(ConfigError, match=r'optimizer\.params\.codec: "toy-int8" does not fit; write .*"lowrank"'):
+        load(changes="toy-int8")
+    register_codec(BlockInt8Codec())
+    load(weights="toy-int8", changes="toy-int8")
+    load(changes="lowrank")
+    with pytest.raises(ConfigError, match=r'weights_codec: "lowrank" does not fit: .*needs no error feedback'):
+        load(weights="lowrank")
+
+
+class _Wrong(BlockInt8Codec):
+    """Codec of a user with one of three faults."""
+
+    def __init__(self, fault: str) -> None:
+        self.name, self.fault = f"toy-{fault}", fault
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return self.fault != "dtype" and super().accepts(dtype)
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        super().encode(tensor.clamp(-9, 9), encoded[: -1 if self.fault == "size" else None])
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("dtype", "does not accept torch.float32"),
+        ("size", r"fails on a message of 1000 elements of torch.float32 \(RuntimeError"),
+        ("overflow", "decodes infinity as finite values"),
+    ],
+)
+@pytest.mark.usefixtures("registry")
+def test_a_codec_that_cannot_carry_gradients_is_refused_before_the_first_step(fault: str, text: str) -> None:
+    register_codec(_Wrong(fault))
+    for name in ("identity", "bf16", "fp8", "int8", "int4"):
+        check_codec("key", name, torch.float32, torch.device("cpu"), keeps_overflow=True)
+    with pytest.raises(ConfigError, match=f'^key: the codec "toy-{fault}" {text}'):
+        check_codec("key", f"toy-{fault}", torch.float32, torch.device("cpu"), keeps_overflow=True)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import windlass
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.config.config_loading import load_config
 from windlass.optim.optimizer_factory import build_optimizer, check_optimizer, list_optimizer_names
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
+from windlass.zero.update.self_reducing_update import RankStates, SelfReducingUpdate
 from windlass.zero.update.update_class import update_class
 from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 
@@ -99,3 +100,16 @@ def test_other_classes_are_refused() -> None:
         windlass.optim.register_update("Thing", dict)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs_whole_parameters and reduces_itself"):
         windlass.optim.register_update("Thing", Halving, dict)
+    with pytest.raises(ConfigError, match=r"register_update\('Thing'\): .*Stepless'> does not define step_parameters;"):
+        windlass.optim.register_update("Thing", Halving, type("Stepless", (SelfReducingUpdate,), {}))
+
+
+def test_per_rank_states_that_are_not_declared_name_the_attribute() -> None:
+    states = RankStates("SignUpdate", "weight", {"error": torch.zeros(3)})
+    assert "err" not in states and states.get("err") is None and states["error"].numel() == 3
+    with pytest.raises(
+        ModelError, match=r"SignUpdate has no per-rank state 'err' of 'weight' \(it has \['error'\].*rules"
+    ):
+        states["err"]
+    with pytest.raises(ModelError, match=r"would be dropped; write rank_states\[\"error\"\].copy_"):
+        states["error"] = torch.ones(3)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from windlass.attention.active_backend import BoundMask, get_active_backend, use_backend
-from windlass.attention.attention_backend import AttentionBackend, HeadSlice, get_layer_heads
+from windlass.attention.attention_backend import AttentionBackend, HeadSlice, compute_attention, get_layer_heads
 from windlass.attention.attention_mask import AttentionMask
 from windlass.attention.backend_registry import register_backend
 from windlass.attention.mask_pattern import MaskBand
@@ -81,7 +81,8 @@ def local_backend_attention(
         output = query[..., :1].expand(*query.shape[:3], value.shape[-1])
     else:
         key_heads = torch.tensor(counts.key_head_of(axis.index), device=key.device)
-        output = mask.local.backend.attend(
+        output = compute_attention(
+            mask.local.backend,
             module,
             query,
             key.index_select(1, key_heads),  # one key head for each query head: local groups may be uneven

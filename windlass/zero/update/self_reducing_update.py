@@ -16,6 +16,7 @@ Master weights and states with one value per element are sharded as with any upd
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class LocalParameter:
     Attributes:
         name, shape: name and shape of the full parameter.
         gradient: `[numel]`, the local gradient of this rank, clipped and without loss scale.
-        rank_states: this rank's per-rank states by name, `[numel]` each; zeros before the first step.
+        rank_states: this rank's per-rank states by name, `[numel]` each; zeros before the first step. Those of
+            `rank_state_rules` exist.
         start, stop: elements whose weight this rank steps: all at stage 0, its shard (maybe none) at stage 1.
         values: `[stop - start]`, the master weight; to be updated in place.
         state: states of these elements by name. A tensor has `[stop - start]` elements, or none (a count). Empty before
@@ -60,7 +62,31 @@ class LocalParameter:
     options: Mapping[str, Any]
 
 
-class SelfReducingUpdate(OrdinaryUpdate):
+class RankStates(dict[str, torch.Tensor]):
+    """Per-rank states of one parameter by name. Their values are changed in place.
+
+    Raises:
+        ModelError: a state is read that the update does not declare, or is replaced by another tensor.
+    """
+
+    def __init__(self, update: str, parameter: str, states: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(states)
+        self._update, self._parameter = update, parameter
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        raise ModelError(
+            f"{self._update} has no per-rank state {key!r} of {self._parameter!r} (it has {sorted(self)}); declare it "
+            f'in the class: rank_state_rules = {{"{key}": mean_of_ranks}}, or another rule'
+        )
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        raise ModelError(
+            f"{self._update} replaces the per-rank state {key!r} of {self._parameter!r}, and the new tensor would be "
+            f'dropped; write rank_states["{key}"].copy_(...), with the state in rank_state_rules'
+        )
+
+
+class SelfReducingUpdate(OrdinaryUpdate, ABC):
     """Update that receives local gradients and communicates by itself. Subclasses define `step_parameters`.
 
     Construction is collective over the data-parallel ranks, so a subclass may create its collectives in `__init__`. The
@@ -94,6 +120,7 @@ class SelfReducingUpdate(OrdinaryUpdate):
         self._rank_states: dict[int, dict[str, torch.Tensor]] = {}  # by unit: flat [padded], like its gradient
         self.add_chunks(self.chunks)
 
+    @abstractmethod
     def step_parameters(self, parameters: list[LocalParameter]) -> None:
         """Communicate, then update values and states of some parameters of one unit in place. Collective.
 
@@ -101,7 +128,6 @@ class SelfReducingUpdate(OrdinaryUpdate):
         any rank is left out; one that only other ranks used has a zero gradient. An error must be raised on all ranks
         or on none, since the others wait in the next collective.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no step_parameters")
 
     @classmethod
     def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
@@ -193,10 +219,14 @@ class SelfReducingUpdate(OrdinaryUpdate):
                     unit.names[index],
                     unit.shapes[index],
                     unit.parameter_view(local, index).view(-1),
-                    {
-                        key: unit.parameter_view(flat, index).view(-1)
-                        for key, flat in self._rank_states[unit.index].items()
-                    },
+                    RankStates(
+                        type(self).__name__,
+                        unit.names[index],
+                        {
+                            key: unit.parameter_view(flat, index).view(-1)
+                            for key, flat in self._rank_states[unit.index].items()
+                        },
+                    ),
                     start,
                     stop,
                     values.narrow(0, offset, stop - start),
