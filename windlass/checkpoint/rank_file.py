@@ -41,13 +41,16 @@ class RankFile:
 
     Args:
         items: entries in file order, except that wide dtypes come first.
-
-    Attributes:
         on_tensor_written: called with the name of each entry and its tensor, before the tensor may change.
     """
 
-    def __init__(self, path: Path, items: Sequence[RankFileItem]) -> None:
-        self.on_tensor_written: Callable[[str, torch.Tensor], object] = lambda name, tensor: None
+    def __init__(
+        self,
+        path: Path,
+        items: Sequence[RankFileItem],
+        on_tensor_written: Callable[[str, torch.Tensor], object] = lambda name, tensor: None,
+    ) -> None:
+        self._on_tensor_written = on_tensor_written
         self.path, self._items = path, {item.name: item for item in items}
         self.entries = {item.name: item.entry for item in items}
         self._layout = lay_out_entries(self.entries)
@@ -107,7 +110,7 @@ class RankFile:
                     for names, start, data in self._copied_runs:
                         sums |= {name: tensor_crc32(self._entry_bytes(name, data, start)) for name in names}
                         for name in names:
-                            self.on_tensor_written(
+                            self._on_tensor_written(
                                 name, self._view_entry(self.entries[name], self._entry_bytes(name, data, start))
                             )
         finally:
@@ -142,7 +145,7 @@ class RankFile:
                 for item in items:
                     tensor = item.get()
                     checksums[item.name] = file.submit(item.name, tensor)
-                    self.on_tensor_written(item.name, tensor)
+                    self._on_tensor_written(item.name, tensor)
                     held += item.entry.nbytes
                     if held > _MAX_UNWAITED_BYTES:
                         file.wait()

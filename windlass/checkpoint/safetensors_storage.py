@@ -86,7 +86,9 @@ class SafetensorsWriter:
             piece = pieces[name, box[0]]
             entry = TensorEntry(held[name].dtype, box[1])
             items.append(RankFileItem(entry_name(name, of.shape, box), entry, piece.get, piece.storage))
-        self.file = RankFile(path / _file_name(rank), items)
+        self._observer: Callable[[str, tuple[int, ...], int, torch.Tensor], object] | None = None
+        self._places = {entry_name(name, of.shape, box): (name, of.shape, box[0]) for name, of, box in self._boxes}
+        self.file = RankFile(path / _file_name(rank), items, self._on_tensor_written)
 
     def observe(self, callback: Callable[[str, tuple[int, ...], int, torch.Tensor], object]) -> None:
         """Call `callback` for each box as it is written.
@@ -94,16 +96,16 @@ class SafetensorsWriter:
         Its arguments are the tensor's name and shape, the flat position of the box's first element, and its elements
         `[n]`. A box that is not a flat range is passed as several ranges.
         """
-        places = {entry_name(name, of.shape, box): (name, of.shape, box[0]) for name, of, box in self._boxes}
+        self._observer = callback
 
-        def see(name: str, tensor: torch.Tensor) -> None:
-            of, shape, offsets = places[name]
-            if not tensor.numel():
-                callback(of, shape, 0, tensor.reshape(-1))
-            for start, flat in flat_ranges_of_box(shape, offsets, tensor):
-                callback(of, shape, start, flat)
-
-        self.file.on_tensor_written = see
+    def _on_tensor_written(self, name: str, tensor: torch.Tensor) -> None:
+        if self._observer is None:
+            return
+        of, shape, offsets = self._places[name]
+        if not tensor.numel():
+            self._observer(of, shape, 0, tensor.reshape(-1))
+        for start, flat in flat_ranges_of_box(shape, offsets, tensor):
+            self._observer(of, shape, start, flat)
 
     def add_plain(self, key: str, value: Any) -> None:
         """Add a JSON value to the plain data of the index, for values known only after the files are written."""

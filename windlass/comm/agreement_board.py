@@ -108,7 +108,7 @@ class WireBoard:
         return _PostedMessages(self._group, mine)
 
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        return self.post(mine, what).wait()
+        return _PostedMessages(self._group, mine).wait()
 
 
 class _PostedMessages:

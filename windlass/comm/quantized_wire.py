@@ -38,8 +38,11 @@ def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) ->
     order."""
     pg = group.process_group
     if dist.get_backend(pg) != "nccl":
-        works = [dist.irecv(tensor, group.ranks[peer], group=pg, tag=tag) for peer, tensor in receives.items()]
-        works += [dist.isend(tensor, group.ranks[peer], group=pg, tag=tag) for peer, tensor in sends.items()]
+        works: list[dist.Work | None] = []
+        for peer, tensor in receives.items():
+            works.append(dist.irecv(tensor, group.ranks[peer], group=pg, tag=tag))
+        for peer, tensor in sends.items():
+            works.append(dist.isend(tensor, group.ranks[peer], group=pg, tag=tag))
     else:
         moves = [dist.P2POp(dist.irecv, tensor, group.ranks[peer], pg) for peer, tensor in receives.items()]
         moves += [dist.P2POp(dist.isend, tensor, group.ranks[peer], pg) for peer, tensor in sends.items()]

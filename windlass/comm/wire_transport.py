@@ -193,7 +193,9 @@ class GlooTransport(_WireTransport):
         self._begin_reduction(buffer, elements, wire)
         if self._reduces_whole:
             return WholeReduction(self.group, buffer.local, out, add, factor, wire)
-        return GlooReduction(self.group, buffer.local, out, add, factor, wire, self.ways, self._next_tag())
+        reduction = GlooReduction(self.group, buffer.local, out, add, factor, wire, self.ways, self._next_tag())
+        reduction.start()
+        return reduction
 
     @property
     def _tagged(self) -> bool:
@@ -225,7 +227,7 @@ class MpiTransport(GlooTransport):
 
 
 class GlooReduction:
-    """Pairwise exchange in flight, chunk by chunk, with the ordered sum of each chunk."""
+    """Pairwise exchange, chunk by chunk, with the ordered sum of each chunk. `start` begins the first chunk."""
 
     def __init__(
         self,
@@ -247,7 +249,6 @@ class GlooReduction:
         self._parts: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []  # tensors must live until they are sent
         self._step = FinishingPending(self._ready, lambda: None, self._finish)
-        self._start(0)
 
     def poll(self) -> bool:
         return self._step.poll()
@@ -258,7 +259,7 @@ class GlooReduction:
     def _ready(self) -> bool:
         return self._span >= self._out.numel() and all(work.is_completed() for work in self._works)
 
-    def _start(self, begin: int) -> None:
+    def start(self, begin: int = 0) -> None:
         activity.progress_count += 1
         group, end = self._group, min(begin + self._span, self._out.numel())
         parts = [local_shard(self._flat, index, group.size)[begin:end].to(self._wire) for index in range(group.size)]
@@ -283,7 +284,7 @@ class GlooReduction:
             begin = end
             if begin >= self._out.numel():
                 break
-            self._start(begin)
+            self.start(begin)
         self._works, self._parts, self._sent = [], [], []
         # Sums of squares of chunks would be rounded at other places than on other transports.
         self.squares = squares if whole else sum_of_squares(self._out)

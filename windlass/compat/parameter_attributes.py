@@ -25,9 +25,8 @@ from windlass.compat.parameter_shard import padded_numel, padded_shard, read_ful
 from windlass.compat.strict_mode import is_strict
 from windlass.compat.zero_param_status import ZeroParamStatus, ZeroParamType
 from windlass.zero.access.gathered_parameters import GatheredParameters
-from windlass.zero.core import sharded_parameter
 from windlass.zero.core.parameter_registry import find
-from windlass.zero.core.sharded_parameter import ShardedParameter
+from windlass.zero.core.sharded_parameter import ShardedParameter, ShardedParameterCallbacks, install_callbacks
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.context import active_init
 from windlass.zero.sharded_model import ShardedModel
@@ -52,9 +51,11 @@ def install_parameter_attributes() -> None:
         nn.Parameter.__getattr__ = _get_attribute  # type: ignore[attr-defined]
         nn.Module.ds_external_parameters = _iterate_external  # type: ignore[attr-defined]
         nn.Module._external_params = _ExternalParameters()  # type: ignore[attr-defined]
-        sharded_parameter.allows_stub = _allows_stub
-        sharded_parameter.read_full_value = read_full_value
-        sharded_parameter.shape_substitute = _substitute_released
+        install_callbacks(
+            ShardedParameterCallbacks(
+                allows_stub=_allows_stub, read_full_value=read_full_value, shape_substitute=_substitute_released
+            )
+        )
 
 
 def enable_state_dict_stubs(model: ShardedModel) -> None:

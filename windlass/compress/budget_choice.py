@@ -155,9 +155,9 @@ def choose_for_budget(
         ]
         for group, layers, size in zip(groups, files, wide, strict=True)
     ]
-    solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products)
+    time_places: Callable[[list[int]], float] | None = None
     if times is not None and time_formats is not None:
-        solver.time = lambda places: time_formats(
+        time_places = lambda places: time_formats(  # noqa: E731
             {
                 layer: str(one[place].name)
                 for layers, one, place in zip(files, options, places, strict=True)
@@ -165,6 +165,7 @@ def choose_for_budget(
                 for layer in layers
             }
         )
+    solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products, time_places)
     solver.check_bytes_and_time()  # before the losses are measured, which takes the most time
     measured = losses(lambda: meter.sensitivities(formats, progress))
     for one, found in zip(options, measured, strict=True):

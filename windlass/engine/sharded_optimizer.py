@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,33 +17,40 @@ from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.elementwise_update import check_parameters
 
 
+@dataclass(frozen=True)
+class ShardedOptimizerCallbacks:
+    """Callables of the engine that its optimizer calls.
+
+    Attributes:
+        step: The engine's step.
+        refresh: Shards the model again, to include parameters that were not trained before.
+        loss_scale: Returns the engine's loss scale.
+        set_loss_scale: Replaces the engine's loss scale.
+    """
+
+    step: Callable[[], None]
+    refresh: Callable[[], None]
+    loss_scale: Callable[[], float]
+    set_loss_scale: Callable[[float], None]
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Wrapper of the user's optimizer. It shares its `param_groups`, so that schedulers and callers may change them.
 
     Args:
         optimizer: the optimizer that the user passed or the configuration named.
         model: the sharded model whose parameters it steps.
-        step: called by `step()`: the engine's step.
-        refresh: shards the model again, to include parameters that were not trained before.
-        get_loss_scale, set_loss_scale: read and replace the engine's loss scale.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: ShardedModel,
-        step: Callable[[], None],
-        refresh: Callable[[], None],
-        get_loss_scale: Callable[[], float],
-        set_loss_scale: Callable[[float], None],
+        self, optimizer: torch.optim.Optimizer, model: ShardedModel, callbacks: ShardedOptimizerCallbacks
     ) -> None:
         self.__dict__.update(
             optimizer.__dict__
         )  # share the same groups and defaults; torch's constructor would copy them
         self.__dict__.pop("step", None)
         self.optimizer = optimizer
-        self._model, self._step, self._refresh = model, step, refresh
-        self._get_loss_scale, self._set_loss_scale = get_loss_scale, set_loss_scale
+        self._model, self._callbacks = model, callbacks
         self.overflow = False
 
     @property
@@ -52,11 +60,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             LossScalingError: set to another value that is out of range, without `fp16`, or in the middle of a step.
         """
-        return self._get_loss_scale()
+        return self._callbacks.loss_scale()
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self._set_loss_scale(scale)
+        self._callbacks.set_loss_scale(scale)
 
     @property
     def cur_scale(self) -> float:
@@ -76,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ModelError(
                 "a closure would need a gradient in the middle of a step; call engine.backward, then engine.step"
             )
-        self._step()
+        self._callbacks.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, as torch does. After a step there are none.
@@ -96,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             check_parameters(self, self._model.model)
             if not all(self._model.all_trained(group["params"]) for group in groups[before:]):
-                self._refresh()
+                self._callbacks.refresh()
         except WindlassError:
             del groups[before:]
             raise

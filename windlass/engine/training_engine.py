@@ -40,7 +40,7 @@ from windlass.engine.nonfinite_locator import NonFiniteLocator
 from windlass.engine.out_of_memory import FailedRun, batch_shape, note_out_of_memory
 from windlass.engine.query_methods import QueryMethods
 from windlass.engine.rng_and_data_position import step_start_position
-from windlass.engine.sharded_optimizer import ShardedOptimizer
+from windlass.engine.sharded_optimizer import ShardedOptimizer, ShardedOptimizerCallbacks
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
 from windlass.parallel.experts import find_router_biases, update_biases
@@ -99,7 +99,14 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
             self._optimizer = ShardedOptimizer(
-                optimizer, sharded, self._step_by_optimizer, self.refresh, self.loss_scale, self._set_loss_scale
+                optimizer,
+                sharded,
+                ShardedOptimizerCallbacks(
+                    step=self._step_by_optimizer,
+                    refresh=self.refresh,
+                    loss_scale=self.loss_scale,
+                    set_loss_scale=self._set_loss_scale,
+                ),
             )
         # Public attribute. DeepSpeed's engine sets it to a placeholder object if there is no optimizer.
         self.optimizer: Any = self._optimizer

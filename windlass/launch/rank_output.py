@@ -52,6 +52,7 @@ class RankConsole:
         label: function from a rank to the label of its lines; "" for none.
         local_rank: function from a rank to its local rank.
         append: append to existing files instead of truncating them.
+        emit: writes bytes to a stream; None: to the one of this process.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class RankConsole:
         local_rank: Callable[[int], int],
         *,
         append: bool = False,
+        emit: Callable[[str, bytes], None] | None = None,
     ) -> None:
         self.routing, self._label, self._local_rank, self._append = routing, label, local_rank, append
         self._partial_lines: dict[tuple[int, str], bytes] = {}
         self._last_lines: dict[tuple[int, str], deque[str]] = {}
         self._newest_lines: dict[int, str] = {}
         self._files: dict[int, IO[bytes]] = {}
-        self.emit: Callable[[str, bytes], None] = write_stream
+        self.emit: Callable[[str, bytes], None] = emit if emit is not None else write_stream
         if routing.directory is not None:
             _make_directory(routing.directory)
 

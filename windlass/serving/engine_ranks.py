@@ -42,8 +42,12 @@ class EngineRanks:
         self._source = source
         self._store = RendezvousStore(0, all_interfaces=False)
         self._selector = selectors.DefaultSelector()
-        console = RankConsole(OutputRouting(), lambda rank: f"[rank {rank}] ", lambda rank: rank)
-        console.emit = lambda stream, data: write_stream(ERR, data)
+        console = RankConsole(
+            OutputRouting(),
+            lambda rank: f"[rank {rank}] ",
+            lambda rank: rank,
+            emit=lambda stream, data: write_stream(ERR, data),
+        )
         self._events = RankEvents(console)
         self._processes: RankProcesses | None = None
         self._polling: asyncio.Task[None] | None = None

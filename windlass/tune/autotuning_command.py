@@ -81,12 +81,11 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
 def search_with_report(run: TuningRun, console: PrintableConsole, picture: Path | None = None) -> TuningOutcome:
     """Search, and print a line after each trial and a table at the end. SIGTERM ends the search as Ctrl-C does."""
     console.width = max(console.width, _TABLE_WIDTH)
-    run.on_record = lambda record: console.print(trial_line(record))
     console.print(
         f"{len(run.candidates)} configurations, at most {run.state.budget} trials; results in {run.files.results}"
     )
     with _sigterm_as_interrupt():
-        outcome = run.run()
+        outcome = run.run(lambda record: console.print(trial_line(record)))
     if outcome.records:
         console.print(trials_table(outcome, run.settings.metric))
     for line in summary_lines(outcome):

@@ -129,7 +129,6 @@ class TuningRun:
     """One search.
 
     Args:
-        on_record: Called after each trial.
         parallel: Runs several trials at the same time, on several hosts; None: they run one after another.
         runner: Runs a command in a folder, with an environment, a limit of seconds and the path of its result.
         ranking: Makes the predictions of time, given the facts of the first trial.
@@ -139,7 +138,6 @@ class TuningRun:
     world_size: int
     command: ProgramCommand
     settings: TuningSettings
-    on_record: Callable[[TrialRecord], None] = lambda record: None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     runner: Callable[[Sequence[str], Path, Mapping[str, str], float, Path], TrialEnd] = run_trial
     parallel: RayTrials | None = None
@@ -157,14 +155,18 @@ class TuningRun:
         self.forecast: ForecastResult | None = None
         self._ranking: StepRanking | None = None
         self._shown_best: TrialRecord | None = None
+        self._on_record: Callable[[TrialRecord], None] | None = None
 
-    def run(self) -> TuningOutcome:
+    def run(self, on_record: Callable[[TrialRecord], None] | None = None) -> TuningOutcome:
         """Search.
+
+        Args:
+            on_record: Called after each trial.
 
         Raises:
             TuningError: no trial could be measured. The message has the errors, and the nearest configuration.
         """
-        interrupted_by = None
+        interrupted_by, self._on_record = None, on_record
         self.files.remove_best(self.command.config)
         try:
             self._search()
@@ -449,7 +451,8 @@ class TuningRun:
         self.state.records[record.candidate] = record
         self.files.write_metrics(record)
         self._write_best()
-        self.on_record(record)
+        if self._on_record is not None:
+            self._on_record(record)
         self._require_a_chance()
         return record
 

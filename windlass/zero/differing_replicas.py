@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,19 @@ from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.update_protocol import Update
+
+
+@dataclass(frozen=True)
+class DifferingReplicasCallbacks:
+    """Callables of the model that change its parameters.
+
+    Attributes:
+        recapture: Takes parameters back that a script replaced or moved.
+        gather: Brings the written master weights of units to all ranks. Collective.
+    """
+
+    recapture: Callable[[], None]
+    gather: Callable[[list[Unit]], None]
 
 
 class DifferingReplicas:
@@ -27,8 +41,6 @@ class DifferingReplicas:
         update: the model's update; None without an optimizer.
         masters: the master weights.
         slots: gradients of the trainable units; those of units that are unfrozen later are appended.
-        recapture: `ShardedModel.recapture_parameters`.
-        gather: brings the written master weights of units to all ranks. Collective.
 
     Attributes:
         differ: parameters may differ from the master weights. Equal on all ranks.
@@ -39,11 +51,10 @@ class DifferingReplicas:
         update: Update | None,
         masters: MasterWeights,
         slots: list[GradientSlot],
-        recapture: Callable[[], None],
-        gather: Callable[[list[Unit]], None],
+        callbacks: DifferingReplicasCallbacks,
     ) -> None:
         self._update, self._masters, self._slots = update, masters, slots
-        self._recapture, self._gather = recapture, gather
+        self._callbacks = callbacks
         self.differ = self._has_common_weights = False
 
     def publish(self, units: list[Unit]) -> None:
@@ -57,7 +68,7 @@ class DifferingReplicas:
         if self._update is not None:
             self._update.finish_transfers()
         self._write_master_weights()
-        self._gather(self._units)
+        self._callbacks.gather(self._units)
         self.differ = self._has_common_weights = False
         self._accept_weights()
 
@@ -82,7 +93,7 @@ class DifferingReplicas:
         if self.differ:
             self.restore_local_weights()
         elif self._keeps_local_weights:  # after `finish_update`, or a load: changes of a script are allowed there
-            self._recapture()
+            self._callbacks.recapture()
             self._masters.copy_all_edits(self._units)
             self.publish(self._units)
             self._accept_weights()
@@ -97,7 +108,7 @@ class DifferingReplicas:
         """Return the name of a parameter that was changed in place while replicas differ; empty if there is none."""
         if not self.differ:
             return ""
-        self._recapture()
+        self._callbacks.recapture()
         return self._masters.first_edited(self._units) or ""
 
     def edit_error(self, name: str, consequence: str = "") -> ModelError:

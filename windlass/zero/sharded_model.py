@@ -33,7 +33,7 @@ from windlass.zero.core.collective_scheduler import CollectiveScheduler, Schedul
 from windlass.zero.core.completion_order import CompletionOrder
 from windlass.zero.core.dp_group import build_dp_groups
 from windlass.zero.core.gradient_norm import clip_coefficient
-from windlass.zero.core.gradient_offload import GradientOffload
+from windlass.zero.core.gradient_offload import GradientOffload, GradientOffloadCallbacks
 from windlass.zero.core.gradient_reducer import GradientReducer, ReducerCallbacks
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.module_hooks import (
@@ -49,7 +49,7 @@ from windlass.zero.core.unit import ShardState, Unit, UnitCallbacks, expert_data
 from windlass.zero.core.unit_plan import Block
 from windlass.zero.core.unshard_runtime import RuntimeCallbacks, UnshardRuntime
 from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
-from windlass.zero.differing_replicas import DifferingReplicas
+from windlass.zero.differing_replicas import DifferingReplicas, DifferingReplicasCallbacks
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.setup.model_consistency import check_same_model, check_same_units
 from windlass.zero.setup.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
@@ -57,7 +57,7 @@ from windlass.zero.setup.unit_partition import plan_units
 from windlass.zero.update.delayed_update import DelayedUpdate
 from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.elementwise_update import check_parameters
-from windlass.zero.update.master_weights import MasterWeights
+from windlass.zero.update.master_weights import MasterWeights, MasterWeightsCallbacks
 from windlass.zero.update.offload_states import StateOffloader
 from windlass.zero.update.update_chunk import UpdateChunk, pipeline_numel
 from windlass.zero.update.update_class import check_self_reducing, update_class
@@ -153,8 +153,9 @@ class ShardedModel:
                 settings.accumulation_dtype,
                 device,
                 self.ledger,
-                lambda slot: slot.unit.gradient_tier,
-                self._builder.make_slot,
+                GradientOffloadCallbacks(
+                    tier_of=lambda slot: slot.unit.gradient_tier, make_slot=self._builder.make_slot
+                ),
             ),
             local_factor=local_factor,
         )
@@ -191,12 +192,14 @@ class ShardedModel:
             device,
             self.ledger,
             self.disk_health,
-            lambda dtype: (
-                measure_state_bytes(optimizer, settings.state_dtype or dtype)
-                if optimizer is not None and not full
-                else 0
+            MasterWeightsCallbacks(
+                state_bytes=lambda dtype: (
+                    measure_state_bytes(optimizer, settings.state_dtype or dtype)
+                    if optimizer is not None and not full
+                    else 0
+                ),
+                state_name_of=self._state_name,
             ),
-            self._state_name,
             dtype=settings.master_dtype,
             state_dtype=settings.state_dtype,
             stage_ranks=self._stage_ranks,
@@ -258,7 +261,10 @@ class ShardedModel:
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
         )
         self.replicas = DifferingReplicas(
-            self.update, self.masters, self.slots, self.recapture_parameters, self._gather_updated
+            self.update,
+            self.masters,
+            self.slots,
+            DifferingReplicasCallbacks(recapture=self.recapture_parameters, gather=self._gather_updated),
         )
         self.masters.remember_versions(self.units)
         self.script_gradients = ScriptGradients(self.reducer, callbacks.script_gradients)

@@ -22,6 +22,10 @@ and in collectives of the agreed list. So a rank waits forever only if another r
 parameters needs only the ranks that hold the same expert. So all ranks sync at the first such access after a step or a
 phase, which ensures that no rank is inside a phase, and do not sync at later accesses.
 
+*Flat calls.* Only public methods start collectives: the methods that decide which ones are generators of their codes,
+and a generator is not on the stack while its caller starts a collective. So a collective is as few calls below a hook
+in an agreement round as on the agreed list (tests/dist/test_call_depth.py).
+
 *Completion order.* A rank that waits for a collective first finishes all collectives that it started earlier. So every
 rank has started the oldest unfinished collective, and no rank that could finish it waits for something else.
 """
@@ -29,7 +33,7 @@ rank has started the oldest unfinished collective, and no rank that could finish
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import lru_cache
@@ -175,19 +179,18 @@ class CollectiveScheduler:
             expected, what, local, None if self.skips_agreement else self._board.post(local, what)
         )
 
-    def _finish_begin(self) -> None:
-        """Wait for the peers' posts if this rank has announced the start of a phase and not yet read the replies."""
+    def _finish_begin(self) -> Iterable[int]:
+        """Wait for the peers' posts if this rank has announced the start of a phase and not yet read the replies.
+
+        Return the collectives that peers request until the start is agreed, for the caller to start.
+        """
         if (begun := self._pending_begin) is None:
-            return
+            return ()
         self._pending_begin = None
         # Peers may need the collectives in flight to reach the start of their own phase, so finish them before waiting.
         self._completion.finish_all()
         posts = [begun.mine] if begun.posted is None else self._wait_for(begun.posted, begun.what)
-        value = begun.mine[1]
-        # Other ranks may be elsewhere, e.g. in a request: repeat rounds until all ranks start the phase.
-        if not self._act_on_posts(posts, _Message.BEGIN_PHASE, value, begun.expected):
-            while not self._agreement_round(_Message.BEGIN_PHASE, value, begun.what, begun.expected):
-                pass
+        return self._agree(_Message.BEGIN_PHASE, begun.mine[1], begun.what, begun.expected, posts)
 
     def end_phase(self, *kinds: str) -> None:
         """End the open phase if it is one of `kinds` (default: any), after joining the rest of the agreed list."""
@@ -195,8 +198,8 @@ class CollectiveScheduler:
             self._interrupted_kind = ""
         if self._phase is None or (kinds and self._phase[0] not in kinds):
             return
-        self._finish_begin()
-        self._join_remaining()
+        for code in self._begun_and_remaining():
+            self._start(code)
         self._reshard_gathered_for_peers(0)
         kind, _ = self._phase
         # Also stored as the latest list of its kind, for phases that have no list of their own yet.
@@ -221,8 +224,8 @@ class CollectiveScheduler:
         # The caller may continue with the same forward or backward after the sync point; see `_resume_after_sync`.
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
-        while not self._agreement_round(_Message.SYNC, _SYNC_POINTS.index(point), point.value):
-            self._join_remaining()  # collectives of a phase that other ranks began
+        for code in self._agree(_Message.SYNC, _SYNC_POINTS.index(point), point.value):
+            self._start(code)
         self._synced_since_step = True
 
     def new_step(self) -> None:
@@ -233,9 +236,10 @@ class CollectiveScheduler:
     def share_failures(self) -> None:
         """Raise on all ranks if one of them failed. Collective, as part of a forward."""
         if self._board is not None:
-            self._finish_begin()
-            self._join_remaining()
-            self._agreement_round(_Message.SHARE_FAILURES, 0, "the exchange of failures in a forward")
+            for code in self._begun_and_remaining():
+                self._start(code)
+            for code in self._agree(_Message.SHARE_FAILURES, 0, "the exchange of failures in a forward"):
+                self._start(code)
 
     # all-gathers
 
@@ -251,18 +255,18 @@ class CollectiveScheduler:
         if unit.shard_state is ShardState.SHARDED or unit.unsharded_for_peers:
             self._record(code)
         if unit.shard_state is ShardState.SHARDED:
-            self._finish_begin()
-            at = self._position_of(unit)
-            # Start all collectives of the list up to this unit's gather.
-            while at is not None and self._position <= at:
-                self._start(wanted=self._position == at)
-            if at is None:
-                # The list has no gather of this unit: finish the list, then request the gather from all ranks.
-                self._join_remaining()
+            for joined in self._finish_begin():
+                self._start(joined)
+            # Start all collectives of the list up to this unit's gather, or all of them if it has none.
+            for joined in self._next_codes(self._position_of(unit)):
+                self._start(joined, wanted=_unit_of(joined) == unit.index)
             if unit.shard_state is ShardState.SHARDED:
-                self._agreement_round(_Message.REQUEST, code, f"the all-gather of {unit.names[0]!r}")
+                # The list has no gather of this unit: request it from all ranks.
+                for joined in self._agree(_Message.REQUEST, code, f"the all-gather of {unit.names[0]!r}"):
+                    self._start(joined, wanted=joined == code)
         unit.unsharded_for_peers = False
-        self.advance()
+        for joined in self._free_codes():
+            self._start(joined)
 
     def prefetch(self, unit: Unit, *, backward: bool) -> bool:
         """Start to gather a unit that is needed soon if its gather is next in order. Return True if it was started."""
@@ -273,10 +277,12 @@ class CollectiveScheduler:
         if self._pending_begin is not None and (
             self._pending_begin.posted is None or self._pending_begin.posted.poll()
         ):
-            self._finish_begin()
+            for code in self._finish_begin():
+                self._start(code)
         if self._position >= len(self._agreed) or _unit_of(self._agreed[self._position]) != unit.index:
             return False
-        self._start(wanted=True)
+        self._position += 1
+        self._start(self._agreed[self._position - 1], wanted=True)
         return True
 
     def unshard_all(self, units: Sequence[Unit], point: SyncPoint, *, experts_only: bool = False) -> None:
@@ -302,19 +308,22 @@ class CollectiveScheduler:
             self._callbacks.start_reduction(number)
             return
         self._resume_after_sync()
-        self._finish_begin()
+        for joined in self._finish_begin():
+            self._start(joined)
         code = _code(number, _Operation.REDUCE)
         self._record(code)
-        if self._agreed or self._phase is None:
-            self._join_reductions_before(code)
-            self.advance()
-        else:  # no list is known yet, e.g. in the first step
-            self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
+        for joined in (
+            self._codes_of_complete(code)
+            if self._agreed or self._phase is None
+            # No list is known yet, e.g. in the first step.
+            else self._agree(_Message.REQUEST, code, "the reduction of a gradient")
+        ):
+            self._start(joined)
 
     def reduce_remaining(self, numbers: Sequence[int], is_left: Callable[[int], bool]) -> None:
         """Finish the reductions of a backward: join the rest of the list, then request those left on this rank."""
-        self._finish_begin()
-        self._join_remaining()
+        for joined in self._begun_and_remaining():
+            self._start(joined)
         for number in numbers:
             if not is_left(number):
                 continue
@@ -323,26 +332,13 @@ class CollectiveScheduler:
                 continue
             code = _code(number, _Operation.REDUCE)
             self._record(code)
-            self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
+            for joined in self._agree(_Message.REQUEST, code, "the reduction of a gradient"):
+                self._start(joined)
 
     def advance(self) -> None:
-        """Start the next collectives in order that cost nothing now.
-
-        These are reductions of complete gradients, and gathers of units that are unsharded on this rank.
-        """
-        while self._position < len(self._agreed):
-            code = self._agreed[self._position]
-            unit = _unit_of(code)
-            if unit is None and not self._callbacks.is_gradient_ready(_number(code)):
-                return
-            # A gather of a sharded unit would allocate memory before it is needed.
-            if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
-                return
-            # Two gathers of one unit in a row serve two blocks: the first block reshards the unit before the second one
-            # needs it. Here the unit is still unsharded for the first, so the second gather would do nothing.
-            if unit is not None and self._position and _unit_of(self._agreed[self._position - 1]) == unit:
-                return
-            self._start()
+        """Start the next collectives in order that cost nothing now."""
+        for code in self._free_codes():
+            self._start(code)
 
     # internals
 
@@ -361,35 +357,104 @@ class CollectiveScheduler:
                 return at
         return None
 
-    def _join_reductions_before(self, code: int) -> None:
-        """Join the reductions between the current position and `code`.
+    # codes of collectives to start, in order; see "Flat calls" in [Note: agreed order]
 
-        This rank appears to have no gradients for them in this phase. Until it joins them, peers wait and all later
-        collectives of this rank are held back.
+    def _next_codes(self, last: int | None = None) -> Iterator[int]:
+        """Yield the rest of the agreed list, or its part up to the position `last`."""
+        while self._position < (len(self._agreed) if last is None else last + 1):
+            self._position += 1
+            yield self._agreed[self._position - 1]
+
+    def _begun_and_remaining(self) -> Iterator[int]:
+        """Finish the start of a phase, and yield the rest of the list."""
+        yield from self._finish_begin()
+        yield from self._next_codes()
+
+    def _free_codes(self) -> Iterator[int]:
+        """Yield the next collectives in order that cost nothing now.
+
+        These are reductions of complete gradients, and gathers of units that are unsharded on this rank.
+        """
+        while self._position < len(self._agreed):
+            code = self._agreed[self._position]
+            unit = _unit_of(code)
+            if unit is None and not self._callbacks.is_gradient_ready(_number(code)):
+                return
+            # A gather of a sharded unit would allocate memory before it is needed.
+            if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
+                return
+            # Two gathers of one unit in a row serve two blocks: the first block reshards the unit before the second one
+            # needs it. Here the unit is still unsharded for the first, so the second gather would do nothing.
+            if unit is not None and self._position and _unit_of(self._agreed[self._position - 1]) == unit:
+                return
+            self._position += 1
+            yield code
+
+    def _codes_of_complete(self, code: int) -> Iterator[int]:
+        """Yield the reductions between the current position and `code`, then the collectives that cost nothing now.
+
+        This rank appears to have no gradients for the former in this phase. Until it joins them, peers wait and all
+        later collectives of this rank are held back.
         """
         for at in range(self._position, len(self._agreed)):
             if self._agreed[at] == code:
-                while self._position < at:
-                    self._start()
-                return
+                yield from self._next_codes(at - 1)
+                break
             if _unit_of(self._agreed[at]) is not None:
+                break
+        yield from self._free_codes()
+
+    def _agree(
+        self,
+        message: _Message,
+        value: int,
+        what: str,
+        expected: tuple[int, ...] = (),
+        posts: list[list[int]] | None = None,
+    ) -> Iterator[int]:
+        """Exchange positions with all ranks, in rounds until this rank may continue.
+
+        Args:
+            posts: Posts of the first round, if they are exchanged already.
+
+        Yields:
+            The rest of the list, and the requested collectives. A request ends with its own round.
+        """
+        assert self._board is not None
+        while True:
+            if posts is None:
+                # All ranks have to start and finish the same collectives before they block in the round.
+                yield from self._next_codes()
+                self._completion.finish_all()
+                mine = [message, value, len(expected), int(self._callbacks.has_local_failure())]
+                posts = [mine] if self.skips_agreement else self._wait_for(self._board.post(mine, what), what)
+            messages = [post[0] for post in posts]
+            if _Message.SHARE_FAILURES in messages and any(post[3] for post in posts):
+                self._callbacks.raise_failure()
+            # `dict.fromkeys` removes duplicate requests and keeps rank order, so all ranks join in the same order.
+            requested = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
+            yield from requested
+            if message is _Message.REQUEST or message is _Message.SHARE_FAILURES:
                 return
+            # Otherwise other ranks were not at the start of a phase or at a sync point yet: repeat the round.
+            if not requested and _Message.SHARE_FAILURES not in messages:
+                if _Message.BEGIN_PHASE not in messages:
+                    _require_one_sync_point(posts)
+                    return
+                self._adopt_sequence(posts, expected)
+                if message is _Message.BEGIN_PHASE:
+                    return
+                # At a sync point, join the phases of other ranks first and then repeat the round.
+            posts = None
 
-    def _join_remaining(self) -> None:
-        while self._position < len(self._agreed):
-            self._start()
+    # internals
 
-    def _start(self, requested: int | None = None, *, wanted: bool = False) -> None:
-        """Start the next collective of the agreed list, or one that a rank requested in a round.
+    def _start(self, code: int, *, wanted: bool = False) -> None:
+        """Start a collective of the agreed list, or one that a rank requested in a round.
 
         Args:
             wanted: This rank needs the unit now.
         """
-        if requested is None:
-            code = self._agreed[self._position]
-            self._position += 1
-        else:
-            code = requested
         number = _unit_of(code)
         if number is None:
             self._callbacks.start_reduction(_number(code))
@@ -408,47 +473,6 @@ class CollectiveScheduler:
     def _reshard_gathered_for_peers(self, keep: int) -> None:
         while len(self._gathered_for_peers) > keep:
             self._callbacks.reshard_unused(self._gathered_for_peers.popleft())
-
-    def _agreement_round(self, message: _Message, value: int, what: str, expected: tuple[int, ...] = ()) -> bool:
-        """Exchange positions with all ranks, join the requested collectives; return True if this rank may continue."""
-        assert self._board is not None
-        # All ranks have to start and finish the same collectives before they block in the round.
-        self._join_remaining()
-        self._completion.finish_all()
-        return self._act_on_posts(self._exchange_posts(message, value, what, expected), message, value, expected)
-
-    def _act_on_posts(self, posts: list[list[int]], message: _Message, value: int, expected: tuple[int, ...]) -> bool:
-        requests = [post[0] for post in posts]
-        if _Message.SHARE_FAILURES in requests and any(post[3] for post in posts):
-            self._callbacks.raise_failure()
-        # `dict.fromkeys` removes duplicate requests and keeps rank order, so all ranks join in the same order.
-        requested = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
-        for code in requested:
-            self._start(code, wanted=message is _Message.REQUEST and code == value)
-        if message is _Message.REQUEST or message is _Message.SHARE_FAILURES:
-            return True
-        # Other ranks were not at the start of a phase or at a sync point yet: the caller repeats the round.
-        if requested or _Message.SHARE_FAILURES in requests:
-            return False
-        if _Message.BEGIN_PHASE in requests:
-            self._adopt_sequence(posts, expected)
-            # At a sync point, join the phases of other ranks first and then repeat the round.
-            return message is _Message.BEGIN_PHASE
-        if any(post[1] != value for post in posts):
-            places = ", ".join(f"rank {rank} is at {_SYNC_POINTS[post[1]].value}" for rank, post in enumerate(posts))
-            raise CommunicationError(
-                f"ranks wait for each other in different calls and would wait forever: {places}; all ranks must make "
-                "the same calls in the same order"
-            )
-        return True
-
-    def _exchange_posts(self, message: _Message, value: int, what: str, expected: tuple[int, ...]) -> list[list[int]]:
-        assert self._board is not None
-        if self.skips_agreement:
-            return [[message, value, len(expected), 0]]
-        return self._wait_for(
-            self._board.post([message, value, len(expected), int(self._callbacks.has_local_failure())], what), what
-        )
 
     def _wait_for(self, posted: Posted, what: str) -> list[list[int]]:
         self.waiting_for = what
@@ -509,6 +533,15 @@ class _PendingBegin:
     what: str
     mine: list[int]
     posted: Posted | None  # None if agreement is skipped
+
+
+def _require_one_sync_point(posts: list[list[int]]) -> None:
+    if any(post[1] != posts[0][1] for post in posts):
+        places = ", ".join(f"rank {rank} is at {_SYNC_POINTS[post[1]].value}" for rank, post in enumerate(posts))
+        raise CommunicationError(
+            f"ranks wait for each other in different calls and would wait forever: {places}; all ranks must make "
+            "the same calls in the same order"
+        )
 
 
 def _code(number: int, operation: _Operation) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,19 @@ from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.gradient_slot import GradientSlot
 
 
+@dataclass(frozen=True)
+class GradientOffloadCallbacks:
+    """Callables of the model that place offloaded gradients.
+
+    Attributes:
+        tier_of: Returns the tier of a unit's gradient.
+        make_slot: Makes the slot of an offloaded gradient from name, elements, dtype and tier.
+    """
+
+    tier_of: Callable[[GradientSlot], Tier]
+    make_slot: Callable[[str, int, torch.dtype, Tier], Slot]
+
+
 class GradientOffload:
     """Output buffers of reductions, and the transfers from these to the gradients' tiers.
 
@@ -23,8 +37,6 @@ class GradientOffload:
 
     Args:
         dtype: Dtype of accumulated gradients.
-        tier_of: Returns the tier of a unit's gradient.
-        make: Makes the slot of an offloaded gradient from name, elements, dtype and tier.
     """
 
     IN_FLIGHT = 2  # number of output buffers; more would only take device memory
@@ -34,11 +46,10 @@ class GradientOffload:
         dtype: torch.dtype,
         device: torch.device,
         ledger: DeviceMemoryLedger,
-        tier_of: Callable[[GradientSlot], Tier],
-        make: Callable[[str, int, torch.dtype, Tier], Slot],
+        callbacks: GradientOffloadCallbacks,
     ) -> None:
         self._dtype, self._device, self._ledger = dtype, device, ledger
-        self._tier_of, self._make = tier_of, make
+        self._callbacks = callbacks
         self._in_flight: deque[tuple[Pending, torch.Tensor]] = deque()
         self._free: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}  # all buffers, by address
@@ -46,13 +57,13 @@ class GradientOffload:
 
     def prepare(self, slot: GradientSlot) -> None:
         """Allocate memory for the reduced shard of a unit."""
-        numel, tier = slot.unit.state_stop - slot.unit.state_start, self._tier_of(slot)
+        numel, tier = slot.unit.state_stop - slot.unit.state_start, self._callbacks.tier_of(slot)
         name = f"gradient of {slot.unit.names[0]}"
         if tier is Tier.DEVICE:
             self._ledger.set_held_bytes(name, numel * self._dtype.itemsize)
             slot.shard = torch.zeros(numel, dtype=self._dtype, device=self._device)
         else:
-            slot.storage = self._make(name, numel, self._dtype, tier)
+            slot.storage = self._callbacks.make_slot(name, numel, self._dtype, tier)
             slot.storage.set_content_description(slot.names_in)
             # All output buffers have the size of the largest shard, so that any of them fits.
             if numel > self._largest:

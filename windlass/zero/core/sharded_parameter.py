@@ -20,6 +20,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -84,8 +85,30 @@ def reads_only_metadata(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 _SHAPE_CALLS = frozenset({"shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "stride", "nbytes"})
 
-shape_substitute: Callable[[nn.Parameter, FrameType], torch.Tensor | None] | None = None
-"""Return a tensor whose shape the code in a frame reads instead of that of a sharded parameter; None: its own shape."""
+
+@dataclass(frozen=True)
+class ShardedParameterCallbacks:
+    """Callables of the DeepSpeed compatibility layer for stubs in a `state_dict()`, and for shapes in strict mode.
+
+    Attributes:
+        allows_stub: Returns True if a `StateDictStub` may represent a sharded parameter in `state_dict()`.
+        read_full_value: Gathers the values behind a stub, collectively on all ranks.
+        shape_substitute: Returns a tensor whose shape the code in a frame reads instead of that of a sharded parameter;
+            None: its own shape.
+    """
+
+    allows_stub: Callable[[nn.Parameter], bool]
+    read_full_value: Callable[[nn.Parameter], torch.Tensor]
+    shape_substitute: Callable[[nn.Parameter, FrameType], torch.Tensor | None]
+
+
+_callbacks: ShardedParameterCallbacks | None = None
+
+
+def install_callbacks(callbacks: ShardedParameterCallbacks) -> None:
+    """Call `callbacks` for all sharded parameters of this process. Without them no stub is made."""
+    global _callbacks
+    _callbacks = callbacks
 
 
 _CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -128,12 +151,13 @@ class ShardedParameter(nn.Parameter):
         # E.g. `module.to(device)` of a model with sharded parameters: the tiers are configured, so nothing moves.
         if args and isinstance(args[0], ShardedParameter) and _is_no_op(name, args, kwargs or {}):
             return args[0]
-        if shape_substitute is not None and name in _SHAPE_CALLS:
-            substitute = shape_substitute(args[0], sys._getframe(1))
+        if _callbacks is not None and name in _SHAPE_CALLS:
+            substitute = _callbacks.shape_substitute(args[0], sys._getframe(1))
             if substitute is not None:
                 return function(substitute, *args[1:], **(kwargs or {}))
         # `state_dict()` often needs only names and shapes: return a stub instead of gathering every parameter.
-        if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and allows_stub(args[0]):
+        saves = name == "detach" and sys._getframe(1).f_code is _STATE_DICT
+        if saves and _callbacks is not None and _callbacks.allows_stub(args[0]):
             return StateDictStub.of(args[0])
         if name in FACTORY_CALLS and args and isinstance(args[0], ShardedParameter):
             return _create_like(function, args, kwargs or {})
@@ -283,22 +307,12 @@ class ShardedParameterCopy(_StandIn):
         )
 
 
-def _never(parameter: nn.Parameter) -> bool:
-    return False
-
-
-allows_stub: Callable[[nn.Parameter], bool] = _never
-"""Return True if a `StateDictStub` may represent a sharded parameter in `state_dict()`."""
-
-read_full_value: Callable[[nn.Parameter], torch.Tensor] | None = None
-"""Gather the values behind a stub, collectively on all ranks. None if stubs cannot be read."""
-
-
 class StateDictStub(_StandIn):
     """Stub of a sharded parameter in a `state_dict()`, with shape and dtype.
 
     Callers often need only the names: transformers calls `state_dict()` while it loads, and peft on one rank while it
-    saves. An access to the values returns the result of `read_full_value` or raises. The values cannot be changed.
+    saves. An access to the values returns the result of `ShardedParameterCallbacks.read_full_value`. The values cannot
+    be changed.
     """
 
     _comes_from = "state_dict"
@@ -323,11 +337,11 @@ class StateDictStub(_StandIn):
 
     def _full_value(self, what: str) -> torch.Tensor:
         changes = what.startswith("set ") or (what.endswith("_") and not what.endswith("__"))
-        if changes or read_full_value is None or what == "__setitem__":
+        if changes or _callbacks is None or what == "__setitem__":
             raise _error(self._parameter, "state_dict")
         if not isinstance(self._parameter, ShardedParameter):
             return self._parameter.detach()
-        return read_full_value(self._parameter)
+        return _callbacks.read_full_value(self._parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"

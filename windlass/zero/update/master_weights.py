@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,6 +31,14 @@ from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 _KEPT = 0.5  # fraction of the staging memory that stays free if new parameters are kept there for the next forward
 
 
+@dataclass(frozen=True)
+class MasterWeightsCallbacks:
+    """Callables of the model for the offload of master weights and states; see `StateOffloadCallbacks`."""
+
+    state_bytes: Callable[[torch.dtype], int]
+    state_name_of: Callable[[UpdateChunk, nn.Parameter], str]
+
+
 class MasterWeights:
     """Weights that the optimizer updates: this rank's state spans of all trainable units, in chunks.
 
@@ -44,7 +53,6 @@ class MasterWeights:
         ledger: receives the bytes of separate master weights on the device.
         health: health of the disk.
         stage_ranks: ranks that have the same units, where pipeline stages have different ones; None: all ranks.
-        state_bytes, state_name_of: see `StateOffloadCallbacks`.
         dtype, state_dtype: see `ZeroSettings.master_dtype` and `ZeroSettings.state_dtype`.
         delayed: updates may be delayed; see [Note: delayed update].
         separate: parameters never serve as master weights.
@@ -58,8 +66,7 @@ class MasterWeights:
         device: torch.device,
         ledger: DeviceMemoryLedger,
         health: DiskHealth,
-        state_bytes: Callable[[torch.dtype], int],
-        state_name_of: Callable[[UpdateChunk, nn.Parameter], str],
+        callbacks: MasterWeightsCallbacks,
         *,
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
@@ -74,7 +81,9 @@ class MasterWeights:
             tiers.disk,
             tiers.staging,
             pin=tiers.pin,
-            callbacks=StateOffloadCallbacks(state_bytes, self.copy_edits, state_name_of),
+            callbacks=StateOffloadCallbacks(
+                state_bytes=callbacks.state_bytes, on_fetched=self.copy_edits, state_name_of=callbacks.state_name_of
+            ),
         )
         self._health, self._stage_ranks = health, stage_ranks
         self._device, self._ledger, self._pin, self._staging = device, ledger, tiers.pin, tiers.staging
