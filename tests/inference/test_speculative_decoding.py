@@ -150,7 +150,7 @@ def test_an_error_of_the_draft_model_stops_drafts_alone(
         outputs = llm.generate(make_prompts(4, VOCABULARY), GREEDY)
         assert llm.stats().draft_tokens == 0
     assert_greedy(model, outputs)
-    assert "speculative decoding has stopped" in caplog.text
+    assert "speculative decoding was stopped" in caplog.text
     assert "device is gone" in caplog.text
 
 

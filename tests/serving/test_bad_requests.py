@@ -140,12 +140,12 @@ def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, param
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
-            "function of tools",
+            "function of the field tools",
         ),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": {}}}},
             "tool_choice",
-            "function of tools",
+            "function of the field tools",
         ),
         ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex", "excludes"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
