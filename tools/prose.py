@@ -98,6 +98,14 @@ _RETIRED = {
     r"\bbegin of\b|\b(its|'s) begin\b": "beginning, or start",
     r"\bhitherto\b|\bthereof\b|\bwherein\b|\bwhereof\b|\bthereby\b": "rewrite in present-day English",
 }
+# Names and values of earlier versions, in code.
+_RETIRED_CODE = re.compile(r"(?m)^ +(?:(foresight)\b.*=|[A-Z]+ = \"(present|released|coming)\"$)")
+_CURRENT_CODE = {
+    "foresight": "prefetcher",
+    "present": "unsharded",
+    "released": "sharded",
+    "coming": "unsharding",
+}
 _MESSAGE_CALLS = {"add_argument", "debug", "echo", "error", "fail", "info", "print", "skip", "warn", "warning"}
 _ANY_RETIRED = re.compile("|".join(_RETIRED), re.IGNORECASE)
 _RETIRED_PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in _RETIRED.items()]
@@ -240,6 +248,9 @@ def _problems(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
         yield line, f"the description of {name!r} begins with {word!r}: begin with the noun"
     for line, word in _fragments(source):
         yield line, f"a comment begins with {word!r}: begin with the noun"
+    for old in _RETIRED_CODE.finditer(source):
+        word = old[1] or old[2]
+        yield source.count("\n", 0, old.start()) + 1, f"{word!r}: {_CURRENT_CODE[word]}"
     if _ANY_RETIRED.search(source) is None:  # most files: to find their comments takes long
         return
     for line, text in [*docstrings, *_comments(source), *_messages(tree)]:

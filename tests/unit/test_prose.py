@@ -28,6 +28,8 @@ CASES = {
     ),
     "retired word in a comment": ("SIZE = 1\n# the rank has heard\n", 2, "has received"),
     "retired word in a message": ('raise ValueError("nobody has the key")\n', 1, "name the noun"),
+    "retired name": ("def f() -> None:\n    foresight = 1\n", 2, "prefetcher"),
+    "retired value": ('class State(Enum):\n    SHARDED = "released"\n', 2, "'released': sharded"),
     "is no": ("# the value is no tensor\n", 1, "is not a"),
     "inline comment without a noun": ("LIMIT = 3  # of each server\n", 1, "begin with the noun"),
     "comment line without a noun": ("# which peers read\nLIMIT = 3\n", 1, "begin with the noun"),

@@ -223,13 +223,13 @@ class ShardedModel:
         if dense.group.size > 1 and (trainable or any(unit.frees_memory for unit in self.units)):
             self.scheduler.use_board(dense.transport.board())
         self.state_offloader = StateOffloader(self.units, self.slots, self.masters, device, self.ledger)
-        foresight = Prefetcher(
+        prefetcher = Prefetcher(
             settings.prefetch_numel, self._max_live_numel(), settings.max_reuse_distance, tiers.read_ahead_numel
         )
         self.runtime = UnshardRuntime(
             self.units,
             blocks,
-            foresight,
+            prefetcher,
             self.scheduler,
             RuntimeCallbacks(
                 will_reduce=lambda: bool(self.slots) and callbacks.reduces_this_backward(),

@@ -460,11 +460,11 @@ class CollectiveScheduler:
             self._callbacks.start_reduction(_number(code))
             return
         unit = self._units[number]
-        released = unit.shard_state is ShardState.SHARDED
+        was_sharded = unit.shard_state is ShardState.SHARDED
         unit.join_unshard(backward=code % len(_Operation) == _Operation.REGATHER)
         # Other ranks need this unit, but this rank may not: keep at most one such unit unsharded after its collective,
         # to bound memory.
-        if released:
+        if was_sharded:
             unit.unsharded_for_peers = True
             if not wanted:
                 self._gathered_for_peers.append(unit)

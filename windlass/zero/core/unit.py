@@ -35,9 +35,9 @@ from windlass.zero.core.unit_plan import Block, UnitPlan
 class ShardState(Enum):
     """State of the full parameters of a unit on this rank."""
 
-    SHARDED = "released"
-    UNSHARDING = "coming"
-    UNSHARDED = "present"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
 
 
 @dataclass(frozen=True)
