@@ -1,0 +1,81 @@
+"""Law: an engine with a user's weight format generates what the model with unpacked weights does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.causal_models import VOCABULARY, build_longer
+from tests.inference.greedy_reference import assert_greedy, make_prompts, round_layers
+from tests.registered_formats import Nibbles, OneScale, RowScales, registered
+from windlass.base.errors import WeightFormatError
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.packed_gemm import join_packed
+from windlass.kernels.packed_linear import PackedEmbedding, PackedLinear, is_packed_parameter, pack_linear_layers
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+SMALL: dict[str, Any] = {"kv_cache_tokens": 256, "max_model_len": 80, "skip_tokenizer_init": True}
+
+
+@pytest.fixture(autouse=True)
+def formats() -> Iterator[None]:
+    with registered():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes", "products"),
+    [
+        ("my4", {}, 15),  # two layers of seven products each, and the head
+        ("my8", {"intermediate_size": 45}, 15),
+        ("my8", {"intermediate_size": 45, "tie_word_embeddings": True}, 15),
+        ("my1", {"tie_word_embeddings": True}, 15),
+        ("my8_rows", {"intermediate_size": 45, "tie_word_embeddings": True}, 9),
+    ],
+)
+def test_loaded_models_generate_with_a_registered_format(
+    weights: str, changes: dict[str, Any], products: int, tmp_path: Path
+) -> None:
+    model = build_longer("llama", **changes)
+    model.save_pretrained(tmp_path)
+    packed = build_longer("llama", **changes)
+    pack_linear_layers(packed, weights, lambda name: name != "lm_head")
+    prompts = make_prompts(4, VOCABULARY, 40)
+    round_layers(model, weights)
+    for given, options in ((tmp_path, {"weights": weights}), (tmp_path, {"weights": weights, "weights_tier": "host"})):
+        with LLM(given, **options, **SMALL) as llm:
+            outputs = llm.generate(prompts, GREEDY)
+            if "weights_tier" not in options:
+                assert len(llm.engine.runner._packed.groups) == products
+        assert_greedy(model, outputs)
+    model.lm_head.weight = packed.lm_head.weight
+    with LLM(packed, deterministic=True, **SMALL) as llm:
+        assert_greedy(model, llm.generate(prompts, GREEDY))
+
+
+def test_rows_and_parts_of_registered_formats() -> None:
+    weight, index = torch.randn(5, 6), torch.tensor([4, 0, 4])
+    for form in (Nibbles(), OneScale(), RowScales()):
+        table = PackedEmbedding(5, 6, weight_format=form)
+        table.pack(weight)
+        assert torch.equal(table(index), table.unpack()[index])
+        assert all(is_packed_parameter(name, one.dtype) for name, one in table.named_parameters())
+    parts = [form.pack(one) for one in (weight, weight[:3] * 2)]
+    assert torch.equal(form.unpack(join_packed(form, parts)), torch.cat([form.unpack(one) for one in parts]))
+    with pytest.raises(WeightFormatError, match="'my8' has no join"):
+        join_packed(OneScale(), parts)
+
+
+def test_a_format_whose_tensors_do_not_fit_is_refused(tmp_path: Path) -> None:
+    build_longer("llama", intermediate_size=45).save_pretrained(tmp_path)
+    with pytest.raises(WeightFormatError, match=r"'scale'.* are not of format 'my8_wrong', whose file_form\(32, 32\)"):
+        LLM(tmp_path, weights="my8_wrong", **SMALL)
+    with pytest.raises(WeightFormatError, match="my4 packs an even number of features, not 45"):
+        LLM(tmp_path, weights="my4", **SMALL)
+    with pytest.raises(WeightFormatError, match="'scale'.* do not fit a layer of format 'my8_wrong'"):
+        PackedLinear(4, 4, weight_format="my8_wrong").pack(torch.ones(4, 4))
