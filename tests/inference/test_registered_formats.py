@@ -11,12 +11,14 @@ import torch
 
 from tests.causal_models import VOCABULARY, build_longer
 from tests.inference.greedy_reference import assert_greedy, make_prompts, round_layers
-from tests.registered_formats import Nibbles, OneScale, RowScales, registered
-from windlass.base.errors import WeightFormatError
+from tests.registered_formats import HalvedNibbles, Nibbles, OneScale, RowScales, registered
+from windlass.base.errors import ModelError, WeightFormatError
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_gemm import join_packed
 from windlass.kernels.packed_linear import PackedEmbedding, PackedLinear, is_packed_parameter, pack_linear_layers
+from windlass.parallel.narrow_to_ranges import narrow_to_ranges
+from windlass.parallel.tensor.packed_sharding import shard_packed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 SMALL: dict[str, Any] = {"kv_cache_tokens": 256, "max_model_len": 80, "skip_tokenizer_init": True}
@@ -69,6 +71,26 @@ def test_rows_and_parts_of_registered_formats() -> None:
     assert torch.equal(form.unpack(join_packed(form, parts)), torch.cat([form.unpack(one) for one in parts]))
     with pytest.raises(WeightFormatError, match="'my8' has no join"):
         join_packed(OneScale(), parts)
+
+
+def test_ranks_keep_the_codes_of_their_parts() -> None:
+    weight = torch.randn(9, 10)
+    for form in (Nibbles(), OneScale(), RowScales()):
+        for dim, ranges in ((0, ((0, 5),)), (0, ((1, 4), (7, 9))), (1, ((4, 10),)), (1, ((0, 2), (6, 8)))):
+            layer = PackedLinear(10, 9, weight_format=form)
+            layer.pack(weight)
+            whole = layer.unpack()
+            shard_packed("proj", layer, dim, ranges, "tp")
+            assert torch.equal(layer.unpack(), narrow_to_ranges(whole, dim, ranges))
+    layer = PackedLinear(10, 9, weight_format=Nibbles())
+    with pytest.raises(ModelError, match="proj is packed as 'my4' .*: my4 packs an even number of features, not 5"):
+        shard_packed("proj", layer, 1, ((0, 5),), "tp")
+    layer = PackedLinear(12, 8, weight_format=HalvedNibbles())
+    with pytest.raises(ModelError, match="'my4_halves' .* over tp: a part of its tensors is not the packed form of a"):
+        shard_packed("proj", layer, 1, ((0, 6),), "tp")
+    layer.pack(torch.ones(8, 12))
+    shard_packed("proj", layer, 0, ((4, 8),), "tp")
+    assert torch.equal(layer.unpack(), torch.ones(4, 12))
 
 
 def test_a_format_whose_tensors_do_not_fit_is_refused(tmp_path: Path) -> None:
