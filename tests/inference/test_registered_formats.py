@@ -13,6 +13,7 @@ from tests.causal_models import VOCABULARY, build_longer
 from tests.inference.greedy_reference import assert_greedy, make_prompts, round_layers
 from tests.registered_formats import HalvedNibbles, Nibbles, OneScale, RowScales, registered
 from windlass.base.errors import ModelError, WeightFormatError
+from windlass.compress.packed_directory import write_packed_directory
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_gemm import join_packed
@@ -99,5 +100,7 @@ def test_a_format_whose_tensors_do_not_fit_is_refused(tmp_path: Path) -> None:
         LLM(tmp_path, weights="my8_wrong", **SMALL)
     with pytest.raises(WeightFormatError, match="my4 packs an even number of features, not 45"):
         LLM(tmp_path, weights="my4", **SMALL)
+    with pytest.raises(WeightFormatError, match=r"'my8' has the tensors codes, scale, .* find the layer 'model"):
+        write_packed_directory(tmp_path, tmp_path / "packed", "my8")
     with pytest.raises(WeightFormatError, match="'scale'.* do not fit a layer of format 'my8_wrong'"):
         PackedLinear(4, 4, weight_format="my8_wrong").pack(torch.ones(4, 4))
