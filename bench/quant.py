@@ -132,9 +132,9 @@ def _kinds(
     for name in filter(None, formats.split(",")):
         tensors = get_weight_format(name).pack(weight)
         for coded in (True, False) if floats and name != "fp8" else (name != "fp8",):
-            packed = pack_panels(tensors, name, quantize_inputs=coded, path=path)
+            packed = pack_panels(tensors, name, (weight.shape[0], weight.shape[1]), quantize_inputs=coded, path=path)
             label = f"windlass {name}" + (" A8" if coded else "")
-            make = partial(_own, tensors, name, coded, path)
+            make = partial(_own, tensors, name, weight.shape, coded, path)
             yield label, packed.nbytes, make
     rivals: dict[str, tuple[float, Callable[[], Layer]]] = {
         "bf16": (weight.nbytes / 2, lambda: _plain(weight.to(torch.bfloat16, copy=True))),
@@ -170,8 +170,8 @@ def _plain(weight: torch.Tensor) -> Layer:
     return lambda x: F.linear(x.to(weight.dtype), weight)
 
 
-def _own(tensors: dict[str, torch.Tensor], name: str, coded: bool, path: str) -> Layer:
-    packed = pack_panels(tensors, name, quantize_inputs=coded, path=path)
+def _own(tensors: dict[str, torch.Tensor], name: str, shape: torch.Size, coded: bool, path: str) -> Layer:
+    packed = pack_panels(tensors, name, (shape[0], shape[1]), quantize_inputs=coded, path=path)
     return lambda x: packed_linear(x, packed)
 
 

@@ -255,7 +255,7 @@ def test_native_products_of_ranges_are_those_of_the_unpacked_weight(path: str, b
     weight = torch.randn(37, 256) + 3 * torch.randn(37, 1)  # ranges that do not contain 0
     weight[5] = 0.25
     packed = form.pack(weight)
-    panels = pack_panels(packed, form, path=path)
+    panels = pack_panels(packed, form, (37, 256), path=path)
     assert panels.path == path
     wide, bias = form.unpack(packed).double(), torch.randn(37)
     for rows in (1, 3, 8, 12, 40):

@@ -29,8 +29,10 @@ from tests.inference.test_family_products import (
     family,
     write_adapters,
 )
+from tests.registered_formats import registered
 from windlass.base.errors import CommunicationError, ConfigError, ModelError, PeerError, RequestError
 from windlass.inference.paged_runner import PagedModelRunner
+from windlass.kernels.weight_format import get_weight_format
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 0}
 SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 112, "max_model_len": 80}
@@ -124,6 +126,27 @@ def test_loaded_models_pack_their_shards(tmp_path: Path, name: str, weights: str
         assert [plain for _, plain in found] == [[], []]
         round_layers(model, weights)
     assert_greedy(model, first, 1e-4)
+
+
+def generate_with_registered_formats(directory: str) -> dict[str, Any]:
+    """Return the answers by format."""
+    with registered():
+        return {name: generate_from_directory(directory, name, "")[0] for name in ("my4", "my8", "my8_rows")}
+
+
+def test_registered_formats_are_divided_among_ranks(tmp_path: Path) -> None:
+    """A part of a matrix has the codes of the whole one; the head is rounded in each rank's part."""
+    build_longer("llama").save_pretrained(tmp_path)
+    found, other = run_ranks(generate_with_registered_formats, 2, str(tmp_path), timeout=240)
+    for weights, outputs in found.items():
+        assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in other[weights]]
+        model = build_longer("llama")
+        with registered(), torch.no_grad():
+            halves = [half.clone() for half in model.lm_head.weight.split(-(-VOCABULARY // 2))]
+            round_layers(model, weights)
+            form = get_weight_format(weights)
+            model.lm_head.weight.copy_(torch.cat([form.unpack(form.pack(half)) for half in halves]))
+        assert_greedy(model, outputs)
 
 
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

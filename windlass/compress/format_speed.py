@@ -24,9 +24,9 @@ def measure_product(rows: int, columns: int, name: str, *, clock: Callable[[], f
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator) * 0.02
     packed = form.pack(weight)  # once: it takes far longer than a copy
-    first = pack_panels(packed, form, quantize_inputs=quantizes)
+    first = pack_panels(packed, form, (rows, columns), quantize_inputs=quantizes)
     count = min(max(_COLD_BYTES // max(first.nbytes, 1), 1), _MOST_COPIES)
-    copies = [first, *(pack_panels(packed, form, quantize_inputs=quantizes) for _ in range(count - 1))]
+    copies = [first, *(pack_panels(packed, form, (rows, columns), quantize_inputs=quantizes) for _ in range(count - 1))]
     x = torch.randn(1, columns, generator=generator)
     best = float("inf")
     for _ in range(_ROUNDS):

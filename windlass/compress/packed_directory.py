@@ -175,7 +175,13 @@ def _choose(
         if chosen is None:
             kept[name] = "the output head stays unquantized" if is_head else "no format was chosen"
         else:
-            get_weight_format(chosen)
+            forms = get_weight_format(chosen).file_form(*directory.places[source].shape)
+            if "weight_scale" not in forms and chosen not in WIDE_FORMATS.values():
+                raise WeightFormatError(
+                    f"format {chosen!r} has the tensors {', '.join(forms)}, and packed directories find the layer "
+                    f"{name!r} by 'weight_scale'; name a tensor so, choose another format, or round at load with "
+                    f"windlass.LLM(..., weights={chosen!r})"
+                )
             layers[name] = chosen
     return layers, kept, renamed
 

@@ -33,7 +33,7 @@ from windlass.kernels.packed_gemm import (
 )
 from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
 from windlass.kernels.panel_memory import share_parameters
-from windlass.kernels.weight_format import WeightFormat, get_weight_format
+from windlass.kernels.weight_format import JoinableFormat, WeightFormat, get_weight_format
 from windlass.parallel.placement import get_placement, has_placement, set_placement
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
@@ -204,7 +204,7 @@ def pack_modules(
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.free_panels()  # panels of earlier forwards would stay in memory beside the packed ones
-    found = find_groups(model, probe)
+    found = find_groups(model, probe, weight_format)
     for parameter in model.parameters():
         drop_pages(parameter)  # the probe has read these pages
     for modules in found:
@@ -257,7 +257,8 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
         form = packed[0].format
         tensors = join_packed(form, [module.packed() for module in packed])
         stated = all(module.rounds_inputs for module in packed)
-        panels = pack_panels(tensors, form, quantize_inputs=_quantizes(form, activations, stated))
+        features = (sum(sizes), packed[0].in_features)
+        panels = pack_panels(tensors, form, features, quantize_inputs=_quantizes(form, activations, stated))
     else:
         weights = [_matrix(module) for module in modules]
         form = get_weight_format(weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32"))
@@ -326,12 +327,21 @@ def _matrix(module: nn.Module) -> torch.Tensor:
     return weight if type(module) is nn.Linear else weight.t().contiguous()
 
 
-def find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Module]]:
+def find_groups(model: nn.Module, probe: Callable[[], Any], weight_format: str | None) -> list[list[nn.Module]]:
     """Return groups of layers that got the same tensor object in consecutive calls, each in call order.
 
-    A layer that runs more than once in a forward is a group of its own, and so is an expert that did not run. Any other
-    layer that did not run is in no group.
+    A layer that runs more than once in a forward is a group of its own, and so is an expert that did not run, and one
+    whose format joins no matrices. Any other layer that did not run is in no group.
+
+    Args:
+        weight_format: format in which layers will be packed that are not packed yet; None: the dtype of the weights.
     """
+    requested = None if weight_format is None else get_weight_format(weight_format)
+
+    def is_joinable(module: nn.Module) -> bool:
+        form = module.format if isinstance(module, PackedLinear) else requested
+        return form is None or isinstance(form, JoinableFormat)
+
     calls: list[tuple[nn.Module, torch.Tensor]] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -351,7 +361,7 @@ def find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Modu
     groups: list[list[nn.Module]] = []
     previous: torch.Tensor | None = None
     for module, x in calls:
-        once = times[module] == 1
+        once = times[module] == 1 and is_joinable(module)
         like = groups and _matrix_kind(groups[-1][-1])[1:] == _matrix_kind(module)[1:]
         if once and x is previous and like and times[groups[-1][-1]] == 1:
             groups[-1].append(module)

@@ -32,6 +32,7 @@ from windlass.parallel.pipeline.stub_modules import drop_aliases
 from windlass.storage.staging_memory import available_memory
 
 _WIDE = ("fp32", "bf16")
+_FINE = (*_WIDE, "fp16", "int8", "fp8")  # other formats, registered ones too, may have few bits
 _CHECKED_TOKENS = 8
 _STREAMED_CHECKED_TOKENS = 2  # each forward reads all weights
 _CHECKED_PROMPTS = (11, 5)  # lengths in tokens
@@ -91,7 +92,7 @@ def make_runner(
         ranks.on_close(link.drop_transfers)
     forward = CausalForward(model) if link is None else StageForward(link)
     # Few bits change the logits by more than any error of a runner, so the runner is compared with the packed model.
-    coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
+    coarse = options.weights is not None and options.weights not in _FINE
     plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
         if options.weights is not None and owned:

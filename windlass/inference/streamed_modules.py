@@ -209,7 +209,7 @@ def store_units(
 
     handles = [module.register_forward_pre_hook(note) for module in model.modules()]
     try:
-        groups = find_groups(model, probe)
+        groups = find_groups(model, probe, weight_format)
     finally:
         for handle in handles:
             handle.remove()

@@ -27,7 +27,7 @@ from windlass.kernels.bit_packing import (
 )
 from windlass.kernels.device_matmul import CodedMatrix, find_device_product, has_kernel
 from windlass.kernels.packed_matmul import BLOCK_NUMEL, Product, multiply_alone, packed_matmul
-from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, check_finite, check_matrix
+from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, RowTensors, check_finite, check_matrix
 
 GROUPS = (32, 64, 128)  # features that can share a scale
 SCALE_DTYPE = torch.float16  # as GPTQ, AWQ and GGUF have it, so that their weights are read exactly
@@ -63,6 +63,7 @@ class CodedWeightFormat:
     bits: int
     zero: float
     has_zeros = False
+    keeps_order = True
     _coding: Literal["words", "trits"] = "words"
 
     def __init__(self, name: str, group: int | None) -> None:
@@ -295,14 +296,14 @@ class BinaryWeightFormat(CodedWeightFormat):
         return GroupCodes((wide >= 0).to(torch.uint8), scale * 2)
 
 
-class Float8WeightFormat:
+class Float8WeightFormat(RowTensors):
     """float8 e4m3 with one float32 scale for each output channel: compressed-tensors' `float-quantized`.
 
     `scale = max |row| / 448`, `q = row / scale` rounded to float8 e4m3fn, to nearest, ties to even. A row of zeros has
     scale 0. The product uses `q * scale`, computed in float32 and rounded to the dtype of the input.
     """
 
-    name = "fp8"
+    name, keeps_order = "fp8", True
 
     def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
         return {

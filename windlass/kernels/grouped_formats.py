@@ -60,6 +60,7 @@ class GroupedWeightFormat:
 
     name: str
     bits: int
+    keeps_order = True
 
     def _group_forms(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
         """Return the tensors of the groups."""

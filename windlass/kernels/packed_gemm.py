@@ -24,14 +24,19 @@ import torch
 
 from windlass.base.errors import ModelError, WeightFormatError
 from windlass.kernels.coded_formats import CodedWeightFormat
-from windlass.kernels.grouped_formats import GroupedWeightFormat
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.low_bit_panels import LowBitFormat, LowBitPanels, has_native_codes
 from windlass.kernels.mapped_bytes import MappedBytes
 from windlass.kernels.packed_tensors import check_matrix
 from windlass.kernels.panel_memory import take_panels
 from windlass.kernels.reference.quantized_input import quantize_groups
-from windlass.kernels.weight_format import CastWeightFormat, WeightFormat, get_weight_format
+from windlass.kernels.weight_format import (
+    CastWeightFormat,
+    JoinableFormat,
+    WeightFormat,
+    check_packed,
+    get_weight_format,
+)
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
@@ -54,6 +59,7 @@ class PackedPanels:
         self,
         weight_format: WeightFormat,
         tensors: FormatTensors,
+        sizes: tuple[int, int],
         path: InferencePath,
         quantize_inputs: bool,
         pages: MappedBytes | None = None,
@@ -64,7 +70,7 @@ class PackedPanels:
                 "integers of fewer bits"
             )
         self.format, self.quantize_inputs = weight_format, quantize_inputs
-        self.out_features, self.in_features = matrix_shape(tensors)
+        self.out_features, self.in_features = sizes
         coded = has_native_codes(weight_format)
         native = path.module is not None and (coded or weight_format.name in _PANEL_CODES)
         native = native and self.out_features * self.in_features > 0
@@ -258,24 +264,17 @@ def narrow_input_dtype(weight_format: WeightFormat) -> torch.dtype | None:
     return torch.int8 if weight_format.name == "int8" or isinstance(weight_format, CodedWeightFormat) else None
 
 
-def matrix_shape(tensors: FormatTensors) -> tuple[int, int]:
-    """Return output and input features of a packed matrix; (0, 0) if the tensors are not those of a packed matrix."""
-    if "weight_shape" in tensors and tensors["weight_shape"].numel() == 2:
-        rows, columns = tensors["weight_shape"].tolist()
-        return int(rows), int(columns)
-    if "weight" in tensors and tensors["weight"].dim() == 2:
-        rows, columns = tensors["weight"].shape
-        return rows, columns
-    return 0, 0
-
-
 def join_packed(weight_format: WeightFormat, parts: Sequence[FormatTensors]) -> FormatTensors:
-    """Return the packed matrix whose rows are those of all parts, one after the other."""
+    """Return the packed matrix whose rows are those of all parts, one after the other.
+
+    Raises:
+        WeightFormatError: there are several parts, and the format does not join them.
+    """
     if len(parts) == 1:
         return parts[0]
-    if isinstance(weight_format, CodedWeightFormat | GroupedWeightFormat):
-        return weight_format.join(parts)
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if not isinstance(weight_format, JoinableFormat):
+        raise WeightFormatError(f"format {weight_format.name!r} has no join; multiply its matrices one by one")
+    return weight_format.join(parts)
 
 
 def pack_weight(
@@ -312,8 +311,12 @@ def pack_weight(
                 pages.drop()
         tensors: FormatTensors = {"weight": weight.detach()}  # panels are a copy already
     else:
+        if weight.dim() == 2:
+            chosen.file_form(*weight.shape)  # refuses sizes that the format does not pack
         tensors = chosen.pack(weight)
-    return PackedPanels(chosen, tensors, found, quantize_inputs, pages if casts else None)
+        check_packed(chosen, tensors, *weight.shape)
+    sizes = (weight.shape[0], weight.shape[1])
+    return PackedPanels(chosen, tensors, sizes, found, quantize_inputs, pages if casts else None)
 
 
 def panel_rows(panels: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, features: int) -> torch.Tensor:
@@ -330,6 +333,7 @@ def panel_rows(panels: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, fe
 def pack_panels(
     tensors: FormatTensors,
     format: WeightFormat | str,
+    sizes: tuple[int, int],
     *,
     quantize_inputs: bool = False,
     path: str | None = None,
@@ -339,6 +343,7 @@ def pack_panels(
     Args:
         tensors: packed tensors that `WeightFormat.pack` returned.
         format: the format of `tensors`, or its registered name.
+        sizes: output and input features of the weight.
         quantize_inputs: round inputs, of bf16 and integer weights only; see [Note: rounded inputs].
         path: one of `list_inference_paths()` in place of the active one.
 
@@ -346,12 +351,8 @@ def pack_panels(
         WeightFormatError: the tensors are not of the format.
     """
     chosen = get_weight_format(format) if isinstance(format, str) else format
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    rows, columns = matrix_shape(tensors)
-    requested = {name: (form.dtype, form.shape) for name, form in chosen.file_form(rows, columns).items()}
-    if found != requested:
-        raise WeightFormatError(f"packed tensors {found} are not of format {chosen.name!r}; give those that it packed")
-    return PackedPanels(chosen, tensors, get_inference_path(path), quantize_inputs)
+    check_packed(chosen, tensors, *sizes)
+    return PackedPanels(chosen, tensors, sizes, get_inference_path(path), quantize_inputs)
 
 
 def packed_linear(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor | None = None) -> torch.Tensor:

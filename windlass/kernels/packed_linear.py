@@ -13,6 +13,7 @@ from windlass.base.errors import WeightFormatError
 from windlass.kernels.mapped_bytes import MappedBytes
 from windlass.kernels.panel_cache import PanelCache
 from windlass.kernels.weight_format import (
+    PackedTensorForm,
     PackedWeight,
     WeightFormat,
     get_weight_format,
@@ -21,7 +22,7 @@ from windlass.kernels.weight_format import (
 )
 
 # formats that are made from a configuration, and not registered
-_MADE_FORMATS = re.compile(r"range\d+_g\d+(_outputs)?|float\d+_e\d+m\d+_g\d+")
+_MADE_FORMATS = re.compile(r"(range\d+_g\d+(_outputs)?|float\d+_e\d+m\d+_g\d+)_weight")
 
 
 class PackedMatrix(nn.Module):
@@ -51,7 +52,8 @@ class PackedMatrix(nn.Module):
         self._form = self.format.file_form(rows, columns)
         self._panels = PanelCache()
         for name, form in self._form.items():
-            shape = (*form.shape[:-1], form.shape[-1] * form.dtype.itemsize)
+            *outer, last = form.shape or (1,)
+            shape = (*outer, last * form.dtype.itemsize)
             memory = torch.empty(shape, dtype=torch.uint8, device=device)
             self.register_parameter(self.parameter_name(name), nn.Parameter(memory, requires_grad=False))
 
@@ -106,7 +108,7 @@ class PackedMatrix(nn.Module):
     def packed(self) -> PackedWeight:
         """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
         of small ones that are not aligned in a shared buffer."""
-        found = {name: self._typed(name, form.dtype) for name, form in self._form.items()}
+        found = {name: self._typed(name, form) for name, form in self._form.items()}
         if self._is_part and "weight_shape" in found:
             found["weight_shape"] = torch.tensor(self._sizes, device=found["weight_shape"].device)
         return found
@@ -139,12 +141,13 @@ class PackedMatrix(nn.Module):
         assert parameter is not None
         return parameter.detach()
 
-    def _typed(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _typed(self, name: str, form: PackedTensorForm) -> torch.Tensor:
         """Return the bytes of a packed tensor as the format's dtype."""
         stored = self._stored(name)
-        if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns only parameters of at least 1024 elements
+        if stored.storage_offset() % form.dtype.itemsize:  # ZeRO aligns only parameters of at least 1024 elements
             stored = stored.clone()
-        return stored.view(dtype)
+        typed = stored.view(form.dtype)
+        return typed if form.shape else typed.view(())  # the bytes of one number are a vector
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Pack a plain `weight`. Raise if a loaded tensor does not contain the bytes of a packed tensor: torch would
@@ -258,7 +261,8 @@ class PackedLinear(PackedMatrix):
         bias = bias.to(input.dtype) if bias is not None else None
         packed = self.packed()
         stored = {name: self._stored(name) for name in self._form}
-        return self.format.linear(input, packed, bias, self._panels.product(self.format, packed, stored, input))
+        product = self._panels.product(self.format, packed, self._sizes, stored, input)
+        return self.format.linear(input, packed, bias, product)
 
     def extra_repr(self) -> str:
         """Return the arguments, for `repr`."""
@@ -301,9 +305,9 @@ class PackedEmbedding(PackedMatrix):
 
 def is_packed_parameter(name: str, dtype: torch.dtype) -> bool:
     """Return True if a parameter has the name and dtype of a packed tensor; see [Note: packed parameters]."""
-    form, mark, _ = name.rpartition(".")[2].partition("_weight")
-    known = form in list_weight_formats() or _MADE_FORMATS.fullmatch(form) is not None
-    return bool(mark) and known and dtype == torch.uint8
+    own = name.rpartition(".")[2]
+    known = any(own.startswith(f"{form}_") for form in list_weight_formats()) or _MADE_FORMATS.match(own) is not None
+    return known and dtype == torch.uint8
 
 
 def pack_linear_layers(

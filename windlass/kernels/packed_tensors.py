@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,27 @@ class PackedTensorForm:
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class RowTensors:
+    """Optional members of a weight format whose tensors all have one row for each output feature, and whose `pack`
+    rounds each row by itself."""
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        """Return the matrix; see `WeightFormat.unpack`."""
+        raise NotImplementedError
+
+    def unpack_rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        """Return some rows of the matrix in the format's own precision.
+
+        Args:
+            index: int64 `[rows]`.
+        """
+        return self.unpack({name: tensor[index] for name, tensor in packed.items()})
+
+    def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
+        """Return the packed matrix whose rows are those of all parts, one after the other."""
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def check_matrix(weight: torch.Tensor, name: str) -> None:

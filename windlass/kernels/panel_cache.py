@@ -49,7 +49,12 @@ class PanelCache:
         self.pages: dict[int, MappedBytes] = {}
 
     def product(
-        self, weight_format: WeightFormat, packed: PackedWeight, parameters: Mapping[str, torch.Tensor], input: Any
+        self,
+        weight_format: WeightFormat,
+        packed: PackedWeight,
+        sizes: tuple[int, int],
+        parameters: Mapping[str, torch.Tensor],
+        input: Any,
     ) -> PanelProduct | None:
         """Return the product on native kernels, or None where they do not apply."""
         if not _is_native(weight_format, input):
@@ -66,7 +71,7 @@ class PanelCache:
         panels = self._panels if again else None
         pages = [self.pages[one.data_ptr()] for one in parameters.values() if one.data_ptr() in self.pages]
         if panels is None:
-            panels = pack_panels(packed, weight_format)
+            panels = pack_panels(packed, weight_format, sizes)
             for one in pages:
                 one.drop()
         self._key, self._panels = key, panels if again else None

@@ -3,26 +3,32 @@
 [Note: weight formats] A format maps a matrix to named tensors and back, and multiplies an input by the packed matrix
 without an unpacked copy of all of it. `windlass.kernels.packed_linear.PackedLinear` is the layer on top. A format has
 no state.
+
+[Note: optional members] A format may also have `join` (`JoinableFormat`), `unpack_rows` (`RowFormat`) and
+`keeps_order`. Without them its layers are multiplied one by one, a lookup of rows unpacks the whole matrix, and tensor
+parallelism first tries a division of a random matrix. `packed_tensors.RowTensors` has the first two for formats whose
+tensors all have one row for each output feature.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from windlass.base.errors import WeightFormatError
-from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, make_coded_formats
+from windlass.kernels.coded_formats import Float8WeightFormat, make_coded_formats
 from windlass.kernels.device_matmul import CodedMatrix, find_device_product, has_kernel
-from windlass.kernels.grouped_formats import GroupedWeightFormat
 from windlass.kernels.packed_matmul import Product, packed_matmul
 from windlass.kernels.packed_tensors import PackedTensorForm as PackedTensorForm
 from windlass.kernels.packed_tensors import PackedWeight as PackedWeight
+from windlass.kernels.packed_tensors import RowTensors as RowTensors
 from windlass.kernels.packed_tensors import check_finite, check_matrix
 
 
 class WeightFormat(Protocol):
-    """Stateless packing of matrices `[out_features, in_features]`.
+    """Stateless packing of matrices `[out_features, in_features]`; see [Note: optional members].
 
     Attributes:
         name: name of the format in the registry; letters, digits and `_`.
@@ -33,7 +39,8 @@ class WeightFormat(Protocol):
 
     def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
         """Return name, dtype and shape of every packed tensor, as a safetensors file holds them. The names follow that
-        of the layer: `<layer>.weight`, `<layer>.weight_scale`."""
+        of the layer: `<layer>.weight`, `<layer>.weight_scale`. Any names are allowed, and any shapes, `()` included.
+        Raise `WeightFormatError` for sizes that the format does not pack."""
         ...
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
@@ -65,8 +72,29 @@ class WeightFormat(Protocol):
         ...
 
 
-class CastWeightFormat:
+@runtime_checkable
+class JoinableFormat(Protocol):
+    """Weight format with `join`: `pack` rounds each row by itself, so that layers with the same input are packed as one
+    matrix."""
+
+    def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
+        """Return the packed matrix whose rows are those of all parts, one after the other."""
+        ...
+
+
+@runtime_checkable
+class RowFormat(Protocol):
+    """Weight format that unpacks single rows."""
+
+    def unpack_rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        """Return the rows `index`, int64 `[rows]`, in the format's own precision."""
+        ...
+
+
+class CastWeightFormat(RowTensors):
     """Format that stores a matrix in one floating-point dtype, rounded to nearest, ties to even."""
+
+    keeps_order = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
@@ -89,7 +117,7 @@ class CastWeightFormat:
         return packed_matmul(input, bias, _cast_rows, [packed["weight"]], product)
 
 
-class Int8WeightFormat:
+class Int8WeightFormat(RowTensors):
     """Symmetric int8 with one float32 scale for each output channel.
 
     `scale = max |row| / 127`, `q = round(row / scale)` in float32, to nearest, ties to even, clamped to [-127, 127]. A
@@ -97,7 +125,7 @@ class Int8WeightFormat:
     product uses `q * scale`, computed in float32 and rounded to the dtype of the input.
     """
 
-    name = "int8"
+    name, keeps_order = "int8", True
 
     def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
         return {
@@ -168,15 +196,37 @@ def list_weight_formats() -> list[str]:
     return sorted(_formats)
 
 
+def keeps_order(weight_format: WeightFormat) -> bool:
+    """Return True if a format states that its tensors hold rows and columns in their order, each along the dimension
+    that grows with them, so that a part of the matrix is a part of each tensor."""
+    return bool(getattr(weight_format, "keeps_order", False))
+
+
+def check_packed(weight_format: WeightFormat, packed: PackedWeight, out_features: int, in_features: int) -> None:
+    """Check names, dtypes and shapes of the packed tensors of a matrix.
+
+    Raises:
+        WeightFormatError: the tensors are not those of `file_form`.
+    """
+    forms = weight_format.file_form(out_features, in_features)
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
+    requested = {name: (form.dtype, tuple(form.shape)) for name, form in forms.items()}
+    if found != requested:
+        raise WeightFormatError(
+            f"packed tensors {found} are not of format {weight_format.name!r}, whose file_form({out_features}, "
+            f"{in_features}) is {requested}; give those that it packed"
+        )
+
+
 def unpack_rows(weight_format: WeightFormat, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
     """Return some rows of a packed matrix in the format's own precision.
 
     Args:
         index: int64 `[rows]`.
     """
-    if isinstance(weight_format, CodedWeightFormat | GroupedWeightFormat):
+    if isinstance(weight_format, RowFormat):
         return weight_format.unpack_rows(packed, index)
-    return weight_format.unpack({name: tensor[index] for name, tensor in packed.items()})
+    return weight_format.unpack(packed)[index]
 
 
 register_weight_format(CastWeightFormat("fp32", torch.float32))

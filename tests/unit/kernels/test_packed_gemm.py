@@ -108,7 +108,9 @@ def test_products_of_whole_numbers_are_exact(path: str, name: str) -> None:
         x[0] = 127  # the largest sums
         weight = get_weight_format(name).unpack(packed)
         assert torch.equal(weight, weight.round())
-        found = packed_linear(x.float(), pack_panels(packed, name, quantize_inputs=True, path=path))
+        found = packed_linear(
+            x.float(), pack_panels(packed, name, (outputs, features), quantize_inputs=True, path=path)
+        )
         assert torch.equal(found.to(torch.int64), x @ weight.to(torch.int64).T), (rows, outputs, features)
 
 
@@ -239,10 +241,10 @@ def test_numbers_that_are_not_finite_stay_in_their_row(path: str, format: str, v
 @pytest.mark.parametrize("format", [name for name in FORMATS if "," not in name])
 def test_packed_tensors_of_a_file_give_the_same_product(path: str, format: str) -> None:
     weight, x = random(37, 50), random(5, 50, seed=1)
-    packed = pack_panels(get_weight_format(format).pack(weight), format, path=path)
+    packed = pack_panels(get_weight_format(format).pack(weight), format, (37, 50), path=path)
     assert torch.equal(packed_linear(x, packed), packed_linear(x, pack(weight, format, path)))
     with pytest.raises(WeightFormatError, match=r"weight_scale.* are not of format 'fp32'"):
-        pack_panels(get_weight_format("int8").pack(weight), "fp32", path=path)
+        pack_panels(get_weight_format("int8").pack(weight), "fp32", (37, 50), path=path)
 
 
 def test_weight_is_copied_and_takes_the_bytes_of_its_format() -> None:

@@ -1,21 +1,30 @@
 """Sharding of packed, frozen linear layers: each rank keeps the bytes of its rows or columns.
 
 [Note: parts of packed weights] Codes, scales and zero points of a part are those of the whole matrix, so that no rank
-rounds anything anew. A part begins and ends where a group and a word of codes do, along either dimension.
+rounds anything anew. A part begins and ends where a group and a word of codes do, along either dimension. The shapes of
+`file_form` show along which dimension a tensor is divided; one that has the same shape for any number of features is
+kept whole. A format without `keeps_order` may lay its tensors out otherwise, so its division is tried first with random
+numbers of the same sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
 
 from windlass.base.errors import ModelError, WeightFormatError
 from windlass.kernels.grouped_formats import GroupedWeightFormat
 from windlass.kernels.packed_linear import PackedMatrix
-from windlass.kernels.packed_tensors import PackedTensorForm
-from windlass.kernels.weight_format import WeightFormat
+from windlass.kernels.weight_format import WeightFormat, check_packed, keeps_order
+from windlass.parallel.narrow_to_ranges import narrow_to_ranges
 from windlass.parallel.placement import Ranges
 from windlass.parallel.tensor.parameter_sharding import shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements
+
+Cuts = tuple[tuple[str, int, Ranges], ...]  # packed tensor, its dimension and the ranges that are kept, in elements
 
 _WHOLE = "weight_shape"  # name of the whole matrix's shape, which every rank has
 _MANY = 64  # so many equal parts take 64 times the words of one part only if each part begins and ends at a word
@@ -25,60 +34,98 @@ def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis
     """Keep only `ranges` of a packed matrix along `dim`: 0, outputs, or 1, inputs. See [Note: parts of packed weights].
 
     Raises:
-        ModelError: a range begins or ends inside of a group.
+        ModelError: a range begins or ends inside of a group, or the format does not lay out its tensors in order.
     """
-    sizes, local = module.sizes, list(module.sizes)
+    form: Any = module.format
+    local = list(module.sizes)
     local[dim] = count_elements(ranges)
-    _check_format(name, module.format, local, axis)
-    for part, form in _forms(module, sizes).items():
-        if part == _WHOLE:
-            continue
-        if _count(module, part, dim, 1) == form.shape[dim]:
-            continue  # one scale for all of the dimension
-        edges = [[_place(name, module, part, dim, edge, axis) for edge in span] for span in ranges]
-        scale = form.dtype.itemsize if dim == 1 else 1
-        placed = tuple((start * scale, stop * scale) for start, stop in edges)
+    try:
+        _check_format(form, local)
+        cuts = tuple(_find_cuts(form, module.sizes, dim, ranges))
+        if not keeps_order(form):
+            _try_division(form, module.sizes, (local[0], local[1]), dim, ranges, cuts)
+    except WeightFormatError as error:
+        raise ModelError(
+            f"{name} is packed as {form.name!r} and cannot be sharded over {axis}: {error}; choose another "
+            "group or format, another number of ranks, or replicate the layer by parallel.tensor_table"
+        ) from error
+    forms = form.file_form(*module.sizes)
+    for part, along, kept in cuts:
+        whole = forms[part]
+        scale = whole.dtype.itemsize if along == len(whole.shape) - 1 else 1
+        placed = tuple((start * scale, stop * scale) for start, stop in kept)
         stored = module.parameter_name(part)
-        shard_parameter(f"{name}.{stored}", module.get_parameter(stored), dim, placed, axis)
+        shard_parameter(f"{name}.{stored}", module.get_parameter(stored), along, placed, axis)
     module.become_part(*local)
 
 
-def _check_format(name: str, form: WeightFormat, local: Sequence[int], axis: str) -> None:
+def _check_format(form: WeightFormat, local: Sequence[int]) -> None:
     """Check that a part consists of whole groups."""
-    try:
-        if any(len(one.shape) != 2 for part, one in form.file_form(*local).items() if part != _WHOLE):
+    form.file_form(*local)
+    if isinstance(form, GroupedWeightFormat):
+        form.check_shape(*local)
+
+
+def _find_cuts(
+    form: WeightFormat, sizes: tuple[int, int], dim: int, ranges: Ranges
+) -> Iterator[tuple[str, int, Ranges]]:
+    """Yield the tensors that are divided, and how."""
+    for part, whole in form.file_form(*sizes).items():
+        if part == _WHOLE or _try_shape(form, sizes, part, dim, 1) == whole.shape:
+            continue  # one scale for all of the dimension
+        double = _shape(form, sizes, part, dim, 2 * sizes[dim])
+        grown = [place for place, size in enumerate(whole.shape) if double[place] != size]
+        if not grown:
+            continue
+        along = grown[0]
+        wider = _shape(form, sizes, part, 1 - dim, 2 * sizes[1 - dim])
+        if len(grown) > 1 or wider[along] != whole.shape[along]:
             raise WeightFormatError("its groups reach over several rows")
-        if isinstance(form, GroupedWeightFormat):
-            form.check_shape(*local)
-    except WeightFormatError as error:
-        raise ModelError(
-            f"{name} is packed as {form.name!r} and cannot be sharded over {axis}: {error}; choose another group or "
-            "format, or replicate the layer by parallel.tensor_table"
-        ) from error
+        edges = [[_place(form, sizes, part, dim, along, edge) for edge in span] for span in ranges]
+        yield part, along, tuple((start, stop) for start, stop in edges)
 
 
-def _place(name: str, module: PackedMatrix, part: str, dim: int, edge: int, axis: str) -> int:
+def _place(form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, along: int, edge: int) -> int:
     """Return the position in a packed tensor of the boundary between two ranks."""
-    size = module.sizes[dim]
+    size = sizes[dim]
     if edge in (0, size):
-        return 0 if edge == 0 else _forms(module, module.sizes)[part].shape[dim]
-    place = _count(module, part, dim, edge)
-    if _count(module, part, dim, _MANY * edge) != _MANY * place:
-        what = "input" if dim else "output"
-        raise ModelError(
-            f"{name} is packed as {module.format.name!r}, and {axis} would shard its {size} {what} features at {edge}, "
-            "inside of a group of that format; choose a group that divides each rank's part, another number of ranks, "
-            "or replicate the layer by parallel.tensor_table"
+        return 0 if edge == 0 else _shape(form, sizes, part, dim, size)[along]
+    place = _shape(form, sizes, part, dim, edge)[along]
+    if _shape(form, sizes, part, dim, _MANY * edge)[along] != _MANY * place:
+        raise WeightFormatError(
+            f"the part of a rank would end at {edge} of its {size} {'input' if dim else 'output'} features, inside of "
+            "a group"
         )
     return place
 
 
-def _count(module: PackedMatrix, part: str, dim: int, features: int) -> int:
-    """Return the size of a packed tensor along a dimension with this many features."""
-    sizes = list(module.sizes)
-    sizes[dim] = features
-    return _forms(module, (sizes[0], sizes[1]))[part].shape[dim]
+def _try_shape(
+    form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, features: int
+) -> tuple[int, ...] | None:
+    """Return the shape of a packed tensor with this many features; None: the format does not pack so many."""
+    try:
+        return _shape(form, sizes, part, dim, features)
+    except WeightFormatError:
+        return None
 
 
-def _forms(module: PackedMatrix, sizes: tuple[int, int]) -> dict[str, PackedTensorForm]:
-    return module.format.file_form(*sizes)
+def _shape(form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, features: int) -> tuple[int, ...]:
+    """Return the shape of a packed tensor with this many features along a dimension."""
+    rows, columns = (features, sizes[1]) if dim == 0 else (sizes[0], features)
+    return form.file_form(rows, columns)[part].shape
+
+
+@lru_cache(maxsize=64)
+def _try_division(
+    form: WeightFormat, sizes: tuple[int, int], local: tuple[int, int], dim: int, ranges: Ranges, cuts: Cuts
+) -> None:
+    """Check that a part of the packed tensors unpacks to that part of a random matrix."""
+    packed = form.pack(torch.randn(sizes, generator=torch.Generator().manual_seed(0)))
+    part = dict(packed)
+    if _WHOLE in part:
+        part[_WHOLE] = torch.tensor(local)
+    for name, along, kept in cuts:
+        part[name] = narrow_to_ranges(packed[name], along, kept)
+    check_packed(form, part, *local)
+    if not torch.equal(form.unpack(part), narrow_to_ranges(form.unpack(packed), dim, ranges)):
+        raise WeightFormatError("a part of its tensors is not the packed form of a part of the matrix")
