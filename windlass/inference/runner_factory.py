@@ -378,10 +378,10 @@ def pack_before_sharding(model: nn.Module, weight_format: str) -> None:
     A part then has the codes and scales of the whole matrix. Other layers are packed after they are sharded.
     """
     native = can_pack(model)
-    coarse = isinstance(get_weight_format(weight_format), CodedWeightFormat)
+    coded = isinstance(get_weight_format(weight_format), CodedWeightFormat)
     # Groups of features may not end where ranks do. Panels of layers with a forward of their own lie beside the packed
     # bytes, so wide formats would take more memory.
-    if not native or not (coarse or weight_format in _WIDE):
+    if not native or not (coded or weight_format in _WIDE):
         pack_layers(model, weight_format, without_head=native)
 
 
