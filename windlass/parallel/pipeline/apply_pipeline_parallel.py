@@ -68,7 +68,7 @@ def apply_pipeline_parallel(
             partition_method=partition_method,
             example_kwargs=example_kwargs,
         )
-        for layer in found.layers if activation_checkpoint_interval else ():
+        for layer in dict.fromkeys(found.layers) if activation_checkpoint_interval else ():
             layer.forward = partial(checkpoint, layer.forward)
         setattr(model, _STAGES_ATTRIBUTE, found)
         stages = found

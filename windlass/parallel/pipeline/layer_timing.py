@@ -41,14 +41,20 @@ def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[flo
 
 
 def _time_layers(model: nn.Module, trace: ForwardTrace) -> list[float]:
-    layers = [*model.get_submodule(trace.layers_path).children()]
+    # `children()` would leave out a module that is in the list twice
+    layers = [layer for layer in model.get_submodule(trace.layers_path)._modules.values() if layer is not None]
     device = next(model.parameters()).device
     marks: list[float] = []
 
     def mark(*_: Any) -> None:
         marks.append(synchronized_time(device))
 
-    handles = [layers[0].register_forward_pre_hook(mark), *(layer.register_forward_hook(mark) for layer in layers)]
+    def mark_start(*_: Any) -> None:
+        if not marks:  # the first layer may be in the list again
+            mark()
+
+    handles = [layer.register_forward_hook(mark) for layer in dict.fromkeys(layers)]
+    handles.append(layers[0].register_forward_pre_hook(mark_start))
     try:
         with trial_mode(model, []), torch.no_grad():
             start = synchronized_time(device)

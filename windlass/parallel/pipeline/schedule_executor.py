@@ -39,6 +39,7 @@ class ExecutorCallbacks:
         on_weight_backward: called inside a backward that computes only gradients of weights, before any computation.
         loss_factor: returns the factor of each micro-batch's loss before its backward.
         to_device: moves a micro-batch from the loader to the device.
+        leaves: backwards compute gradients of these tensors alone, and not of parameters; None: of all leaves.
     """
 
     call_module: Callable[..., Any]
@@ -47,6 +48,7 @@ class ExecutorCallbacks:
     on_weight_backward: Callable[[], None] = lambda: None
     loss_factor: Callable[[], float] = lambda: 1.0
     to_device: Callable[[Any], Any] = lambda batch: batch
+    leaves: Sequence[torch.Tensor] | None = None
 
 
 class ScheduleFailed(Exception):
@@ -288,8 +290,12 @@ class _ScheduleRunner:
         # Drop the edges from the state before the backward, so that it frees the graph as it runs.
         edges, kept.edges, kept.output_gradients = kept.edges, [], None
         if not split:
-            if edges:
-                self._callbacks.run_backward(partial(torch.autograd.backward, edges, seeds), is_last_backward)
+            leaves = self._callbacks.leaves
+            inputs = None if leaves is None else [*kept.input_leaves, *leaves]
+            if edges and (inputs is None or inputs):
+                self._callbacks.run_backward(
+                    partial(torch.autograd.backward, edges, seeds, inputs=inputs), is_last_backward
+                )
         else:
             later = self._weight_backwards[stage, micro_batch] = SplitBackward(edges, seeds, kept.input_leaves)
             if later and kept.input_leaves:

@@ -285,7 +285,8 @@ def split_into_stages(
 def _compute_layer_weights(
     model: nn.Module, trace: ForwardTrace, partition_method: str | Sequence[float]
 ) -> list[float]:
-    layers = [layer for layer in model.get_submodule(trace.layers_path).children()]
+    # `children()` would leave out a module that is in the list twice
+    layers = [layer for layer in model.get_submodule(trace.layers_path)._modules.values() if layer is not None]
     sizes = [_num_parameters(layer) for layer in layers]
     weights = compute_layer_weights(partition_method, [type(layer).__name__ for layer in layers], lambda: sizes)
     if isinstance(partition_method, str) and partition_method in ("parameters", "best"):

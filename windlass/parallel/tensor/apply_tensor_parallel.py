@@ -108,7 +108,6 @@ class _PlanApplier:
         self._has_dropout = has_dropout(model)
         self._input_hooks: dict[str, ChainInputHook] = {}
         self._stacks = [(stack, StackSequenceSharding(axis)) for stack in stacks]
-        self._sharded_ids: set[int] = set()
 
     def run(self) -> None:
         """Apply all shards of the plan, then adapt attention modules to their local heads and shard the sequence of
@@ -163,11 +162,7 @@ class _PlanApplier:
         shard_adapters(layer, shard, input_hook, None, self._tp_overlap_chunks)
 
     def _shard_parameter(self, name: str, dim: int, shard: ModuleShard) -> None:
-        """Shard one parameter. A parameter that modules share is sharded once."""
-        parameter = self._parameters[name]
-        if id(parameter) not in self._sharded_ids:
-            self._sharded_ids.add(id(parameter))
-            shard_parameter(name, parameter, dim, shard.rank_ranges[self._axis.index], self._axis.name)
+        shard_parameter(name, self._parameters[name], dim, shard.rank_ranges[self._axis.index], self._axis.name)
 
     def _shard_vocabulary(self, shard: ModuleShard, module: nn.Module) -> None:
         layer = as_linear_layer(shard.name, module)

@@ -141,3 +141,15 @@ def is_inside(name: str, module_name: str) -> bool:
 def is_stub(module: nn.Module) -> bool:
     """Return True if the module is a placeholder for a module on another pipeline stage."""
     return bool(getattr(module, "is_stub", False))
+
+
+def find_local_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, without the stubs of other pipeline stages and the modules inside them,
+    which have second names of parameters."""
+    modules = dict(model.named_modules())
+    stubs = {name for name, module in modules.items() if is_stub(module)}
+    return {
+        name: module
+        for name, module in modules.items()
+        if name not in stubs and stubs.isdisjoint(iterate_parent_names(name))
+    }

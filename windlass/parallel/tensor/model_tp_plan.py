@@ -11,7 +11,7 @@ from torch import nn
 from windlass.kernels.packed_linear import PackedEmbedding, PackedMatrix
 from windlass.parallel.tensor.find_language_model import find_language_model
 from windlass.parallel.tensor.fused_experts_layout import has_fused_experts
-from windlass.parallel.tensor.linear_layers import as_linear_layer, is_inside, is_stub
+from windlass.parallel.tensor.linear_layers import as_linear_layer, find_local_modules, is_inside
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, make_cannot_shard_error
 
@@ -58,20 +58,22 @@ def read_tp_plan_entries(model: nn.Module, tp_plan: Mapping[str, str]) -> dict[s
         ModelError: the plan contains an unknown style.
     """
     found: dict[str, PlanEntry] = {}
-    modules = dict(model.named_modules())
+    modules = find_local_modules(model)
     experts = [name for name, module in modules.items() if has_fused_experts(module)]
     whole = _packed_tables(model)
     for name, module in modules.items():
         tp_style = tp_plan.get(_wildcard_name(name))
-        if is_stub(module) or name in whole:
+        if name in whole:
             continue
         if tp_style is None or any(is_inside(name, holder) and tp_style != "moe_identity_expert" for holder in experts):
             continue
         found[name] = _plan_entry(name, module, tp_style)
-    for name, _ in model.named_parameters():
-        tp_style, holder = tp_plan.get(_wildcard_name(name)), name.rpartition(".")[0]
-        if tp_style is not None and holder not in experts and as_linear_layer(holder, modules[holder]) is None:
-            found[name] = PlanEntry(name, ShardStyle.PARAMETER)
+    for holder, module in modules.items():
+        if holder in experts or as_linear_layer(holder, module) is not None:
+            continue
+        for name, _ in module.named_parameters(prefix=holder, recurse=False):
+            if _wildcard_name(name) in tp_plan:
+                found[name] = PlanEntry(name, ShardStyle.PARAMETER)
     return found
 
 

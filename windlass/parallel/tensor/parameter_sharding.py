@@ -15,13 +15,16 @@ def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges
     """Keep only `ranges` of a parameter along `dim`, and record its placement.
 
     The memory of the full parameter is freed; on the meta device only the shape changes. The parameter may already be
-    sharded along other dimensions (experts along "ep").
+    sharded along other dimensions (experts along "ep"). Nothing changes if it has these ranges already, because
+    another module shares it.
 
     Raises:
-        ModelError: the parameter is already sharded along this axis or dimension.
+        ModelError: the parameter is already sharded along this axis or dimension, in another way.
     """
     placed = get_placement(parameter)
     size = placed.global_shape[dim]
+    if axis in placed.sharded_axes and placed.ranges[dim] == ranges:
+        return
     if axis in placed.sharded_axes or placed.ranges[dim] != ((0, size),):
         raise ModelError(
             f"{name} is sharded along its dim {dim} already: {placed.local_shape} of {placed.global_shape} lie "

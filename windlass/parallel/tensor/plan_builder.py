@@ -15,7 +15,7 @@ from windlass.parallel.tensor.block_tracing import find_blocks, trace_block, tra
 from windlass.parallel.tensor.dependency_chains import ChainResolver, find_dependency_chains
 from windlass.parallel.tensor.find_language_model import find_language_model
 from windlass.parallel.tensor.fused_experts_layout import read_fused_experts_layout
-from windlass.parallel.tensor.linear_layers import find_linear_layers, is_inside
+from windlass.parallel.tensor.linear_layers import find_linear_layers, find_local_modules, is_inside
 from windlass.parallel.tensor.model_tp_plan import read_tp_plan, read_tp_plan_entries
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.rank_ranges import join_sections, make_even_ranges
@@ -145,14 +145,18 @@ def _apply_table(entries: dict[str, PlanEntry], table_entries: Mapping[str, Plan
 
 def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, strict: bool) -> None:
     """Add traced entries: of all blocks if `strict`, else only known layers that have no entry."""
-    hidden = get_hidden_size(model)
+    hidden, local = get_hidden_size(model), find_local_modules(model)
     for name, block in find_blocks(model):
+        if name not in local:  # a stub, or a block that has another name before
+            continue
         taken = {one for one in entries if is_inside(one, name) or one == name}
         taken |= {
             layer.name
             for layer in find_linear_layers(block, name)
             if any(is_inside(layer.name, one) for one in taken if entries[one].is_from_user)
         }
+        # modules of other blocks, which shard them
+        taken |= {inner for inner, _ in block.named_modules(prefix=name) if inner not in local}
         found = trace_block(name, block, taken, hidden) if strict else trace_known_layers(name, block, taken)
         entries.update({entry.name: entry for entry in found if entry.name not in entries})
 
