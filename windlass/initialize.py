@@ -27,7 +27,7 @@ from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.compress.compressed_layers import shard_compressed_layers
 from windlass.compress.engine_steps import check_compression, check_distillation, follow_engine_steps
-from windlass.compress.quantize_training import prepare_quantize_training
+from windlass.compress.quantize_training import plan_bits_of_stages, prepare_quantize_training
 from windlass.compress.weight_quantization import is_requested, quantize_weights
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
@@ -176,7 +176,8 @@ def build_engine(
     if rate := config.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
     if config.quantize_training is not None:
-        prepare_quantize_training(model, config.quantize_training, config.eigenvalue, axes.pp)
+        in_stages = axes.pp > 1 or isinstance(model, PipelineSequential)
+        prepare_quantize_training(model, config.quantize_training, config.eigenvalue, in_stages=in_stages)
     check_compression(model, config.compression_training)
     check_distillation(model, config.distillation, axes.pp, axes.sp)
     optimizer, model_parameters = _quantize_weights(model, optimizer, model_parameters, config)
@@ -189,6 +190,7 @@ def build_engine(
             parallelize(model, mesh, config, script_axes=_script_owned_axes(model, by_script, by_model, config))
             remote_ids = all_ids.difference(id(parameter) for parameter in model.parameters())
             optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, remote_ids)
+            plan_bits_of_stages(model, mesh.pp)
             if mesh.tp.size > 1:
                 shard_compressed_layers(model, mesh.tp)
         built = _build_optimizer(model, optimizer, model_parameters, config, mesh)

@@ -181,9 +181,9 @@ def test_the_spellings_of_the_tutorial_are_read(rule: dict[str, Any]) -> None:
 
 
 def test_bad_sections_name_the_key() -> None:
-    def refused(match: str, section: QuantizeTraining, eigenvalue: Eigenvalue = EIGENVALUE, pp: int = 1) -> None:
+    def refused(match: str, section: QuantizeTraining, eigenvalue: Eigenvalue = EIGENVALUE) -> None:
         with pytest.raises(ConfigError, match=match):
-            prepare_quantize_training(Blocks(), section, eigenvalue, pp)
+            prepare_quantize_training(Blocks(), section, eigenvalue)
 
     refused("start_bits 3 and target_bits 8", moq(quantize_bits={"start_bits": 3, "target_bits": 8}))
     refused("quantize_groups is 3, which does not divide the 16 weights of 'layer.0.up'", moq(quantize_groups=3))
@@ -191,7 +191,6 @@ def test_bad_sections_name_the_key() -> None:
     refused("layer_num 3, but the model has 2 blocks", moq(), Eigenvalue(enabled=True, layer_name="layer", layer_num=3))
     both = moq(quantize_type="symmetric", quantize_algo={"q_type": "asymmetric"})
     refused("quantize_type is 'symmetric' and quantize_algo.q_type 'asymmetric'; delete one", both)
-    refused("not as 2 stages of a pipeline", moq(), pp=2)
     model = Blocks()
     prepare_quantize_training(model, moq(), EIGENVALUE)
     with pytest.raises(ModelError, match="copy it before initialize"):

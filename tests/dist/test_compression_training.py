@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import windlass
 from tests.dist.averaged_losses import part_of_rank, step_and_average, train_and_end
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import build
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, PeerError
 from windlass.compress.compression_training import compression_clock, end_compression_step, init_compression
 from windlass.compress.quantize_training import bit_planner, prepare_quantize_training
 from windlass.compress.redundancy_clean import redundancy_clean
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 from windlass.parallel.experts import MixtureOfExperts
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 
 STEPS, ROWS = 5, 4
 
@@ -284,6 +287,7 @@ def train_in_parts(axis: str, zero: dict[str, Any], followed: bool) -> tuple[lis
 
 
 OFFLOADS = ("offload_param", "offload_optimizer")
+OFFLOADED_STATES = {"offload_optimizer": {"device": "cpu"}}
 OFFLOADED = {"stage": 3, **{part: {"device": "cpu"} for part in OFFLOADS}}
 DISK = {"stage": 3, **{part: {"device": "nvme"} for part in OFFLOADS}}  # without a folder
 
@@ -502,6 +506,202 @@ def test_curvature_of_matrices_in_parts_is_that_of_the_whole(
         assert measured[0] == pytest.approx(values[0], rel=1e-3)
         assert torch.equal(schedule, model.get_buffer("quantize_training_schedule"))
         assert found == pytest.approx(losses, rel=1e-4)
+
+
+CURVED_STEPS = 6
+CURVED_IN_TWO = {**CURVED, "gradient_accumulation_steps": 2}
+
+
+class Stack(nn.Module):
+    """The layers of a `PipelineModule` of blocks, in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, layer in enumerate(stacked_layers()):
+            self.add_module(str(number), layer)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x: Any = input_ids
+        for layer in self.children():
+            x = layer(x)
+        return language_loss(x, labels)
+
+
+class Residual(nn.Module):
+    """Block of two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def stacked_layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Embedding(30, 12), *(Residual() for _ in range(3)), nn.LayerNorm(12), nn.Linear(12, 30)]
+
+
+def language_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def curved_model(kind: str) -> nn.Module:
+    if kind == "stack":
+        return PipelineSequential(stacked_layers(), loss_fn=language_loss)
+    if kind == "specs":  # each rank builds its own layers
+        return PipelineSequential(stacked_layers(), num_stages=2, loss_fn=language_loss)
+    return build(kind, tied=False)
+
+
+def curved_config(kind: str) -> dict[str, Any]:
+    section = CURVED["quantize_training"]
+    if kind not in ("stack", "specs"):
+        return CURVED_IN_TWO
+    eigenvalue = {**section["eigenvalue"], "layer_name": ""}
+    return {**CURVED_IN_TWO, "quantize_training": {**section, "eigenvalue": eigenvalue}}
+
+
+def train_curved_stages(
+    kind: str, parallel: dict[str, int], zero: dict[str, Any], pipeline: dict[str, Any], folder: Path | None
+) -> tuple[list[float], list[list[float]], dict[str, Tensor]]:
+    """Train over a pipeline; with a folder, the second half after a load into another engine."""
+    dp = dist.get_world_size() // math.prod(parallel.values())
+    config = {**curved_config(kind), "parallel": parallel, "zero_optimization": zero, "pipeline": pipeline}
+    losses, found = [], []
+    engine = windlass.initialize(model=curved_model(kind), config=config)[0]
+    measured = recorded_eigenvalues(engine.module)
+    for step in range(CURVED_STEPS):
+        if folder is not None and step == CURVED_STEPS // 2:
+            engine.save_checkpoint(str(folder))
+            engine.destroy()
+            engine = windlass.initialize(model=curved_model(kind), config=config)[0]
+            engine.load_checkpoint(str(folder))
+            found, measured = measured, recorded_eigenvalues(engine.module)
+        parts = [rows.chunk(dp)[engine.mesh.dense.data.index] for rows in ids(step).chunk(2)]
+        is_pair = kind in ("stack", "specs")
+        batches = [(part, part) if is_pair else {"input_ids": part, "labels": part} for part in parts]
+        losses.append(float(engine.train_batch(iter(batches))))
+    state = engine.full_state_dict()
+    state["schedule"] = engine.module.get_buffer("quantize_training_schedule").clone()
+    engine.destroy()
+    return losses, found + measured, state
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "parallel", "zero", "pipeline", "transport", "resumes"),
+    [
+        ("uneven", 2, {"pp": 2}, {"stage": 1}, {}, "gloo", True),
+        ("specs", 2, {"pp": 2}, {"stage": 0}, {"schedule": "zero-bubble"}, "shm", False),
+        pytest.param("stack", 1, {"pp": 1}, {"stage": 0}, {}, "gloo", False, marks=pytest.mark.slow),
+        pytest.param("stack", 3, {"pp": 3}, {"stage": 1}, {}, "gloo", True, marks=pytest.mark.slow),
+        pytest.param(
+            "uneven", 2, {"pp": 2}, {"stage": 1, **OFFLOADED_STATES}, {}, "shm", False, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama",
+            2,
+            {"pp": 2},
+            {"stage": 0},
+            {"schedule": "interleaved", "virtual_stages": 2},
+            "gloo",
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("uneven", 4, {"pp": 2}, {"stage": 3}, {}, "shm", True, marks=pytest.mark.slow),
+        pytest.param("uneven", 4, {"pp": 2}, {"stage": 2}, {}, "gloo", False, marks=pytest.mark.slow),
+        pytest.param("uneven", 4, {"pp": 2, "tp": 2}, {"stage": 1}, {}, "gloo", False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_curvature_of_stages_is_that_of_the_whole_model(
+    kind: str,
+    ranks: int,
+    parallel: dict[str, int],
+    zero: dict[str, Any],
+    pipeline: dict[str, Any],
+    transport: str,
+    resumes: bool,
+    tmp_path: Path,
+) -> None:
+    model = Stack() if kind in ("stack", "specs") else build(kind, tied=False)
+    section = QuantizeTraining.model_validate(curved_config(kind)["quantize_training"])
+    prepare_quantize_training(model, section, Eigenvalue())
+    values, planner, losses = recorded_eigenvalues(model), bit_planner(model), []
+    assert planner is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(CURVED_STEPS):
+        compression_clock(model).step = step
+        mean = 0.0
+        for part in ids(step).chunk(2):
+            output = model(input_ids=part, labels=part)
+            loss = (output if isinstance(output, Tensor) else output.loss) / 2
+            loss.backward()
+            mean += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        compression_clock(model).step = step + 1
+        planner.end_step(model, step + 1)
+        losses.append(mean)
+    assert len(values) > 1 and len(set(values[0])) == len(values[0]) > 2
+    folder = tmp_path if resumes else None
+    results = run_ranks(train_curved_stages, ranks, kind, parallel, zero, pipeline, folder, transport=transport)
+    schedule = model.get_buffer("quantize_training_schedule")
+    for found, measured, state in results:
+        assert measured == results[0][1], "bit for bit the same on all ranks"
+        for one, other in zip(measured, values, strict=True):
+            assert one == pytest.approx(other, rel=1e-3)
+        assert torch.equal(state["schedule"], schedule)
+        assert found == pytest.approx(losses, rel=1e-4)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(results[0][2][name], value.detach(), rtol=1e-3, atol=1e-5)
+
+
+def start_with_a_block_on_two_ranks() -> str:
+    model = build("uneven", tied=False)
+    model.model.layers[2] = model.model.layers[0]
+    try:
+        windlass.initialize(model=model, config={**CURVED_IN_TWO, "parallel": {"pp": 2}})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_block_on_two_ranks_of_a_pipeline_is_refused_on_both() -> None:
+    for message in run_ranks(start_with_a_block_on_two_ranks, 2):
+        assert "block 0 of 'model.layers' shares a module" in message and "set parallel.pp to 1" in message
+
+
+def fail_while_curvature_is_measured() -> tuple[str, list[float]]:
+    """Return the error of a step whose measurement fails on the last rank, and the losses before and after it."""
+    engine = windlass.initialize(model=build("uneven", tied=False), config={**CURVED_IN_TWO, "parallel": {"pp": 2}})[0]
+    layer, broken = engine.module.model.layers[2], engine.is_last_stage()
+
+    def fail(*_: Any) -> None:
+        if not layer.training:
+            raise ValueError("a layer that fails in eval mode")
+
+    handle = layer.register_forward_pre_hook(fail) if broken else None
+    losses, message = [], ""
+    for step in range(2):
+        batches = iter([{"input_ids": part, "labels": part} for part in ids(step).chunk(2)])
+        try:
+            losses.append(float(engine.train_batch(batches)))
+        except (ValueError, PeerError) as error:
+            message = f"{type(error).__name__}: {error}"
+            if handle is not None:
+                handle.remove()
+    engine.destroy()
+    return message, losses
+
+
+def test_an_error_while_curvature_is_measured_reaches_all_ranks() -> None:
+    (peer, after), (own, others) = run_ranks(fail_while_curvature_is_measured, 2)
+    assert (
+        own == "ValueError: a layer that fails in eval mode" and peer.startswith("PeerError") and "ValueError" in peer
+    )
+    assert after == others and len(after) == 1, "training continues"
 
 
 class Convolved(nn.Module):

@@ -4,6 +4,7 @@
 weights shifted along the direction and against it. The shift is an extra leaf that the layer adds to its weight, so
 that gradients of the parameters are not touched and every stage of ZeRO sees plain forwards and backwards. Ranks of
 tensor parallelism shift their parts of a weight along their parts of one direction, and add their parts of products.
+Ranks of a pipeline run each forward and backward together; those without the block add nothing to norms and products.
 """
 
 from __future__ import annotations
@@ -11,48 +12,69 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.compressed_layers import CompressedLayer
 
 _PART = 1e-2  # norm of a shift, relative to the norm of the block's weights
 
 
+# Runs a forward, on the same samples each time, and returns the gradients of the mean loss with respect to tensors that
+# the layers add to their weights; None for a tensor that the loss does not depend on.
+ShiftGradients = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+
+
+@dataclass(frozen=True)
+class CurvatureRanks:
+    """Ranks over which curvature is measured.
+
+    Attributes:
+        data: data ranks with other samples; the Hessian is that of their mean loss. None: no others.
+        stages: ranks of the pipeline, which measure all blocks together; None: no pipeline.
+    """
+
+    data: RankGroup | None = None
+    stages: MeshAxis | None = None
+
+
 def largest_eigenvalue(
     layers: Sequence[CompressedLayer],
-    loss: Callable[[], Tensor],
+    gradients: ShiftGradients,
+    device: torch.device,
     *,
     steps: int = 100,
     tolerance: float = 1e-2,
     stability: float = 1e-6,
-    group: RankGroup | None = None,
+    ranks: CurvatureRanks | None = None,
 ) -> float:
     """Return the eigenvalue of largest magnitude of a block's Hessian. Collective over the ranks of the model.
 
     Args:
-        layers: layers whose weights are the block.
-        loss: runs the forward on the same samples each time.
+        layers: layers whose weights are the block; none on a rank of a pipeline that has others.
+        gradients: differentiates the loss by the shifts of these layers.
+        device: device of the layers.
         steps: iterations, at most.
         tolerance: relative change of the eigenvalue that ends the iteration.
         stability: value added to each norm before a division by it.
-        group: data ranks with other samples; the Hessian is that of their mean loss.
+        ranks: ranks with other samples, and with other layers.
     """
-    device = next(layer.weight.device for layer in layers)
-    start = [_first_direction(layer).to(device) for layer in layers]
-    direction = _scaled(layers, start, stability)
-    _gradients(layers, loss, [0 * one for one in direction], group)  # sets `shifted_square`
-    square = _sum_of_parts(layers, [layer.compression.shifted_square for layer in layers], device)
+    block = _Block(layers, gradients, device, ranks or CurvatureRanks())
+    direction = block.normalized([_first_direction(layer).to(device) for layer in layers], stability)
+    block.gradients_at([0 * one for one in direction])  # sets `shifted_square`
+    square = block.sum_of_parts([layer.compression.shifted_square for layer in layers])
     size, found = _PART * math.sqrt(square), 0.0
     for _ in range(steps):
-        ahead = _gradients(layers, loss, [size * one for one in direction], group)
-        behind = _gradients(layers, loss, [-size * one for one in direction], group)
+        ahead = block.gradients_at([size * one for one in direction])
+        behind = block.gradients_at([-size * one for one in direction])
         product = [(one - other) / (2 * size) for one, other in zip(ahead, behind, strict=True)]
-        value = _inner(layers, product, direction)
+        value = block.inner_product(product, direction)
         is_done = abs(value - found) <= tolerance * abs(value)
-        found, direction = value, _scaled(layers, product, stability)
+        found, direction = value, block.normalized(product, stability)
         if is_done:
             break
     return found
@@ -68,45 +90,59 @@ def _first_direction(layer: CompressedLayer) -> Tensor:
     return sharded.local(torch.randn(shape, generator=generator), sharded.dim)
 
 
-def _gradients(
-    layers: Sequence[CompressedLayer], loss: Callable[[], Tensor], shifts: Sequence[Tensor], group: RankGroup | None
-) -> list[Tensor]:
-    """Return the gradients at shifted weights, averaged over the data ranks and summed where ranks have parts."""
-    leaves = [shift.detach().clone().requires_grad_() for shift in shifts]
-    for layer, leaf in zip(layers, leaves, strict=True):
-        layer.compression.shift = leaf
-    try:
-        with torch.enable_grad():
-            found = torch.autograd.grad(loss().float(), leaves, allow_unused=True)
-    finally:
-        for layer in layers:
-            layer.compression.shift = None
-    gradients = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, leaves, strict=True)]
-    if group is not None and group.size > 1:
-        for one in gradients:
-            group.all_reduce(one).div_(group.size)
-    for layer, one in zip(layers, gradients, strict=True):
-        if layer.compression.partial is not None:
-            layer.compression.partial.all_reduce(one)
-    return gradients
+class _Block:
+    """Weights of one block, and sums over the ranks that have them."""
 
+    def __init__(
+        self,
+        layers: Sequence[CompressedLayer],
+        gradients: ShiftGradients,
+        device: torch.device,
+        ranks: CurvatureRanks,
+    ) -> None:
+        self._layers, self._gradients, self._device, self._ranks = layers, gradients, device, ranks
 
-def _scaled(layers: Sequence[CompressedLayer], values: Sequence[Tensor], stability: float) -> list[Tensor]:
-    norm = _inner(layers, values, values) ** 0.5
-    return [one / (norm + stability) for one in values]
+    def gradients_at(self, shifts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients at shifted weights, averaged over the data ranks and summed where ranks have parts."""
+        leaves = [shift.detach().clone().requires_grad_() for shift in shifts]
+        for layer, leaf in zip(self._layers, leaves, strict=True):
+            layer.compression.shift = leaf
+        try:
+            with torch.enable_grad():
+                found = self._gradients(leaves)
+        finally:
+            for layer in self._layers:
+                layer.compression.shift = None
+        gradients = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, leaves, strict=True)]
+        data = self._ranks.data
+        if data is not None and data.size > 1:
+            for one in gradients:
+                data.all_reduce(one).div_(data.size)
+        for layer, one in zip(self._layers, gradients, strict=True):
+            if layer.compression.partial is not None:
+                layer.compression.partial.all_reduce(one)
+        return gradients
 
+    def normalized(self, values: Sequence[Tensor], stability: float) -> list[Tensor]:
+        """Return values divided by their norm."""
+        norm = self.inner_product(values, values) ** 0.5
+        return [one / (norm + stability) for one in values]
 
-def _inner(layers: Sequence[CompressedLayer], values: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    sums = [float((one * other).sum()) for one, other in zip(values, others, strict=True)]
-    return _sum_of_parts(layers, sums, values[0].device)
+    def inner_product(self, values: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+        """Return the inner product of two lists with a tensor for each layer."""
+        return self.sum_of_parts([float((one * other).sum()) for one, other in zip(values, others, strict=True)])
 
+    def sum_of_parts(self, sums: Sequence[float]) -> float:
+        """Return the sum over layers and, for the weights that ranks hold in parts, over ranks: equal on all of them,
+        and on all ranks of a pipeline."""
+        parts = [layer.compression.sharded for layer in self._layers]
+        axis, total = next((one.axis for one in parts if one is not None), None), sum(sums)
+        if axis is not None:
+            # a weight that all ranks hold counts on the first one
+            held = [one is not None or axis.index == 0 for one in parts]
+            total = self._sum_over(axis, sum(one for one, is_held in zip(sums, held, strict=True) if is_held))
+        stages = self._ranks.stages
+        return self._sum_over(stages, total) if stages is not None and stages.size > 1 else total
 
-def _sum_of_parts(layers: Sequence[CompressedLayer], sums: Sequence[float], device: torch.device) -> float:
-    """Return the sum over layers and, for the weights that ranks hold in parts, over ranks: equal on all of them."""
-    axis = next((layer.compression.sharded.axis for layer in layers if layer.compression.sharded is not None), None)
-    if axis is None:
-        return sum(sums)
-    # a weight that all ranks hold counts on the first one
-    held = [layer.compression.sharded is not None or axis.index == 0 for layer in layers]
-    own = sum(one for one, is_held in zip(sums, held, strict=True) if is_held)
-    return float(axis.all_reduce(torch.tensor(own, dtype=torch.float64, device=device)))
+    def _sum_over(self, axis: MeshAxis, value: float) -> float:
+        return float(axis.all_reduce(torch.tensor(value, dtype=torch.float64, device=self._device)))

@@ -9,8 +9,10 @@ all blocks: a block with a larger curvature keeps its bits longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.base.module_modes import evaluating
-from windlass.comm.rank_group import RankGroup
-from windlass.compress.block_curvature import largest_eigenvalue
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.rank_group import world_group
+from windlass.compress.block_curvature import CurvatureRanks, ShiftGradients, largest_eigenvalue
 from windlass.compress.compressed_layers import (
     COMPRESSED,
     CompressedLayer,
@@ -41,27 +44,25 @@ _PREPARATION = "_windlass_quantize_training"  # attribute of the model
 _STEPS_OF_FACTOR = 4
 
 
-def prepare_quantize_training(model: nn.Module, section: QuantizeTraining, eigenvalue: Eigenvalue, pp: int = 1) -> None:
+def prepare_quantize_training(
+    model: nn.Module, section: QuantizeTraining, eigenvalue: Eigenvalue, *, in_stages: bool = False
+) -> None:
     """Make the linear layers, convolutions and embeddings of a model round their weights, in place, by the section
     `quantize_training`. Matrices of other modules stay as they are, with a warning.
 
     A model that is prepared already, by another section, follows the new one.
 
     Args:
-        pp: pipeline stages.
+        in_stages: the model runs in the stages of a pipeline, of which it may have only this rank's. Then the call is
+            collective if `eigenvalue` is enabled.
 
     Raises:
-        ConfigError: the groups do not divide a weight, the model has no such blocks, or `eigenvalue` meets a pipeline.
+        ConfigError: the groups do not divide a weight, or the model has no such blocks.
     """
     if not section.enabled:
         end_quantize_training(model)
         return
     chosen = section.eigenvalue if section.eigenvalue is not None and section.eigenvalue.enabled else eigenvalue
-    if chosen.enabled and pp > 1:
-        raise ConfigError(
-            f"eigenvalue runs the layers in one forward, not as {pp} stages of a pipeline; set parallel.pp to 1, or "
-            "eigenvalue.enabled to false"
-        )
     bits, schedule, algorithm = section.quantize_bits, section.quantize_schedule, section.quantize_algo
     if not 1 <= bits.target_bits <= bits.start_bits <= 16:
         raise ConfigError(
@@ -124,7 +125,7 @@ def prepare_quantize_training(model: nn.Module, section: QuantizeTraining, eigen
             layer.compression.weight, layers[name] = rounding, layer
     exclude_fused_encoders(model)
     _warn_of_others(model)
-    planner = BitPlanner(model, rounding, chosen, layers) if chosen.enabled else None
+    planner = BitPlanner(model, rounding, chosen, layers, in_stages=in_stages) if chosen.enabled else None
     model.__dict__[_PREPARATION] = _Preparation(settings, frozenset(layers), planner)
 
 
@@ -162,7 +163,8 @@ def end_quantize_training(model: nn.Module) -> None:
         if name in found.layers and isinstance(module, CompressedLayer):
             module.compression.weight = module.compression.planned_bits = None
     if found.planner is not None:
-        found.planner.hook.remove()
+        if found.planner.hook is not None:
+            found.planner.hook.remove()
         delattr(model, SCHEDULE)
 
 
@@ -180,71 +182,136 @@ class BitPlanner:
 
     Args:
         layers: rounded layers by name. Those outside of the blocks follow the plain schedule.
+        in_stages: the ranks of a pipeline have different layers. They agree on the blocks, so the call is collective.
 
     Attributes:
-        hook: handle of the hook that records the last batch.
+        hook: handle of the hook that records the last batch; None for a pipeline, whose engine keeps it.
     """
 
     def __init__(
-        self, model: nn.Module, rounding: WeightRounding, options: Eigenvalue, layers: dict[str, CompressedLayer]
+        self,
+        model: nn.Module,
+        rounding: WeightRounding,
+        options: Eigenvalue,
+        layers: dict[str, CompressedLayer],
+        *,
+        in_stages: bool = False,
     ) -> None:
         self.options, self._rounding = options, rounding
+        prefix = f"{options.layer_name}." if options.layer_name else ""
         blocks: dict[str, list[CompressedLayer]] = {}
         for name, layer in layers.items():
-            if name.startswith(f"{options.layer_name}."):
-                number = name.removeprefix(f"{options.layer_name}.").split(".")[0]
+            number = name.removeprefix(prefix).split(".")[0]
+            if name.startswith(prefix) and (prefix or number.isdigit()):
                 blocks.setdefault(number, []).append(layer)
-        if not blocks or options.layer_num not in (0, len(blocks)):
+        numbers = _numbers_of_all_ranks(list(blocks)) if in_stages else list(blocks)
+        if not numbers or options.layer_num not in (0, len(numbers)):
             raise ConfigError(
                 f"eigenvalue.layer_name is {options.layer_name!r} and layer_num {options.layer_num}, but the model has "
-                f"{len(blocks)} blocks with matrices there; write the name of its list of layers, and their number"
+                f"{len(numbers)} blocks with matrices there; write the name of its list of layers, and their number"
             )
-        self._blocks = list(blocks.values())
+        self._blocks = [blocks.get(number, []) for number in numbers]
         start = torch.tensor([rounding.start_bits, rounding.offset + rounding.period, rounding.period])
-        model.register_buffer(SCHEDULE, start.repeat(len(blocks), 1))  # integers, which no policy of dtypes narrows
+        model.register_buffer(SCHEDULE, start.repeat(len(numbers), 1))  # integers, which no policy of dtypes narrows
         for place, block in enumerate(self._blocks):
             for layer in block:
                 layer.compression.planned_bits = _planned(model, place)
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.hook = model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        self.hook = None if in_stages else model.register_forward_pre_hook(self._remember, with_kwargs=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ModelError("a model whose bits follow eigenvalues cannot be copied; copy it before initialize")
 
-    def end_step(self, model: nn.Module, step: int, group: RankGroup | None = None) -> None:
-        """Lower the bits of the blocks whose period has ended. Collective over the ranks of the model."""
+    def keep_stages(self, model: nn.Module, stages: MeshAxis) -> None:
+        """Forget the layers that a rank of a pipeline gave up, so that their memory can be freed. Collective.
+
+        Raises:
+            ConfigError: several ranks have matrices of one block, so that each would have a part of its gradient.
+        """
+        present = set(model.modules())
+        self._blocks = [[layer for layer in block if layer in present] for block in self._blocks]
+        holders = zip(*stages.all_gather_object([bool(block) for block in self._blocks]), strict=True)
+        split = next((place for place, held in enumerate(holders) if sum(held) > 1), None)
+        if split is not None:
+            raise ConfigError(
+                f"eigenvalue.enabled is true, but block {split} of {self.options.layer_name!r} shares a module with a "
+                "block on another rank of the pipeline; set parallel.pp to 1, or eigenvalue.enabled to false"
+            )
+
+    def end_step(
+        self,
+        model: nn.Module,
+        step: int,
+        ranks: CurvatureRanks | None = None,
+        gradients: ShiftGradients | None = None,
+    ) -> None:
+        """Lower the bits of the blocks whose period has ended. Collective over the ranks of the model.
+
+        Args:
+            step: number of steps taken.
+            gradients: differentiates the loss of the last micro-batch over all stages of a pipeline; None: the model
+                runs in one forward.
+        """
         schedule = model.get_buffer(SCHEDULE)
         due = (schedule[:, 1] <= step) & (schedule[:, 0] > self._rounding.target_bits)
-        if not bool(due.any()) or step % self.options.gas_boundary_resolution or self._call is None:
+        has_batch = gradients is not None or self._call is not None
+        if not bool(due.any()) or step % self.options.gas_boundary_resolution or not has_batch:
             return
-        values = self.eigenvalues(model, group)
+        values = self.eigenvalues(model, ranks, gradients)
         largest = max(map(abs, values)) or 1.0
         for place in due.nonzero().flatten().tolist():
             factor = 1 + math.floor(_STEPS_OF_FACTOR * abs(values[place]) / largest)
             period = 2 * int(schedule[place, 2]) * factor
             schedule[place] = torch.tensor([int(schedule[place, 0]) - 1, step + period, period])
 
-    def eigenvalues(self, model: nn.Module, group: RankGroup | None = None) -> list[float]:
+    def eigenvalues(
+        self,
+        model: nn.Module,
+        ranks: CurvatureRanks | None = None,
+        gradients: ShiftGradients | None = None,
+    ) -> list[float]:
         """Return the largest eigenvalue of each block, on the samples of the last forward. Collective."""
-        assert self._call is not None
-        args, kwargs = self._call
-        options = self.options
+        options, device = self.options, model.get_buffer(SCHEDULE).device
         with evaluating(model):
             return [
                 largest_eigenvalue(
                     block,
-                    lambda: _loss_of(model(*args, **kwargs)),
+                    gradients or partial(self._gradients_of_one_forward, model),
+                    device,
                     steps=options.max_iter,
                     tolerance=options.tol,
                     stability=options.stability,
-                    group=group,
+                    ranks=ranks,
                 )
                 for block in self._blocks
             ]
 
+    def _gradients_of_one_forward(self, model: nn.Module, shifts: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        assert self._call is not None
+        args, kwargs = self._call
+        return torch.autograd.grad(_loss_of(model(*args, **kwargs)).float(), list(shifts), allow_unused=True)
+
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:
             self._call = (args, kwargs)
+
+
+def _numbers_of_all_ranks(local: list[str]) -> list[str]:
+    """Return the names of the blocks on any rank, in the order of the model. Collective."""
+    of_ranks = world_group().all_gather_object(local)
+    names = list(dict.fromkeys(chain.from_iterable(of_ranks)))
+    return sorted(names, key=int) if all(name.isdigit() for name in names) else names
+
+
+def plan_bits_of_stages(model: nn.Module, stages: MeshAxis) -> None:
+    """Let the plan of bits follow a model that was split into the stages of a pipeline. Collective.
+
+    Raises:
+        ConfigError: several ranks have matrices of one block.
+    """
+    planner = bit_planner(model)
+    if planner is not None and stages.size > 1:
+        planner.keep_stages(model, stages)
 
 
 def _planned(model: nn.Module, place: int) -> Callable[[], int]:

@@ -259,6 +259,6 @@ class Eigenvalue(ConfigSection):
     gas_boundary_resolution: Positive = honoured(1)
     """Steps at whose multiples bits may fall."""
     layer_name: str = honoured("bert.encoder.layer")
-    """Name of the list of blocks."""
+    """Name of the list of blocks; empty: the numbered layers of the model itself, as a `PipelineModule` has them."""
     layer_num: Count = honoured(0)
     """Number of blocks; 0: all of the list."""

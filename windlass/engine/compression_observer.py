@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from windlass.comm.mesh import Mesh
+from windlass.compress.block_curvature import CurvatureRanks
 from windlass.compress.quantize_training import bit_planner
 from windlass.compress.snip_pruning import drop_products, snip_layers, update_masks
 from windlass.engine.engine_observer import EngineObserver
+from windlass.engine.pipeline_engine import PipelineEngine
 from windlass.engine.training_engine import Engine
 
 
@@ -20,13 +22,18 @@ class CompressionObserver(EngineObserver):
 
     def __init__(self, model: nn.Module, engine: Engine, mesh: Mesh) -> None:
         self._model, self._engine, self._mesh = model, engine, mesh
+        self._ranks = CurvatureRanks(mesh.dense.data, mesh.pp)
+        self._gradients = None
+        if isinstance(engine, PipelineEngine) and bit_planner(model) is not None:
+            engine.keep_last_micro_batch()
+            self._gradients = engine.last_micro_batch_gradients
 
     def after_step(self) -> None:
         step = self._engine.global_steps
         update_masks(self._model, step, self._mesh, applied=self._engine.was_step_applied())
         planner = bit_planner(self._model)
         if planner is not None:
-            planner.end_step(self._model, step, self._mesh.dense.data)
+            planner.end_step(self._model, step, self._ranks, self._gradients)
 
     def after_failed_step(self) -> None:
         drop_products(self._model)

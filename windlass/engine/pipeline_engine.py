@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -64,6 +64,8 @@ class PipelineEngine(Engine):
     _is_broken = False  # True if a schedule was aborted and the stages are at different micro-batches
     _can_recover = True  # True if a rank that fails can still make the transfers and collectives that others need
     _stage_transfer: StageTransfers | None = None
+    _keeps_last_micro_batch = False
+    _last_micro_batch: Any = None  # last micro-batch of the last step, if it is kept
 
     def __init__(
         self,
@@ -141,6 +143,8 @@ class PipelineEngine(Engine):
             self.set_dataiterator(data_iter)
         micros = self.progress.batch.accumulation
         batches = self._read_micro_batches(micros, "train_batch", loader=self.training_dataloader)
+        if self._keeps_last_micro_batch:
+            self._last_micro_batch = batches[-1]
         self.module.train()
         ended = self._run_schedule(self._rank_schedule("train", micros), batches, self._build_callbacks())
         loss: torch.Tensor = self._mean_loss([one.loss for one in ended], True)
@@ -200,6 +204,29 @@ class PipelineEngine(Engine):
             result = self._mean_loss(losses, bcast_loss) if reduce_output == "avg" else losses or None
         return (result, _concatenate(outputs)) if return_logits else result
 
+    def keep_last_micro_batch(self) -> None:
+        """Keep the last micro-batch of each step until the next one, for `last_micro_batch_gradients`."""
+        self._keeps_last_micro_batch = True
+
+    def last_micro_batch_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run a forward and a backward of the last step's last micro-batch, in the module's present mode. Collective
+        over the pipeline. Gradients of parameters are neither computed nor changed.
+
+        Args:
+            leaves: tensors without gradients that this rank's stages use in their forwards; none if it uses none.
+
+        Returns:
+            The gradient of the loss with respect to each of the leaves; None if the loss does not depend on it.
+
+        Raises:
+            PeerError: a stage or the loss raised on another rank.
+        """
+        callbacks = replace(
+            self._build_callbacks(), run_backward=lambda run, _: run(), loss_factor=lambda: 1.0, leaves=leaves
+        )
+        self._run_schedule(self._rank_schedule("differentiate", 1), [self._last_micro_batch], callbacks)
+        return [leaf.grad for leaf in leaves]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise a ModelError: a pipeline runs full steps only."""
         raise ModelError(_refusal("forward"))
@@ -237,10 +264,12 @@ class PipelineEngine(Engine):
         key = mode, micro_batches
         if key not in self._programs:
             ranks, name = self._axis.size, self._config.pipeline.schedule
-            schedule = build_schedule(name, ranks, micro_batches, self._stages_per_rank) if mode == "train" else None
-            self._programs[key] = add_transfers(
-                schedule or build_forward_schedule(ranks, micro_batches, self._stages_per_rank)
-            )[self._axis.index]
+            if mode == "evaluate":
+                schedule = build_forward_schedule(ranks, micro_batches, self._stages_per_rank)
+            else:
+                name = name if mode == "train" else "gpipe"  # backwards are not split
+                schedule = build_schedule(name, ranks, micro_batches, self._stages_per_rank)
+            self._programs[key] = add_transfers(schedule)[self._axis.index]
         return self._programs[key]
 
     def _read_micro_batches(
