@@ -18,6 +18,7 @@ from windlass.compress.distillation_losses import TopProbabilities, logits_diver
 from windlass.compress.engine_steps import check_distillation
 from windlass.compress.teacher_cache import TeacherCache
 from windlass.config.distillation_section import DistillationConfig
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 
 ROWS, LENGTH, CLASSES = 2, 7, 19
 IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 5 % CLASSES
@@ -341,8 +342,11 @@ def test_bad_input_names_the_key() -> None:
         Distillation(Counted(), task=1).attach(Student())(input_ids=IDS)
     with pytest.raises(ConfigError, match="has a distillation already"):
         Distillation(llama(1)).attach(student)
-    with pytest.raises(ConfigError, match="pp 2 and sp 1"):
-        check_distillation(student, DistillationConfig(), 2, 1)
+    with pytest.raises(ConfigError, match="sp is 2; set parallel.sp to 1"):
+        check_distillation(student, DistillationConfig(), 1, 2)
+    sequential = Distillation(llama(1)).attach(PipelineSequential([nn.Linear(2, 2)]))
+    with pytest.raises(ConfigError, match="not a PipelineSequential; pass the model itself"):
+        check_distillation(sequential, DistillationConfig(), 2, 1)
     with pytest.raises(ConfigError, match="the model has no teacher"):
         check_distillation(llama(1), DistillationConfig(temperature=2.0), 1, 1)
     own, other = (Tokenizer(models.WordLevel({"a": a, "b": 1 - a}, unk_token="a")) for a in (0, 1))

@@ -3,11 +3,16 @@
 [Note: distillation in the forward] Hooks of the trained model run the teacher before the forward, and replace the
 output's `loss` after it. So the training loop stays as it is, every stage of ZeRO sees one forward with one loss, and
 the teacher is whatever the script passes: a module, or an engine that shards or offloads it.
+
+[Note: distillation over stages] In a pipeline each rank runs the teacher for its stages: the last one compares logits,
+and each one the hidden states and attention maps of its own layers, whose terms are passed on to the last stage's loss.
+A teacher that runs on all ranks together, in an engine, cannot run inside of stages, which are at different
+micro-batches: `run_ahead` runs it on all micro-batches of a step before the first stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +30,10 @@ from windlass.compress.distillation_losses import (
 )
 from windlass.compress.teacher_cache import TeacherCache
 from windlass.config.distillation_section import DistillationConfig
+from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
+from windlass.parallel.pipeline.running_stage import get_running_stage
+from windlass.parallel.pipeline.staged_model import StagedModel
+from windlass.parallel.tensor.linear_layers import is_stub
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
 ATTACHED = "_windlass_distillation"  # attribute of a trained model
@@ -40,6 +49,7 @@ class _Seen:
     hidden: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)
     ungraded: set[tuple[str, str]] = field(default_factory=set)  # term and module of tensors without gradients
+    attention_pairs: int = 0  # compared modules with attention maps, on all stages of a pipeline
 
 
 class Distillation:
@@ -90,6 +100,9 @@ class Distillation:
             teacher.requires_grad_(False)
         self._wanted: _Seen | None = None  # outputs of the teacher for the forward that runs
         self._own = _Seen()
+        self._kept_pairs: dict[str, str] | None = None
+        self._ahead: list[_Seen] = []  # outputs of the teacher for the micro-batches of a pipeline's step
+        self._next: dict[int, int] = {}  # by stage: index of its next micro-batch
         self._handles: list[Any] = []
         self._before_hook, self._after_hook = (torch.compiler.disable(one) for one in (self._before, self._after))
 
@@ -141,13 +154,53 @@ class Distillation:
         self._drop_handles()
         if not (student.training and torch.is_grad_enabled()):
             return
-        shared = {name: value for name, value in kwargs.items() if name != "labels"}
+        stage, pairs = get_running_stage(), self._local_pairs(student)
+        if stage is not None and not stage.is_last and not pairs:
+            return
         with torch.no_grad():
-            self._wanted = self._teach(student, args, shared)
-        if self.options.hidden or self.options.attention:
+            if stage is not None and self.runs_ahead:
+                self._wanted = self._take_ahead(student, stage.number)
+            else:
+                given = (args, kwargs) if stage is None else ((), stage.arguments)
+                self._wanted = self._teach(student, given[0], _without_labels(given[1]))
+        if pairs:
             self._own = _Seen()
-            pairs = self._pairs(student)
             self._handles = self._capture(student, list(pairs), self._own)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if the teacher runs on all ranks together, so that a pipeline needs `run_ahead`."""
+        return self.teacher is not None and (self.cache is not None or self.teacher is not self._teacher_module())
+
+    def run_ahead(self, student: nn.Module, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
+        """Run the teacher on the micro-batches of a pipeline's step, before its first stage. Collective.
+
+        Args:
+            batches: micro-batches as the model's stages get them: keywords, a tuple of arguments, or one argument.
+            to_device: moves a micro-batch to the device of the model.
+        """
+        self._ahead, self._next = [], {}
+        stages = get_pipeline_stages(student)
+        assert isinstance(stages, StagedModel), "a pipeline of a model with a teacher"
+        is_last = stages.total_stages - 1 in stages.stages
+        for batch in map(to_device, batches):
+            with torch.no_grad():
+                seen = self._teach(student, (), _without_labels(stages.named_arguments(batch)))
+            local = set(self._local_pairs(student).values())
+            seen.hidden = {name: value for name, value in seen.hidden.items() if name in local}
+            seen.attention = {name: value for name, value in seen.attention.items() if name in local}
+            if not is_last:
+                seen.logits = None
+            self._ahead.append(seen)
+
+    def _take_ahead(self, student: nn.Module, stage: int) -> _Seen:
+        """Return the outputs of the teacher for the next micro-batch of a stage. The rank's last stage frees them."""
+        number = self._next.get(stage, 0)
+        self._next[stage] = number + 1
+        stages, found = get_pipeline_stages(student), self._ahead[number]
+        if stages is not None and stage == stages.stages[-1]:
+            self._ahead[number] = _Seen()
+        return found
 
     def _teach(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
         if self.cache is None:
@@ -176,6 +229,7 @@ class Distillation:
         finally:
             for handle in handles:
                 handle.remove()
+        seen.attention_pairs = sum(other in seen.attention for other in self._pairs(student).values()) if handles else 0
         return seen
 
     def _after(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -184,11 +238,18 @@ class Distillation:
         if wanted is None:
             return None
         own, self._own = self._own, _Seen()
+        stage = get_running_stage()
+        if stage is not None and not stage.is_last:
+            for term in self._layer_terms(student, own, wanted, stage.arguments, _has_token_labels(stage.arguments)):
+                stage.add_term(term)
+            return None
         own.logits = _logits(output, "model")
         vocabulary = get_sharded_vocabulary(student)
         if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # logits are a tensor-parallel rank's part
             own.logits = vocabulary.gather_logits(own.logits)
         loss = self._loss(student, own, wanted, kwargs)
+        if stage is not None and stage.terms is not None:
+            loss = loss + stage.terms
         if self.options.task:
             task = _get(output, "loss")
             if task is None:
@@ -202,7 +263,6 @@ class Distillation:
     def _loss(self, student: nn.Module, own: _Seen, wanted: _Seen, kwargs: Mapping[str, Any]) -> Tensor:
         options, logits = self.options, own.logits
         assert isinstance(logits, Tensor)
-        counted = _counted(logits, kwargs, options.tokens)
         terms: list[Tensor] = []
         if options.logits:
             assert wanted.logits is not None
@@ -216,24 +276,35 @@ class Distillation:
                     wanted.logits,
                     temperature=options.temperature,
                     reverse=options.divergence == "reverse",
-                    counted=counted,
+                    counted=_counted(logits.dim() == 3, kwargs, options.tokens),
                 )
             )
+        terms += self._layer_terms(student, own, wanted, kwargs, logits.dim() == 3)
+        return torch.stack(terms).sum() if terms else logits.new_zeros((), dtype=torch.float32)
+
+    def _layer_terms(
+        self, student: nn.Module, own: _Seen, wanted: _Seen, kwargs: Mapping[str, Any], has_tokens: bool
+    ) -> list[Tensor]:
+        """Return the terms of hidden states and attention maps of this stage's modules, if there are any."""
+        options, terms = self.options, []
+        if not (options.hidden or options.attention):
+            return []
+        counted = _counted(has_tokens, kwargs, options.tokens)
         positions = kwargs.get("attention_mask") if counted is None else counted
-        pairs = self._pairs(student) if options.hidden or options.attention else {}
+        pairs = self._local_pairs(student)
         _check_gradients(student, own)
         if options.hidden:
             each = [self._hidden_term(student, own, wanted, pair, positions) for pair in pairs.items()]
-            terms.append(options.hidden * torch.stack(each).mean())
+            terms += [options.hidden * torch.stack(each).sum() / len(self._pairs(student))] if each else []
         if options.attention:
-            each = [_attention_term(own, wanted, pair, positions) for pair in pairs.items() if _is_block(pair, wanted)]
-            if not each:
+            if not wanted.attention_pairs:
                 raise ModelError(
                     "distillation.attention needs attention maps, and no module of distillation.layers returns any; "
                     'load both models with attn_implementation="eager"'
                 )
-            terms.append(options.attention * torch.stack(each).mean())
-        return torch.stack(terms).sum() if terms else logits.new_zeros((), dtype=torch.float32)
+            each = [_attention_term(own, wanted, pair, positions) for pair in pairs.items() if _is_block(pair, wanted)]
+            terms += [options.attention * torch.stack(each).sum() / wanted.attention_pairs] if each else []
+        return terms
 
     def _hidden_term(
         self, student: nn.Module, own: _Seen, wanted: _Seen, pair: tuple[str, str], counted: Tensor | None
@@ -249,8 +320,22 @@ class Distillation:
             )
         return hidden_difference(mine, other, _positions(counted, mine))
 
+    def keep_pairs(self, student: nn.Module) -> None:
+        """Choose the compared modules of a model before a pipeline gives parts of it to other ranks."""
+        if self.options.hidden or self.options.attention:
+            self._kept_pairs = self._pairs(student)
+
+    def _local_pairs(self, student: nn.Module) -> dict[str, str]:
+        """Return the compared modules that this rank has, or that its running stage has; none if no term compares
+        any."""
+        if not (self.options.hidden or self.options.attention):
+            return {}
+        return {own: other for own, other in self._pairs(student).items() if not _is_in_stub(student, own)}
+
     def _pairs(self, student: nn.Module) -> dict[str, str]:
         """Return the names of the compared modules: of the trained model, and of the teacher."""
+        if self._kept_pairs is not None:
+            return self._kept_pairs
         teacher = self._teacher_module()
         assert teacher is not None
         layers = self.options.layers
@@ -403,10 +488,30 @@ def _attention_term(own: _Seen, wanted: _Seen, pair: tuple[str, str], counted: T
     return attention_divergence(mine, other, counted if counted is not None and counted.dim() == 2 else None)
 
 
-def _counted(logits: Tensor, kwargs: Mapping[str, Any], tokens: str) -> Tensor | None:
+def _is_in_stub(model: nn.Module, name: str) -> bool:
+    """Return True if a module is on another stage of a pipeline."""
+    module = model
+    for part in name.split("."):
+        module = module.get_submodule(part)
+        if is_stub(module):
+            return True
+    return False
+
+
+def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "labels"}
+
+
+def _has_token_labels(arguments: Mapping[str, Any]) -> bool:
+    """Return True if a model that gets these arguments has logits for each token, as its labels show."""
+    labels, ids = arguments.get("labels"), arguments.get("input_ids")
+    return not (isinstance(labels, Tensor) and isinstance(ids, Tensor)) or labels.shape == ids.shape
+
+
+def _counted(has_tokens: bool, kwargs: Mapping[str, Any], tokens: str) -> Tensor | None:
     """Return the positions of logits that count; None: all."""
     mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
-    if logits.dim() != 3:
+    if not has_tokens:
         return None
     if tokens == "labelled":
         if labels is None:

@@ -11,6 +11,7 @@ from windlass.compress.compression_training import compression_clock, needs_prep
 from windlass.compress.distillation import attached_distillation
 from windlass.config.compression_section import CompressionTraining
 from windlass.config.distillation_section import DistillationConfig
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 
 
 class CountsSteps(Protocol):
@@ -33,21 +34,29 @@ def check_compression(model: nn.Module, section: CompressionTraining) -> None:
 
 
 def check_distillation(model: nn.Module, section: DistillationConfig, pp: int, sp: int) -> None:
-    """Check that a model has the teacher that its configuration names, and that its forward sees whole sequences.
+    """Check that a model has the teacher that its configuration names, and that its forward sees whole sequences. Call
+    it before a pipeline gives parts of the model to other ranks.
 
     Raises:
-        ConfigError: the model has no teacher, or its layers or sequences are distributed.
+        ConfigError: the model has no teacher, is a sequence of layers, or its sequences are distributed.
     """
-    attached = attached_distillation(model) is not None
-    if section.requested_key() is not None and not attached:
+    attached = attached_distillation(model)
+    if section.requested_key() is not None and attached is None:
         raise ConfigError(
             "the configuration has distillation, but the model has no teacher; call Distillation(teacher, ...)."
             "attach(model) of windlass.compress.distillation before initialize, or delete the section"
         )
-    if attached and (pp > 1 or sp > 1):
+    if attached is None:
+        return
+    if sp > 1:
+        raise ConfigError(f"distillation compares whole sequences, and sp is {sp}; set parallel.sp to 1")
+    if isinstance(model, PipelineSequential):
         raise ConfigError(
-            f"distillation runs in one forward over whole sequences, not with pp {pp} and sp {sp}; set both to 1"
+            f"distillation needs a model whose output has logits and a loss, not a {type(model).__name__}; pass the "
+            "model itself, which parallel.pp splits into stages"
         )
+    if pp > 1:
+        attached.keep_pairs(model)
 
 
 def follow_engine_steps(model: nn.Module, progress: CountsSteps) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 from windlass.zero.sharded_model import ShardedModel
@@ -25,6 +28,14 @@ class EngineObserver:
 
     def after_backward(self) -> None:
         """Observe the end of `backward`, after success or failure. `scale` does not call it."""
+
+    def before_schedule(self, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
+        """Observe the micro-batches of a pipeline's step before its first stage. Collective calls are allowed.
+
+        Args:
+            batches: Micro-batches as the loader returned them.
+            to_device: Moves a micro-batch to the device.
+        """
 
     def before_step(self) -> None:
         """Observe the start of a `step` at the accumulation boundary. Collective calls are allowed."""

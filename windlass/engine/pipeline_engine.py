@@ -146,6 +146,8 @@ class PipelineEngine(Engine):
         if self._keeps_last_micro_batch:
             self._last_micro_batch = batches[-1]
         self.module.train()
+        if self._observers:
+            self._error_check.run(lambda: self._observe_batches(batches), "preparing the step", _NOT_STARTED)
         ended = self._run_schedule(self._rank_schedule("train", micros), batches, self._build_callbacks())
         loss: torch.Tensor = self._mean_loss([one.loss for one in ended], True)
         self._reporter.record_loss(loss)
@@ -289,6 +291,10 @@ class PipelineEngine(Engine):
                 lambda: self._batch_reader.check_same_on_peers(batches), "comparing micro-batches", _NOT_STARTED
             )
         return batches
+
+    def _observe_batches(self, batches: list[Any]) -> None:
+        for observer in self._observers:
+            observer.before_schedule(batches, self._move_to_device)
 
     def _run_schedule(
         self, schedule: RankActions, batches: list[Any], callbacks: ExecutorCallbacks, **more: bool

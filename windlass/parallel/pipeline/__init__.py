@@ -5,8 +5,8 @@ Reading order:
 1. Schedules, without tensors: pipeline_action, pipeline_schedules, schedule_simulation, transfer_order,
    layer_partition.
 2. The stages of a rank: pipeline_stages, local_stage, layer_specs, layer_sequence, pipeline_sequential; for unmodified
-   models stub_modules, pipeline_router_loss, forward_tracing, layer_timing, staged_model; then remote_parameters and
-   apply_pipeline_parallel.
+   models stub_modules, pipeline_router_loss, running_stage, forward_tracing, layer_timing, staged_model; then
+   remote_parameters and apply_pipeline_parallel.
 3. Execution: stage_message, stage_transfers, split_backward, schedule_executor.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ class PipelineStages(Protocol):
 
     Attributes:
         total_stages: number of stages of the whole pipeline, over all ranks.
+        stages: numbers of this rank's stages.
         has_dynamic_shapes: True if the shapes of stage outputs do not follow from the shapes in a micro-batch.
         shared_parameters: names of this rank's parameters that other ranks of the pipeline also hold, with the
             positions of all these ranks along the axis. Their gradients must be summed.
@@ -37,6 +38,9 @@ class PipelineStages(Protocol):
 
     @property
     def total_stages(self) -> int: ...
+
+    @property
+    def stages(self) -> Sequence[int]: ...
 
     def check_batch(self, batch: Any, *, compute_loss: bool = True) -> None:
         """Check a micro-batch before anything runs. All ranks get the same result.

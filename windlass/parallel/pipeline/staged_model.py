@@ -3,10 +3,11 @@
 Each rank keeps its layers and runs the model's own forward.
 
 [Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage from the
-micro-batch, which all ranks of a pipeline have. Only hidden states are sent between stages, and router logits if the
-loss uses the logits of all layers (`pipeline_router_loss`). A stub without parameters replaces each module of another
-stage (`stub_modules`). The first stage has the embedding, the last one norm, head and loss. Names in the state dict are
-those of the whole model: an embedding that is tied to the head has both names on the first stage and on the last.
+micro-batch, which all ranks of a pipeline have. Only hidden states are sent between stages, router logits if the loss
+uses the logits of all layers (`pipeline_router_loss`), and terms of the loss that hooks add (`running_stage`). A stub
+without parameters replaces each module of another stage (`stub_modules`). The first stage has the embedding, the last
+one norm, head and loss. Names in the state dict are those of the whole model: an embedding that is tied to the head has
+both names on the first stage and on the last.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from windlass.parallel.pipeline.forward_tracing import ForwardTrace, trace_forwa
 from windlass.parallel.pipeline.layer_partition import compute_layer_weights, partition_layers
 from windlass.parallel.pipeline.pipeline_router_loss import RouterLogitsCollector, collecting_router_logits
 from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult
+from windlass.parallel.pipeline.running_stage import RunningStage, running_stage
 from windlass.parallel.pipeline.stub_modules import StageForwardState, StubInput, StubLayer, StubOutput, register_alias
 from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel_of
 from windlass.parallel.sequence.batch_sharding import SHARD_KEY
@@ -72,21 +74,27 @@ class StagedModel:
 
         The batch has the model's arguments: a mapping of keywords, a tuple of arguments, or one argument.
         """
-        arguments = self._arguments(batch)
+        given = self.named_arguments(batch)
+        arguments = dict(given)
+        if hasattr(getattr(self.model, "config", None), "use_cache"):
+            arguments.setdefault("use_cache", False)
         last = stage == self.total_stages - 1
+        hidden, before, terms = stage_input if isinstance(stage_input, tuple) else (stage_input, (), None)
+        running = RunningStage(stage, last, given, terms)
         if not (last and compute_loss):
             arguments.pop("labels", None)
-        hidden, before = stage_input if isinstance(stage_input, tuple) else (stage_input, ())
         with (
             self._stage_installed(stage, hidden),
             collecting_router_logits(RouterLogitsCollector(before, self.trace.num_routers if last else 0)) as collector,
+            running_stage(running),
         ):
             output = call_module(**self._shard_sequences(arguments, last))
             passed = self._forward_state.stage_output
         if not last:
             if passed is None:
                 raise ModelError(_incomplete_stage_text(stage, self.stage_bounds))
-            return (passed, collector.logits) if collector.logits else passed
+            has_more = bool(collector.logits) or running.terms is not None
+            return (passed, collector.logits, running.terms) if has_more else passed
         return MicroBatchResult(_output_loss(output, batch) if compute_loss else None, output)
 
     def run_stage_forward(
@@ -124,15 +132,12 @@ class StagedModel:
         local[SHARD_KEY].gathers_outputs = False
         return local
 
-    def _arguments(self, batch: Any) -> dict[str, Any]:
+    def named_arguments(self, batch: Any) -> dict[str, Any]:
+        """Return the model's arguments in a micro-batch by name."""
         if isinstance(batch, Mapping):
-            arguments = dict(batch)
-        else:
-            given = batch if isinstance(batch, (tuple, list)) else (batch,)
-            arguments = dict(zip(self._positional, given, strict=False))
-        if hasattr(getattr(self.model, "config", None), "use_cache"):
-            arguments.setdefault("use_cache", False)
-        return arguments
+            return dict(batch)
+        given = batch if isinstance(batch, (tuple, list)) else (batch,)
+        return dict(zip(self._positional, given, strict=False))
 
     # Stubs
 
