@@ -96,7 +96,8 @@ class EngineReporter:
         self._write_finished_step()
 
     def record_start(self, model: ShardedModel) -> None:
-        """Write the configuration, the model and the machine to the record of the run, if there is one."""
+        """Write the configuration, the model and the machine to the record of the run, if there is one. Collective."""
+        parameters, trained = _count_parameters(model)
         if self._record is None:
             return
         self._record.write(
@@ -108,8 +109,8 @@ class EngineReporter:
             mesh=str(model.mesh.grid),
             stage=model.policy.stage,
             transport=model.transport.name,
-            parameters=sum(unit.numel for unit in model.units),
-            trained=sum(slot.unit.numel for slot in model.slots),
+            parameters=parameters,
+            trained=trained,
             step=self._engine.global_steps,
         )
 
@@ -233,6 +234,21 @@ class EngineReporter:
             self._profiler.close()
         if self._monitor is not None:
             self._monitor.close()
+
+
+def _count_parameters(model: ShardedModel) -> tuple[int, int]:
+    """Return the numbers of elements of the whole model, and of those that are trained. Collective over a pipeline."""
+    mesh, counts = model.mesh, []
+    for units in (model.units, [slot.unit for slot in model.slots]):
+        counts.append(0)
+        for placement in (one for unit in units for one in unit.placements):
+            if placement.shared_stages and placement.shared_stages[0] != mesh.pp.index:
+                continue  # counted on the first rank that has it
+            is_elsewhere_too = placement.is_expert and "ep" not in placement.sharded_axes
+            counts[-1] += math.prod(placement.global_shape) * (mesh.ep.size if is_elsewhere_too else 1)
+    if mesh.pp.size > 1:
+        counts = mesh.pp.all_reduce(torch.tensor(counts, device=model.device)).tolist()
+    return counts[0], counts[1]
 
 
 def _record_path(config: Config) -> Path:
