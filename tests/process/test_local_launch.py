@@ -142,7 +142,7 @@ def test_rank_that_never_initializes_is_named(script: Callable[[str], str], capf
     """Ranks that have not reached `initialize`, e.g. because they tokenize, are named before any watchdog runs."""
     assert launch([script(LATE)], 3) == 0
     text = [line for line in capfd.readouterr().err.splitlines() if "has waited in initialize" in line]
-    assert "windlass: rank 0 has waited in initialize for 4 s; missing ranks: 1 (of 3)" in text
+    assert "windlass: rank 0 has waited in initialize for 4 s; missing ranks: 1 (of 3); see their output" in text
 
 
 # All ranks must have started when the launcher gets the signal: rank 0 waits for a message of rank 1.
