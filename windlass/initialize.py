@@ -179,7 +179,7 @@ def build_engine(
         in_stages = axes.pp > 1 or isinstance(model, PipelineSequential)
         prepare_quantize_training(model, config.quantize_training, config.eigenvalue, in_stages=in_stages)
     check_compression(model, config.compression_training)
-    check_distillation(model, config.distillation, axes.pp, axes.sp)
+    check_distillation(model, config.distillation, axes.sp)
     optimizer, model_parameters = _quantize_weights(model, optimizer, model_parameters, config)
     mesh = _get_or_build_mesh(model, config, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit

@@ -343,12 +343,12 @@ def test_bad_input_names_the_key() -> None:
     with pytest.raises(ConfigError, match="has a distillation already"):
         Distillation(llama(1)).attach(student)
     with pytest.raises(ConfigError, match="sp is 2; set parallel.sp to 1"):
-        check_distillation(student, DistillationConfig(), 1, 2)
+        check_distillation(student, DistillationConfig(), 2)
     sequential = Distillation(llama(1)).attach(PipelineSequential([nn.Linear(2, 2)]))
     with pytest.raises(ConfigError, match="not a PipelineSequential; pass the model itself"):
-        check_distillation(sequential, DistillationConfig(), 2, 1)
+        check_distillation(sequential, DistillationConfig(), 1)
     with pytest.raises(ConfigError, match="the model has no teacher"):
-        check_distillation(llama(1), DistillationConfig(temperature=2.0), 1, 1)
+        check_distillation(llama(1), DistillationConfig(temperature=2.0), 1)
     own, other = (Tokenizer(models.WordLevel({"a": a, "b": 1 - a}, unk_token="a")) for a in (0, 1))
     check_tokenizers(own, own)
     with pytest.raises(ConfigError, match="token 'a' has id 0 in the model's and 1 in the teacher's"):

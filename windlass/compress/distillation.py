@@ -49,7 +49,8 @@ class _Seen:
     hidden: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)
     ungraded: set[tuple[str, str]] = field(default_factory=set)  # term and module of tensors without gradients
-    attention_pairs: int = 0  # compared modules with attention maps, on all stages of a pipeline
+    pairs: int = 0  # compared modules, on all stages of a pipeline
+    attention_pairs: int = 0  # those with attention maps
 
 
 class Distillation:
@@ -100,7 +101,7 @@ class Distillation:
             teacher.requires_grad_(False)
         self._wanted: _Seen | None = None  # outputs of the teacher for the forward that runs
         self._own = _Seen()
-        self._kept_pairs: dict[str, str] | None = None
+        self._kept_pairs: dict[str, str] | None = None  # compared modules; None: chosen in each forward
         self._ahead: list[_Seen] = []  # outputs of the teacher for the micro-batches of a pipeline's step
         self._next: dict[int, int] = {}  # by stage: index of its next micro-batch
         self._handles: list[Any] = []
@@ -118,6 +119,7 @@ class Distillation:
         """
         if attached_distillation(student) is not None:
             raise ConfigError("the model has a distillation already; call its detach(model) first")
+        self._kept_pairs = None
         teacher = self._teacher_module()
         if teacher is not None:
             check_vocabularies(student, teacher)
@@ -185,12 +187,13 @@ class Distillation:
         is_last = stages.total_stages - 1 in stages.stages
         for batch in map(to_device, batches):
             with torch.no_grad():
-                seen = self._teach(student, (), _without_labels(stages.named_arguments(batch)))
+                given = _without_labels(stages.named_arguments(batch))
+                seen = self._teach(student, (), given, reads_cache=is_last)
             local = set(self._local_pairs(student).values())
             seen.hidden = {name: value for name, value in seen.hidden.items() if name in local}
             seen.attention = {name: value for name, value in seen.attention.items() if name in local}
             if not is_last:
-                seen.logits = None
+                seen.logits = None  # only the last stage compares them
             self._ahead.append(seen)
 
     def _take_ahead(self, student: nn.Module, stage: int) -> _Seen:
@@ -202,7 +205,9 @@ class Distillation:
             self._ahead[number] = _Seen()
         return found
 
-    def _teach(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
+    def _teach(
+        self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, reads_cache: bool = True
+    ) -> _Seen:
         if self.cache is None:
             return self._run_teacher(student, args, kwargs)
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -217,19 +222,21 @@ class Distillation:
             logits = self._run_teacher(student, args, kwargs).logits
             assert isinstance(logits, Tensor)
             self.cache.add(ids, logits)
-        return _Seen(self.cache.read(ids))
+        return _Seen(self.cache.read(ids) if reads_cache else None)
 
     def _run_teacher(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
         seen, handles, teacher = _Seen(), [], self._teacher_module()
+        pairs: dict[str, str] = {}
         if self.options.hidden or self.options.attention:
             assert teacher is not None
-            handles = self._capture(teacher, list(self._pairs(student).values()), seen)
+            pairs = self._pairs(student)
+            handles = self._capture(teacher, list(pairs.values()), seen)
         try:
             seen.logits = _logits(self.teacher(*args, **kwargs), "teacher")
         finally:
             for handle in handles:
                 handle.remove()
-        seen.attention_pairs = sum(other in seen.attention for other in self._pairs(student).values()) if handles else 0
+        seen.pairs, seen.attention_pairs = len(pairs), sum(other in seen.attention for other in pairs.values())
         return seen
 
     def _after(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -295,7 +302,7 @@ class Distillation:
         _check_gradients(student, own)
         if options.hidden:
             each = [self._hidden_term(student, own, wanted, pair, positions) for pair in pairs.items()]
-            terms += [options.hidden * torch.stack(each).sum() / len(self._pairs(student))] if each else []
+            terms += [options.hidden * torch.stack(each).sum() / wanted.pairs] if each else []
         if options.attention:
             if not wanted.attention_pairs:
                 raise ModelError(
@@ -321,7 +328,8 @@ class Distillation:
         return hidden_difference(mine, other, _positions(counted, mine))
 
     def keep_pairs(self, student: nn.Module) -> None:
-        """Choose the compared modules of a model before a pipeline gives parts of it to other ranks."""
+        """Choose the compared modules of a model once, before a pipeline gives parts of it to other ranks."""
+        self._kept_pairs = None
         if self.options.hidden or self.options.attention:
             self._kept_pairs = self._pairs(student)
 

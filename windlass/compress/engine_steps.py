@@ -33,7 +33,7 @@ def check_compression(model: nn.Module, section: CompressionTraining) -> None:
         )
 
 
-def check_distillation(model: nn.Module, section: DistillationConfig, pp: int, sp: int) -> None:
+def check_distillation(model: nn.Module, section: DistillationConfig, sp: int) -> None:
     """Check that a model has the teacher that its configuration names, and that its forward sees whole sequences. Call
     it before a pipeline gives parts of the model to other ranks.
 
@@ -55,8 +55,7 @@ def check_distillation(model: nn.Module, section: DistillationConfig, pp: int, s
             f"distillation needs a model whose output has logits and a loss, not a {type(model).__name__}; pass the "
             "model itself, which parallel.pp splits into stages"
         )
-    if pp > 1:
-        attached.keep_pairs(model)
+    attached.keep_pairs(model)
 
 
 def follow_engine_steps(model: nn.Module, progress: CountsSteps) -> None:

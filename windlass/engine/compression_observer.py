@@ -1,5 +1,5 @@
-"""Observer that runs teachers before a pipeline's step, and updates masks and bits of a compressed model after each
-step of its engine."""
+"""Observers of a compressed model's engine: updates of masks and bits after each step, and a teacher that runs before
+a pipeline's step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from windlass.comm.mesh import Mesh
 from windlass.compress.block_curvature import CurvatureRanks
-from windlass.compress.distillation import attached_distillation
+from windlass.compress.distillation import Distillation, attached_distillation
 from windlass.compress.quantize_training import bit_planner
 from windlass.compress.snip_pruning import drop_products, snip_layers, update_masks
 from windlass.engine.engine_observer import EngineObserver
@@ -19,7 +19,7 @@ from windlass.engine.training_engine import Engine
 
 
 class CompressionObserver(EngineObserver):
-    """Observer that runs teachers ahead, and updates masks that follow gradients and bits that follow curvature.
+    """Observer that updates masks that follow gradients, and bits that follow curvature.
 
     Args:
         mesh: the ranks of the model.
@@ -32,11 +32,6 @@ class CompressionObserver(EngineObserver):
         if isinstance(engine, PipelineEngine) and bit_planner(model) is not None:
             engine.keep_last_micro_batch()
             self._gradients = engine.last_micro_batch_gradients
-
-    def before_schedule(self, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
-        distillation = attached_distillation(self._model)
-        if distillation is not None and distillation.runs_ahead:
-            distillation.run_ahead(self._model, batches, to_device)
 
     def after_step(self) -> None:
         step = self._engine.global_steps
@@ -52,8 +47,20 @@ class CompressionObserver(EngineObserver):
         drop_products(self._model)
 
 
+class TeacherObserver(EngineObserver):
+    """Observer that runs the teacher of a pipeline on all micro-batches of a step."""
+
+    def __init__(self, model: nn.Module, distillation: Distillation) -> None:
+        self._model, self._distillation = model, distillation
+
+    def before_schedule(self, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
+        self._distillation.run_ahead(self._model, batches, to_device)
+
+
 def observe_compression(model: nn.Module, engine: Engine, mesh: Mesh) -> None:
-    """Add the observer to an engine whose model needs it."""
-    has_masks = any(True for _ in snip_layers(model))
-    if bit_planner(model) is not None or has_masks or attached_distillation(model) is not None:
+    """Add the observers to an engine whose model needs them."""
+    if bit_planner(model) is not None or any(True for _ in snip_layers(model)):
         engine.add_observer(CompressionObserver(model, engine, mesh))
+    distillation = attached_distillation(model)
+    if distillation is not None and distillation.runs_ahead and isinstance(engine, PipelineEngine):
+        engine.add_observer(TeacherObserver(model, distillation))

@@ -97,6 +97,8 @@ class EngineReporter:
 
     def record_start(self, model: ShardedModel) -> None:
         """Write the configuration, the model and the machine to the record of the run, if there is one. Collective."""
+        if self._record is None and model.mesh.pp.size == 1:
+            return
         parameters, trained = _count_parameters(model)
         if self._record is None:
             return

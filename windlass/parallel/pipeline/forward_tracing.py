@@ -62,6 +62,11 @@ class ForwardTrace:
     example_hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     num_routers: int = 0
 
+    def layers_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the layers in the order of their calls. A module that is in the list twice is returned twice, which
+        `children()` does not do."""
+        return [layer for layer in model.get_submodule(self.layers_path)._modules.values() if layer is not None]
+
 
 class _CannotSplit(Exception):
     """The reason why a list of layers can't be split. The text completes a sentence of an error message."""

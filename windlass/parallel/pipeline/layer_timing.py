@@ -41,8 +41,7 @@ def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[flo
 
 
 def _time_layers(model: nn.Module, trace: ForwardTrace) -> list[float]:
-    # `children()` would leave out a module that is in the list twice
-    layers = [layer for layer in model.get_submodule(trace.layers_path)._modules.values() if layer is not None]
+    layers = trace.layers_of(model)
     device = next(model.parameters()).device
     marks: list[float] = []
 

@@ -290,8 +290,7 @@ def split_into_stages(
 def _compute_layer_weights(
     model: nn.Module, trace: ForwardTrace, partition_method: str | Sequence[float]
 ) -> list[float]:
-    # `children()` would leave out a module that is in the list twice
-    layers = [layer for layer in model.get_submodule(trace.layers_path)._modules.values() if layer is not None]
+    layers = trace.layers_of(model)
     sizes = [_num_parameters(layer) for layer in layers]
     weights = compute_layer_weights(partition_method, [type(layer).__name__ for layer in layers], lambda: sizes)
     if isinstance(partition_method, str) and partition_method in ("parameters", "best"):
