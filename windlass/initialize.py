@@ -50,8 +50,7 @@ from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.remote_parameters import drop_remote_parameters
 from windlass.parallel.script_ranks import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
-from windlass.zero import GatheredParameters, Init
-from windlass.zero.core import parameter_registry
+from windlass.zero import GatheredParameters, Init, parameter_registry
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.update_class import update_class

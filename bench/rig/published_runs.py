@@ -11,7 +11,7 @@ from typing import Any
 from windlass.parallel.model_shape import ModelShape
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.cluster_file import known_cluster
-from windlass.simulate.parts import DEVICES
+from windlass.simulate.hardware_parts import DEVICES
 from windlass.simulate.step_prediction import StepPrediction
 
 _VOCABULARY = 51_200  # padded vocabulary of Megatron's GPT models

@@ -8,7 +8,7 @@ from typing import Any
 
 from rig.models import Sizes
 from windlass.simulate.cluster import Cluster, Network
-from windlass.simulate.parts import DevicePart, HostPart, LinkPart
+from windlass.simulate.hardware_parts import DevicePart, HostPart, LinkPart
 
 MODEL = Sizes(hidden=512, layers=6, heads=8, intermediate=1536, vocabulary=4096)
 SAMPLES, LENGTH = 1, 256

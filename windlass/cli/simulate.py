@@ -17,9 +17,9 @@ from windlass.plan.planned_model import SHAPES, build_from_name, build_from_shap
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.cluster_file import load_cluster
 from windlass.simulate.goodput import Goodput, expected_goodput
+from windlass.simulate.hardware_parts import parse_seconds
 from windlass.simulate.layer_work import CHECKPOINTING
 from windlass.simulate.model_states import checkpoint_bytes, state_bytes_of_rank
-from windlass.simulate.parts import parse_seconds
 from windlass.simulate.predict_step import predict_kinds, predict_work
 from windlass.simulate.step_prediction import StepPrediction
 from windlass.simulate.step_workload import StepWork, describe_step

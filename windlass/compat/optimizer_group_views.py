@@ -13,8 +13,8 @@ from windlass.base.errors import ModelError
 from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
 from windlass.compat.parameter_shard import padded_part_of, shard_group
 from windlass.compat.tensor_fragment_api import safe_get_full_grad, safe_get_local_fp32_param, safe_get_local_grad
+from windlass.zero import parameter_registry
 from windlass.zero.access import shard_values
-from windlass.zero.core import parameter_registry
 
 # Name of the optimizer's attribute for each stage; stage 0 has none.
 MASTER_ATTRIBUTES = {

@@ -25,8 +25,8 @@ from windlass.compat.parameter_shard import padded_numel, padded_shard, read_ful
 from windlass.compat.strict_mode import is_strict
 from windlass.compat.zero_param_status import ZeroParamStatus, ZeroParamType
 from windlass.zero.access.gathered_parameters import GatheredParameters
-from windlass.zero.core.parameter_registry import find
 from windlass.zero.core.sharded_parameter import ShardedParameter, ShardedParameterCallbacks, install_callbacks
+from windlass.zero.parameter_registry import find
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.context import active_init
 from windlass.zero.sharded_model import ShardedModel

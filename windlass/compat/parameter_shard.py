@@ -25,8 +25,8 @@ from windlass.comm.rank_group import RankGroup
 from windlass.compat.not_built import NotBuiltError
 from windlass.zero.access.shard_values import is_expert_only, set_part_param
 from windlass.zero.core.collective_scheduler import SyncPoint
-from windlass.zero.core.parameter_registry import find, require
 from windlass.zero.core.sharded_parameter import FACTORY_CALLS, call_name, reads_only_metadata
+from windlass.zero.parameter_registry import find, require
 from windlass.zero.sharded_init import initial_shard
 
 _VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "narrow", "select"})

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from windlass.zero import parameter_registry
 from windlass.zero.access import full_values, shard_values
-from windlass.zero.core import parameter_registry
 from windlass.zero.sharded_init import initial_shard
 
 

@@ -20,8 +20,8 @@ from windlass.engine.rank_state_checkpoint import open_rank_states, rank_states
 from windlass.zero.access.shard_values import part_param, part_states, set_part_param, set_part_state, set_plain_state
 from windlass.zero.access.unfreezing import can_unfreeze, unfreeze
 from windlass.zero.core.collective_scheduler import SyncPoint
-from windlass.zero.core.parameter_registry import require
 from windlass.zero.core.sharded_parameter import put_grad, raw_grad
+from windlass.zero.parameter_registry import require
 from windlass.zero.setup.model_consistency import check_same_model
 from windlass.zero.setup.unit_builder import check_devices
 from windlass.zero.sharded_model import ShardedModel

@@ -25,9 +25,8 @@ from windlass.engine.tier_planning import plan_tiers
 from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
 from windlass.storage.extent_allocator import page_up
 from windlass.zero.core.sharding_policy import ShardingPolicy, sharding_policy
-from windlass.zero.core.unit_plan import UnitRules
-from windlass.zero.core.zero_settings import Placements, ZeroSettings
 from windlass.zero.engine_callbacks import EngineCallbacks
+from windlass.zero.setup.zero_settings import Placements, UnitRules, ZeroSettings
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.update_class import update_class
 

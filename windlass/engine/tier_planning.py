@@ -32,7 +32,6 @@ from windlass.storage.staging_memory import available_memory
 from windlass.storage.tier_rates import TierRates, measure_tier_rates
 from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
-from windlass.zero.core.zero_settings import UnitTiers, ZeroSettings
 from windlass.zero.setup.tier_choice import (
     StepTraffic,
     TierChoice,
@@ -42,6 +41,7 @@ from windlass.zero.setup.tier_choice import (
 from windlass.zero.setup.tier_sizes import TierSizes, tier_sizes
 from windlass.zero.setup.unit_builder import make_units
 from windlass.zero.setup.unit_partition import plan_units
+from windlass.zero.setup.zero_settings import UnitTiers, ZeroSettings
 from windlass.zero.update.update_class import update_class
 
 _DEVICE_SHARE, _HOST_SHARE = 0.7, 0.8  # fractions of the free memory to use, without limits in the configuration

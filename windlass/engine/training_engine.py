@@ -48,9 +48,9 @@ from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel
 from windlass.zero.access.script_gradients import ScriptGradientCallbacks, format_foreign_gradients
 from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.sharded_parameter import note_freed_values
-from windlass.zero.core.zero_settings import StepOutcome
 from windlass.zero.engine_callbacks import BuildShardedModel, EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.step_outcome import StepOutcome
 from windlass.zero.update.offload_states import KINDS
 
 if TYPE_CHECKING:

@@ -133,7 +133,7 @@ def _run_native(
 ) -> None:
     module, why = _native_module()
     if module is None:
-        raise ConfigError(f"the native path {path} was requested, but {why}")
+        raise ConfigError(f"the native path {path} was requested, but {why}; write {REFERENCE_PATH!r}")
     try:
         module.update(
             path,

@@ -69,7 +69,10 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
             raise ConfigError(f"rank {other}: {message}")
     for other, (found, _) in enumerate(gathered):
         if found != gathered[0][0]:
-            raise ConfigError(f"the mpu has {gathered[0][0]} on rank 0 and {found} on rank {other}; all must agree")
+            raise ConfigError(
+                f"the mpu has {gathered[0][0]} on rank 0 and {found} on rank {other}; create its groups with the same "
+                "sizes on every rank"
+            )
     return sizes
 
 
@@ -93,7 +96,10 @@ def sizes_of_topology(topology: RankTopology, world: int) -> dict[str, int]:
         ConfigError: the topology has another number of ranks, or its rank order is not that of `MeshShape`.
     """
     if topology.world_size() != world:
-        raise ConfigError(f"the topology {topology} has {topology.world_size()} ranks, but the job has {world}")
+        raise ConfigError(
+            f"the topology {topology} has {topology.world_size()} ranks, but the job has {world}; start as many "
+            "ranks as the topology has, or pass a topology of the job's size"
+        )
     sizes = {"pp": max(1, topology.get_dim("pipe")), "tp": max(1, topology.get_dim("model"))}
     grid = MeshShape(dp_shard=world // math.prod(sizes.values()), **sizes)
     for rank in range(world):

@@ -33,10 +33,10 @@ from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
 from windlass.zero.core.unit_plan import Block, UnitPlan
-from windlass.zero.core.zero_settings import Placements, ZeroSettings
 from windlass.zero.setup.tier_choice import TierChoice, TierMemory, choose_tiers
 from windlass.zero.setup.unit_builder import effective_tiers, make_units
 from windlass.zero.setup.unit_partition import plan_units
+from windlass.zero.setup.zero_settings import Placements, ZeroSettings
 from windlass.zero.update.update_chunk import pipeline_numel
 from windlass.zero.update.whole_parameter_update import choose_owners
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import networkx as nx
 
 from windlass.base.errors import ConfigError
-from windlass.simulate.parts import DevicePart, HostPart, LinkPart
+from windlass.simulate.hardware_parts import DevicePart, HostPart, LinkPart
 
 AXIS_LINK = "device along "
 """Beginning of the kind of a device's link along one axis (`HostPart.axis_links`)."""

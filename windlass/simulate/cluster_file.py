@@ -16,7 +16,16 @@ from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
 from windlass.base.regular_file import read_regular
 from windlass.simulate.cluster import TOPOLOGIES, Cluster, ExplicitLink, Network
-from windlass.simulate.parts import CLUSTERS, DEVICES, HOSTS, DevicePart, HostPart, LinkPart, parse_rate, parse_seconds
+from windlass.simulate.hardware_parts import (
+    CLUSTERS,
+    DEVICES,
+    HOSTS,
+    DevicePart,
+    HostPart,
+    LinkPart,
+    parse_rate,
+    parse_seconds,
+)
 
 _MESHES = ("switch", "mesh", "ring")
 _LINK_KEYS = {"rate", "latency", "efficiency"}

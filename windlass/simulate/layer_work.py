@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from windlass.parallel.model_shape import ModelShape
-from windlass.simulate.parts import DevicePart
+from windlass.simulate.hardware_parts import DevicePart
 
 _WIDE = 4  # bytes of an intermediate element of norms and losses
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from windlass.simulate.hardware_parts import DevicePart
 from windlass.simulate.layer_work import (
     LayerSizes,
     Operation,
@@ -15,7 +16,6 @@ from windlass.simulate.layer_work import (
     layer_sizes,
     recomputed,
 )
-from windlass.simulate.parts import DevicePart
 from windlass.simulate.rank_units import EMBEDDING, HEAD, NORM, RankUnits, SimulatedUnit
 from windlass.simulate.step_workload import StepWork
 

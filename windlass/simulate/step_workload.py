@@ -20,7 +20,7 @@ from windlass.parallel.pipeline.pipeline_schedules import ScheduleName
 from windlass.plan.optimizer_states import OptimizerStates
 from windlass.simulate.layer_work import ITEMSIZE, ComputeStyle
 from windlass.simulate.step_messages import KindOfStep, StepMessages, kinds_of_steps, messages_of_step
-from windlass.zero.core.unit_plan import UnitRules
+from windlass.zero.setup.zero_settings import UnitRules
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
 from windlass.simulate.step_workload import shape_of
-from windlass.zero.core.unit_plan import UnitRules
 from windlass.zero.setup.unit_partition import find_blocks
+from windlass.zero.setup.zero_settings import UnitRules
 
 ATTRIBUTE = "windlass.tune.memory_forecast:start_forecast"
 _MOMENTS = ("init", "load", "forward", "backward", "step")

@@ -19,7 +19,7 @@ from windlass.observe.device_peak import names_gpu
 from windlass.parallel.model_shape import ModelShape
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.cluster_file import known_cluster
-from windlass.simulate.parts import CLUSTERS
+from windlass.simulate.hardware_parts import CLUSTERS
 from windlass.simulate.predict_step import predict_step
 from windlass.tune.memory_forecast import ForecastResult
 from windlass.tune.search_space import Candidate

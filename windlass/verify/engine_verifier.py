@@ -25,7 +25,7 @@ from windlass.verify.tensor_difference import MISSING, Difference, measure_diffe
 from windlass.verify.tolerance import Tolerance
 from windlass.verify.verification_report import PHASES, Deviation, VerificationReport
 from windlass.zero import full_grad, full_param
-from windlass.zero.core.parameter_registry import require
+from windlass.zero.parameter_registry import require
 from windlass.zero.sharded_model import ShardedModel
 
 _CONTINUE, _DONE = -1, -2  # values of a turn that name no rank

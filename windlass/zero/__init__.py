@@ -2,11 +2,12 @@
 
 Reading order:
 
-1. core, the path of a step: zero_settings, sharding_policy, unit_layout, unit_plan, dp_group, sharded_parameter, unit,
+1. core, the path of a step: sharding_policy, unit_layout, unit_plan, dp_group, sharded_parameter, unit,
    prefetcher, collective_scheduler, unshard_runtime, module_hooks, gradient_slot, buffer_ring, gradient_reducer,
    gradient_norm, step_agreement.
 2. update: update_chunk, master_weights, elementwise_update, whole_parameter_update, delayed_update, disk_health.
-3. setup: unit_partition, tier_choice, unit_builder, and sharded_model, which connects all of them.
+3. setup: zero_settings, dp_group_builder, unit_partition, model_consistency, tier_choice, unit_builder; and
+   sharded_model, which connects all of them.
 4. access: full values and shards of single parameters, `GatheredParameters`, averages, generation, effects of a
    script's changes.
 5. sharded_init: construction of models under `zero.Init`.

@@ -25,13 +25,12 @@ from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_allocator import page_up
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.slot import Tier
+from windlass.zero import parameter_registry
 from windlass.zero.access import parameter_properties
 from windlass.zero.access.script_gradients import ScriptGradients
 from windlass.zero.access.sharded_generate import ShardedGenerate, attach_generation
-from windlass.zero.core import parameter_registry
 from windlass.zero.core.collective_scheduler import CollectiveScheduler, SchedulerCallbacks, SyncPoint
 from windlass.zero.core.completion_order import CompletionOrder
-from windlass.zero.core.dp_group import build_dp_groups
 from windlass.zero.core.gradient_norm import clip_coefficient
 from windlass.zero.core.gradient_offload import GradientOffload, GradientOffloadCallbacks
 from windlass.zero.core.gradient_reducer import GradientReducer, ReducerCallbacks
@@ -48,12 +47,14 @@ from windlass.zero.core.step_agreement import StepAgreement
 from windlass.zero.core.unit import ShardState, Unit, UnitCallbacks, expert_data_group, recapture_parameters
 from windlass.zero.core.unit_plan import Block
 from windlass.zero.core.unshard_runtime import RuntimeCallbacks, UnshardRuntime
-from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
 from windlass.zero.differing_replicas import DifferingReplicas, DifferingReplicasCallbacks
 from windlass.zero.engine_callbacks import EngineCallbacks
+from windlass.zero.setup.dp_group_builder import build_dp_groups
 from windlass.zero.setup.model_consistency import check_same_model, check_same_units
 from windlass.zero.setup.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
 from windlass.zero.setup.unit_partition import plan_units
+from windlass.zero.setup.zero_settings import ZeroSettings
+from windlass.zero.step_outcome import StepOutcome
 from windlass.zero.update.delayed_update import DelayedUpdate
 from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.elementwise_update import check_parameters

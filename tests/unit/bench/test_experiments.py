@@ -143,6 +143,18 @@ def test_rows_of_deepspeed_are_skipped_with_a_reason_if_absent() -> None:
     assert result == {} and len(notes) == 6 and all("not installed" in note for note in notes)
 
 
+def test_rows_of_deepspeed_are_skipped_while_a_lock_of_a_build_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(deepspeed_baseline.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "py312_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    reasons = deepspeed_baseline.unavailable_operators("CPUAdamBuilder")
+    assert list(reasons) == ["CPUAdamBuilder"] and f"another build holds {lock}" in reasons["CPUAdamBuilder"]
+
+
 def test_pinning_variants_double_the_rows_of_host_offload() -> None:
     sizes = training_bench.BenchSizes(64, 1, 8, 2, 1, 1)
     once, twice = (

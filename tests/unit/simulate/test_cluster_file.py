@@ -12,7 +12,7 @@ from windlass.base.errors import ConfigError
 from windlass.cli.benches.device_bench import parse_dtypes, run_device_bench
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.cluster_file import load_cluster
-from windlass.simulate.parts import DEVICES, LinkPart, parse_rate, parse_seconds
+from windlass.simulate.hardware_parts import DEVICES, LinkPart, parse_rate, parse_seconds
 
 LINKS = """
 hosts = 3

@@ -14,7 +14,7 @@ from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.collective_cost import CollectiveCosts, RankPattern
 from windlass.simulate.event_loop import EventLoop, SimulatedTask
-from windlass.simulate.parts import DEVICES, HostPart, LinkPart
+from windlass.simulate.hardware_parts import DEVICES, HostPart, LinkPart
 
 DATA = RankPattern(("dp_shard",))
 RATE, LATENCY = 1e9, 1e-5

@@ -22,9 +22,9 @@ from windlass.plan.planned_model import build_on_meta
 from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.goodput import expected_goodput
+from windlass.simulate.hardware_parts import DEVICES, HOSTS, DevicePart, LinkPart
 from windlass.simulate.model_blocks import global_model_flops, rank_sizes
 from windlass.simulate.model_states import state_bytes_of_rank
-from windlass.simulate.parts import DEVICES, HOSTS, DevicePart, LinkPart
 from windlass.simulate.predict_step import predict_kinds, predict_step
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import describe_step, shape_of

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from windlass.base.errors import ConfigError
 from windlass.storage.slot import Tier
 from windlass.storage.tier_rates import TierRates
-from windlass.zero.core.zero_settings import UnitTiers
 from windlass.zero.setup.tier_choice import (
     FixedBytes,
     StepTraffic,
@@ -21,6 +20,7 @@ from windlass.zero.setup.tier_choice import (
     choose_tiers,
     step_seconds,
 )
+from windlass.zero.setup.zero_settings import UnitTiers
 
 RATES = TierRates(1e12, 2e10, 2e10, 2e10, 3e9, 2e9)
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -8,9 +8,9 @@ from torch import nn
 
 from windlass.parallel.placement import get_global_numel
 from windlass.zero.core import unit_plan
-from windlass.zero.core.unit_plan import UnitRules
 from windlass.zero.setup import unit_partition
 from windlass.zero.setup.unit_partition import find_blocks, plan_units
+from windlass.zero.setup.zero_settings import UnitRules
 
 
 class Layer(nn.Module):

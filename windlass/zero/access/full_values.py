@@ -15,7 +15,7 @@ from windlass.base.errors import ModelError
 from windlass.parallel.full_parameters import gather_full_with_grad, select_local_shard
 from windlass.parallel.placement import Placement
 from windlass.zero.access import shard_values
-from windlass.zero.core.parameter_registry import ParameterLocation, find, require
+from windlass.zero.parameter_registry import ParameterLocation, find, require
 
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:

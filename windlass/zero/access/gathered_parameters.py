@@ -14,9 +14,9 @@ from windlass.base.errors import GatherError
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
 from windlass.comm.rank_group import RankGroup, world_group
 from windlass.zero.access.shard_values import is_expert_only, set_part_param
-from windlass.zero.core.parameter_registry import ParameterLocation, find
 from windlass.zero.core.sharded_parameter import ShardedParameter, StateDictStub, mark_sharded, mark_unsharded, put_data
 from windlass.zero.core.unit import ShardState
+from windlass.zero.parameter_registry import ParameterLocation, find
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import ShardedInit
 

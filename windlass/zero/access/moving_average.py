@@ -12,8 +12,8 @@ from torch import nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.parallel.full_parameters import gather_full_with_grad
 from windlass.storage.slot import Slot
+from windlass.zero import parameter_registry
 from windlass.zero.access.shard_values import assemble, part_param
-from windlass.zero.core import parameter_registry
 from windlass.zero.core.unit import Unit
 
 if TYPE_CHECKING:

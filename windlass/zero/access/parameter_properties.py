@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from windlass.base.errors import GradientAccessError
-from windlass.zero.core.parameter_registry import ParameterLocation, find, is_registered
 from windlass.zero.core.sharded_parameter import METADATA_CALLS, call_name, nan_placeholder, raw_data, raw_grad
 from windlass.zero.core.sharded_parameter import put_data as _put_data
 from windlass.zero.core.sharded_parameter import put_grad as _put_grad
+from windlass.zero.parameter_registry import ParameterLocation, find, is_registered
 
 _GRAD, _DATA = "grad", "data"
 # torch's fake tensors copy `.grad` while a graph is traced; they must not get a placeholder.

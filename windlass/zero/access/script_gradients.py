@@ -9,8 +9,8 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.zero.core.gradient_reducer import GradientReducer
-from windlass.zero.core.parameter_registry import ParameterLocation, find
 from windlass.zero.core.sharded_parameter import put_grad, raw_grad
+from windlass.zero.parameter_registry import ParameterLocation, find
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from windlass.optim.elementwise_optimizers import SCALAR_STATES
 from windlass.storage.slot import Tier
 from windlass.zero.access.differentiable import differentiable_full
 from windlass.zero.core.collective_scheduler import SyncPoint
-from windlass.zero.core.parameter_registry import ParameterLocation, require
 from windlass.zero.core.unit import expert_data_group
+from windlass.zero.parameter_registry import ParameterLocation, require
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.update.elementwise_update import state_dtype
 from windlass.zero.update.update_protocol import Update

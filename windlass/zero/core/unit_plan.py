@@ -1,4 +1,4 @@
-"""Plan of a model's units: blocks, rules and the parameters of each unit."""
+"""Plan of a model's units: blocks, and the parameters of each unit."""
 
 from __future__ import annotations
 
@@ -17,29 +17,6 @@ class Block:
     name: str
     module: nn.Module
     parameters: list[nn.Parameter]
-
-
-@dataclass(frozen=True)
-class UnitRules:
-    """Rules for the partition of a model into units.
-
-    Args:
-        persistence_threshold: Parameters of fewer elements are never resharded (`stage3_param_persistence_threshold`).
-        max_persistent_numel: Maximum number of elements of such parameters (`stage3_model_persistence_threshold`).
-        merge_below: Neighbouring units of fewer elements are merged; 0: never.
-        split_above: A block of more elements is split into its children, if it has any.
-        blocks: Names of the modules, or of their classes, that become blocks; empty: found automatically.
-        lowered: ids of parameters whose gradients are sent in `lowered_reduce_dtype`.
-        unstepped: ids of parameters that are in no group of the optimizer: see [Note: gradients that stay].
-    """
-
-    persistence_threshold: int = 0
-    max_persistent_numel: int = 1 << 62
-    merge_below: int = 0
-    split_above: int = 1 << 62
-    blocks: tuple[str, ...] = ()
-    lowered: frozenset[int] = frozenset()
-    unstepped: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ import torch
 from windlass.base.errors import ConfigError
 from windlass.storage.slot import Tier
 from windlass.storage.tier_rates import TierRates
-from windlass.zero.core.zero_settings import UnitTiers
+from windlass.zero.setup.zero_settings import UnitTiers
 
 _MOST_GROUPS = 24  # 325 pairs of bounds for parameters, and as many for states
 _NOT_HIDDEN = 0.1  # share of every transfer that is added to the slowest ones: assumed, not measured

@@ -10,8 +10,8 @@ import torch
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_plan import UnitPlan
-from windlass.zero.core.zero_settings import ZeroSettings
 from windlass.zero.setup.tier_choice import FixedBytes, TierChoice, UnitBytes
+from windlass.zero.setup.zero_settings import ZeroSettings
 
 _LIVE = 2  # blocks that may be live by `max_live_numel`: the one in use, and the one that is gathered ahead of its use
 _BEYOND = 2  # more blocks at the peak: a backward unshards the next block before it reshards the one in use

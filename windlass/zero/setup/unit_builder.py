@@ -15,12 +15,13 @@ from windlass.comm.codec import get_codec
 from windlass.comm.mesh import Mesh
 from windlass.comm.transport import BufferRequest, TransportBuffer
 from windlass.storage.slot import Slot, Tier
-from windlass.zero.core.dp_group import DataParallelGroup, is_primary_replica, norm_weight
+from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.gradient_reducer import GradientReducer
 from windlass.zero.core.unit import Unit, UnitCallbacks
 from windlass.zero.core.unit_layout import UnitLayout
 from windlass.zero.core.unit_plan import UnitPlan
-from windlass.zero.core.zero_settings import Placements, UnitTiers, ZeroSettings
+from windlass.zero.setup.dp_group_builder import is_primary_replica, norm_weight
+from windlass.zero.setup.zero_settings import Placements, UnitTiers, ZeroSettings
 from windlass.zero.sharded_init.unit_values import broadcast_full_parameters, local_shard_values, mark_full_parameters
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from windlass.parallel.placement import get_global_name, get_global_numel, get_placement
-from windlass.zero.core.unit_plan import Block, UnitPlan, UnitRules
+from windlass.zero.core.unit_plan import Block, UnitPlan
+from windlass.zero.setup.zero_settings import UnitRules
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

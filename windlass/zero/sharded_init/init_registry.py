@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from windlass.comm.rank_group import RankGroup
-from windlass.zero.core import parameter_registry
+from windlass.zero import parameter_registry
 from windlass.zero.core.sharded_parameter import ShardedParameter
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import ShardedInit, StoreShard

@@ -23,7 +23,7 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.sharded_parameter import raw_data, version_of
 from windlass.zero.core.unit import Unit
-from windlass.zero.core.zero_settings import Placements
+from windlass.zero.setup.zero_settings import Placements
 from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload, StateOffloadCallbacks
 from windlass.zero.update.update_chunk import UpdateChunk, make_chunks

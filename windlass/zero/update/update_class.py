@@ -14,7 +14,7 @@ from windlass.optim.power_sgd import PowerSGD
 from windlass.optim.update_registry import find_registered_update
 from windlass.optim.zero_one_adam import ZeroOneAdam
 from windlass.storage.slot import Tier
-from windlass.zero.core.zero_settings import ZeroSettings
+from windlass.zero.setup.zero_settings import ZeroSettings
 from windlass.zero.update.diloco_update import DiLoCoUpdate
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate

@@ -1,4 +1,4 @@
-"""Settings of the ZeRO core, and the result of a step."""
+"""Settings of ZeRO, which `initialize` fills from the configuration: rules for units, tiers of slots, dtypes, sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,29 @@ from windlass.storage.deferred_failure_tier import DeferredFailureTier
 from windlass.storage.slot import Tier
 from windlass.storage.staging_pool import StagingPool
 from windlass.zero.core.sharding_policy import ShardingPolicy
-from windlass.zero.core.unit_plan import UnitRules
+
+
+@dataclass(frozen=True)
+class UnitRules:
+    """Rules for the partition of a model into units.
+
+    Args:
+        persistence_threshold: Parameters of fewer elements are never resharded (`stage3_param_persistence_threshold`).
+        max_persistent_numel: Maximum number of elements of such parameters (`stage3_model_persistence_threshold`).
+        merge_below: Neighbouring units of fewer elements are merged; 0: never.
+        split_above: A block of more elements is split into its children, if it has any.
+        blocks: Names of the modules, or of their classes, that become blocks; empty: found automatically.
+        lowered: ids of parameters whose gradients are sent in `lowered_reduce_dtype`.
+        unstepped: ids of parameters that are in no group of the optimizer: see [Note: gradients that stay].
+    """
+
+    persistence_threshold: int = 0
+    max_persistent_numel: int = 1 << 62
+    merge_below: int = 0
+    split_above: int = 1 << 62
+    blocks: tuple[str, ...] = ()
+    lowered: frozenset[int] = frozenset()
+    unstepped: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -105,22 +127,3 @@ class ZeroSettings:
     def widens_masters(self) -> bool:
         """True if an update widens master weights to `state_dtype` for the optimizer and rounds the result back."""
         return self.master_dtype is not None and self.state_dtype is not None and self.master_dtype != self.state_dtype
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Outcome of a step.
-
-    Attributes:
-        norm: Norm of the full unclipped gradient, without the loss scale.
-        applied: The parameters were updated. If False, the gradient was not finite and is dropped.
-        clip: Clipping factor of the gradient.
-        flags: Sums over ranks of the caller's numbers.
-        bad: First parameter with a non-finite gradient; empty if there is none or the check did not run.
-    """
-
-    norm: float
-    applied: bool
-    clip: float
-    flags: list[float]
-    bad: str = ""

@@ -1,0 +1,24 @@
+"""Outcome of an optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Outcome of a step.
+
+    Attributes:
+        norm: Norm of the full unclipped gradient, without the loss scale.
+        applied: The parameters were updated. If False, the gradient was not finite and is dropped.
+        clip: Clipping factor of the gradient.
+        flags: Sums over ranks of the caller's numbers.
+        bad: First parameter with a non-finite gradient; empty if there is none or the check did not run.
+    """
+
+    norm: float
+    applied: bool
+    clip: float
+    flags: list[float]
+    bad: str = ""
