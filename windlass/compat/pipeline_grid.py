@@ -36,7 +36,8 @@ class PipelineParallelGrid:
         self._topo = topology if topology is not None else _two_axes(self.world_size)
         if self._topo.world_size() != self.world_size:
             raise ConfigError(
-                f"the topology {self._topo} has {self._topo.world_size()} ranks, but the job has {self.world_size}"
+                f"the topology {self._topo} has {self._topo.world_size()} ranks, but the job has {self.world_size}; "
+                "start as many ranks as the topology has"
             )
         self._base = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._made: dict[tuple[tuple[int, ...], ...], tuple[Any, list[int]]] = {}
