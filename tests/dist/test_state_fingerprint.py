@@ -93,7 +93,7 @@ def test_one_bit_changes_the_fingerprint(layout: Layout, tmp_path: Any) -> None:
 def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
     """Return the errors for a load that puts one element at a wrong place."""
     from windlass.base.errors import CheckpointError
-    from windlass.engine import engine_checkpoint
+    from windlass.engine import engine_loading
 
     layout = Layout(2, 3)
     row = Row(layout, layout, micro_batches=2)
@@ -106,7 +106,7 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
     logging.getLogger("windlass").removeHandler(keeping)
-    fill = engine_checkpoint._load_tensors
+    fill = engine_loading._load_tensors
 
     def badly(*args: Any) -> Any:
         result = fill(*args)
@@ -114,7 +114,7 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
         return result
 
     wrong = ""
-    with mock.patch.object(engine_checkpoint, "_load_tensors", badly):
+    with mock.patch.object(engine_loading, "_load_tensors", badly):
         try:
             engine.load_checkpoint(folder)
         except CheckpointError as error:

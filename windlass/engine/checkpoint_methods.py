@@ -10,8 +10,10 @@ from typing import Any, cast
 import torch
 
 from windlass.base.log import logger
-from windlass.engine.engine_checkpoint import EngineState, LoadOptions, load_engine, save_engine
+from windlass.engine.engine_loading import LoadOptions, load_engine
 from windlass.engine.engine_parts import EngineParts
+from windlass.engine.engine_saving import save_engine
+from windlass.engine.engine_state import EngineState
 from windlass.engine.full_weights import full_state_dict, load_full_state_dict, load_with_function, save_16bit_model
 from windlass.engine.state_fingerprint import compute_fingerprint
 from windlass.zero.core.collective_scheduler import SyncPoint

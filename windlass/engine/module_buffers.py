@@ -183,3 +183,13 @@ def _writable(buffer: torch.Tensor) -> torch.Tensor:
         return buffer
     shares = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return buffer.contiguous() if shares else buffer
+
+
+def persistent_buffers(model: nn.Module, modules: set[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers of `modules` by their name in a checkpoint, `buffer/...`."""
+    tensors = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items() if module in modules else ():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors[f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"] = buffer
+    return tensors

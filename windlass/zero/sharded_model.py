@@ -130,83 +130,16 @@ class ShardedModel:
         self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
         self._planned_unstepped = [unit for unit in trainable if unit.unstepped]
-        # the mean of the local gradients over ranks equals the result of the reduction
-        local_factor = settings.predivide_factor * settings.postdivide_factor * mesh.dense.data.size
-        self.reducer = GradientReducer(
-            trainable,
-            policy,
-            completion,
-            ReducerCallbacks(
-                gradient_weight=callbacks.gradient_weight,
-                reduces_this_backward=callbacks.reduces_this_backward,
-                on_gradient=callbacks.on_gradient,
-                on_reduced=self._on_reduced,
-                on_drop=callbacks.on_gradient_dropped,
-            ),
-            accumulation_dtype=settings.accumulation_dtype,
-            reduce_dtype=settings.reduce_dtype,
-            lowered_reduce_dtype=settings.lowered_reduce_dtype,
-            overlap=settings.overlap_comm,
-            predivide_factor=settings.predivide_factor,
-            postdivide_factor=settings.postdivide_factor,
-            contiguous=settings.contiguous_gradients,
-            offload=GradientOffload(
-                settings.accumulation_dtype,
-                device,
-                self.ledger,
-                GradientOffloadCallbacks(
-                    tier_of=lambda slot: slot.unit.gradient_tier, make_slot=self._builder.make_slot
-                ),
-            ),
-            local_factor=local_factor,
-        )
+        self.reducer = self._make_reducer(trainable, completion)
         self.disk_health = DiskHealth(tiers.disk, tiers.staging, mesh.world, device, self._temporary_extents)
         # Stages have different units and unshard them at different times, so failures of a stage's reads are exchanged
         # only by the ranks of that stage.
         self._stage_ranks: RankGroup | None = None
         if mesh.pp.size > 1 and tiers.disk is not None:
             self._stage_ranks = mesh.over(*(axis for axis in AXES if axis != "pp"))
-        self.scheduler = CollectiveScheduler(
-            self.units,
-            completion,
-            SchedulerCallbacks(
-                start_reduction=self.reducer.start_reduction,
-                is_gradient_ready=self.reducer.is_gradient_ready,
-                reshard_unused=lambda unit: self.runtime.reshard(unit),
-                has_local_failure=self._has_forward_failure,
-                raise_failure=self._raise_forward_failure,
-            ),
-            hoist_gathers=settings.prefetch_numel > 0,
-        )
-        full = optimizer is not None and update_class(optimizer, policy.state).steps_whole_units
-        at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
-        # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
-        # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
-        if not full:
-            at_once = min(at_once, tiers.max_update_numel)
-        if settings.widens_masters:
-            at_once = min(at_once, _WIDENED)
-        self.masters = MasterWeights(
-            self.slots,
-            1 << 62 if full else at_once,
-            tiers,
-            device,
-            self.ledger,
-            self.disk_health,
-            MasterWeightsCallbacks(
-                state_bytes=lambda dtype: (
-                    measure_state_bytes(optimizer, settings.state_dtype or dtype)
-                    if optimizer is not None and not full
-                    else 0
-                ),
-                state_name_of=self._state_name,
-            ),
-            dtype=settings.master_dtype,
-            state_dtype=settings.state_dtype,
-            stage_ranks=self._stage_ranks,
-            delayed=late,
-            separate=optimizer is not None and update_class(optimizer, policy.state).separates_masters(policy.state),
-        )
+        self.scheduler = self._make_scheduler(completion)
+        at_once = self._choose_update_numel(optimizer)
+        self.masters = self._make_masters(optimizer, at_once, delayed=late)
         self._rank_states = (
             len(update_class(optimizer, policy.state).rank_state_keys(optimizer, policy.state))
             if optimizer is not None
@@ -224,22 +157,7 @@ class ShardedModel:
         if dense.group.size > 1 and (trainable or any(unit.frees_memory for unit in self.units)):
             self.scheduler.use_board(dense.transport.board())
         self.state_offloader = StateOffloader(self.units, self.slots, self.masters, device, self.ledger)
-        prefetcher = Prefetcher(
-            settings.prefetch_numel, self._max_live_numel(), settings.max_reuse_distance, tiers.read_ahead_numel
-        )
-        self.runtime = UnshardRuntime(
-            self.units,
-            blocks,
-            prefetcher,
-            self.scheduler,
-            RuntimeCallbacks(
-                will_reduce=lambda: bool(self.slots) and callbacks.reduces_this_backward(),
-                on_backward_begin=callbacks.on_backward_begin,
-                on_backward_end=self._on_backward_end,
-                on_backward_failed=self.reducer.end_failed_backward,
-                after_unshard_all=self._after_unshard_all,
-            ),
-        )
+        self.runtime = self._make_runtime(blocks)
         self._unshards_on_access = True
         self.update: Update | None = None
         self.delayed_update: DelayedUpdate | None = None
@@ -272,6 +190,116 @@ class ShardedModel:
         self._gradients_consumed = False  # True after an update: a step without a backward has no gradients
         parameter_registry.register(self)
         self._forget_properties = parameter_properties.install(self)
+
+    def _make_reducer(self, trainable: list[Unit], completion: CompletionOrder) -> GradientReducer:
+        """Return the reducer of the gradients of trainable units."""
+        settings = self.settings
+        # the mean of the local gradients over ranks equals the result of the reduction
+        local_factor = settings.predivide_factor * settings.postdivide_factor * self.mesh.dense.data.size
+        return GradientReducer(
+            trainable,
+            self.policy,
+            completion,
+            ReducerCallbacks(
+                gradient_weight=self.callbacks.gradient_weight,
+                reduces_this_backward=self.callbacks.reduces_this_backward,
+                on_gradient=self.callbacks.on_gradient,
+                on_reduced=self._on_reduced,
+                on_drop=self.callbacks.on_gradient_dropped,
+            ),
+            accumulation_dtype=settings.accumulation_dtype,
+            reduce_dtype=settings.reduce_dtype,
+            lowered_reduce_dtype=settings.lowered_reduce_dtype,
+            overlap=settings.overlap_comm,
+            predivide_factor=settings.predivide_factor,
+            postdivide_factor=settings.postdivide_factor,
+            contiguous=settings.contiguous_gradients,
+            offload=GradientOffload(
+                settings.accumulation_dtype,
+                self.device,
+                self.ledger,
+                GradientOffloadCallbacks(
+                    tier_of=lambda slot: slot.unit.gradient_tier, make_slot=self._builder.make_slot
+                ),
+            ),
+            local_factor=local_factor,
+        )
+
+    def _make_scheduler(self, completion: CompletionOrder) -> CollectiveScheduler:
+        """Return the scheduler of all collectives of this model."""
+        return CollectiveScheduler(
+            self.units,
+            completion,
+            SchedulerCallbacks(
+                start_reduction=self.reducer.start_reduction,
+                is_gradient_ready=self.reducer.is_gradient_ready,
+                reshard_unused=lambda unit: self.runtime.reshard(unit),
+                has_local_failure=self._has_forward_failure,
+                raise_failure=self._raise_forward_failure,
+            ),
+            hoist_gathers=self.settings.prefetch_numel > 0,
+        )
+
+    def _choose_update_numel(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Return the number of elements that one call of the optimizer updates."""
+        full = optimizer is not None and update_class(optimizer, self.policy.state).steps_whole_units
+        at_once = min(self.settings.sub_group_size, pipeline_numel(self.slots))
+        # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
+        # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
+        if not full:
+            at_once = min(at_once, self.tiers.max_update_numel)
+        if self.settings.widens_masters:
+            at_once = min(at_once, _WIDENED)
+        return at_once
+
+    def _make_masters(self, optimizer: torch.optim.Optimizer | None, at_once: int, *, delayed: bool) -> MasterWeights:
+        """Return the master weights in chunks of at most `at_once` elements, or in whole units."""
+        settings = self.settings
+        full = optimizer is not None and update_class(optimizer, self.policy.state).steps_whole_units
+        return MasterWeights(
+            self.slots,
+            1 << 62 if full else at_once,
+            self.tiers,
+            self.device,
+            self.ledger,
+            self.disk_health,
+            MasterWeightsCallbacks(
+                state_bytes=lambda dtype: (
+                    measure_state_bytes(optimizer, settings.state_dtype or dtype)
+                    if optimizer is not None and not full
+                    else 0
+                ),
+                state_name_of=self._state_name,
+            ),
+            dtype=settings.master_dtype,
+            state_dtype=settings.state_dtype,
+            stage_ranks=self._stage_ranks,
+            delayed=delayed,
+            separate=optimizer is not None
+            and update_class(optimizer, self.policy.state).separates_masters(self.policy.state),
+        )
+
+    def _make_runtime(self, blocks: list[Block]) -> UnshardRuntime:
+        """Return the runtime that unshards and reshards the units around each block."""
+        prefetcher = Prefetcher(
+            self.settings.prefetch_numel,
+            self._max_live_numel(),
+            self.settings.max_reuse_distance,
+            self.tiers.read_ahead_numel,
+        )
+        return UnshardRuntime(
+            self.units,
+            blocks,
+            prefetcher,
+            self.scheduler,
+            RuntimeCallbacks(
+                will_reduce=lambda: bool(self.slots) and self.callbacks.reduces_this_backward(),
+                on_backward_begin=self.callbacks.on_backward_begin,
+                on_backward_end=self._on_backward_end,
+                on_backward_failed=self.reducer.end_failed_backward,
+                after_unshard_all=self._after_unshard_all,
+            ),
+        )
 
     def reserve(self, what: str) -> None:
         """Reserve all the disk space that this rank will need, before any data move there. Collective.
