@@ -134,6 +134,24 @@ def make_runner(
         reason = problem
     if link is not None:
         raise ModelError(f"{type(model).__name__} cannot be served over pp, which needs a paged KV cache: {reason}")
+    return _make_own_cache_runner(model, options, packed, plain, ranks, longest, reason)
+
+
+def _make_own_cache_runner(
+    model: nn.Module,
+    options: EngineOptions,
+    packed: PackedModules | None,
+    plain: PlainLogits | None,
+    ranks: RankChannel | None,
+    longest: int,
+    reason: str,
+) -> ModelRunner:
+    """Return a runner with the model's own cache, or without a cache if the logits differ with it. Log `reason`, why
+    no paged KV cache is used. Collective over `ranks`.
+
+    Raises:
+        ModelError: the packed weights give other logits than the model's own.
+    """
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
     make = partial(
         OwnCacheModelRunner,

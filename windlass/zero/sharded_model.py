@@ -31,7 +31,7 @@ from windlass.zero.access.script_gradients import ScriptGradients
 from windlass.zero.access.sharded_generate import ShardedGenerate, attach_generation
 from windlass.zero.core.collective_scheduler import CollectiveScheduler, SchedulerCallbacks, SyncPoint
 from windlass.zero.core.completion_order import CompletionOrder
-from windlass.zero.core.gradient_norm import clip_coefficient
+from windlass.zero.core.gradient_norm import StepStatus, clip_coefficient
 from windlass.zero.core.gradient_offload import GradientOffload, GradientOffloadCallbacks
 from windlass.zero.core.gradient_reducer import GradientReducer, ReducerCallbacks
 from windlass.zero.core.gradient_slot import GradientSlot
@@ -524,24 +524,9 @@ class ShardedModel:
                 self._discard_reads()
         self.runtime.reshard_all()  # units left unsharded by an evaluation would hold outdated values
         self._finish_result(trouble, status.flags.pop(0))
-        if status.diverged:
-            self.agreement.refuse_diverged()
-        if lost_edits:
-            lost = self.agreement.first_name(lost)
-            if self.replicas.differ:
-                self.replicas.equalize()
-                raise self.replicas.edit_error(lost, ", and this step was skipped")
-            raise ModelError(
-                f"{lost!r} was changed in place while it was gathered for a forward or backward, and the change was "
-                "lost when its gathered values were freed (stage 3): change it inside `with windlass.zero."
-                "GatheredParameters([parameter], modifier_rank=0)`, or use a stage below 3. This step was skipped"
-            )
-        if none_since == self.mesh.world.size and not repeats:
-            self._gradients_consumed = False
-            raise ModelError(
-                "step() without a backward since the last step, on any rank: a step consumes its gradients, so a "
-                "second step has none, unlike in plain PyTorch. Call backward again, or remove the second step"
-            )
+        self._refuse_step(
+            status, lost if lost_edits else None, without_backward=none_since == self.mesh.world.size and not repeats
+        )
         norm = status.norm / scale
         applies = status.is_finite or apply_nonfinite
         if not applies and (skip_overflow or (bad := self.agreement.first_nonfinite())):
@@ -574,6 +559,33 @@ class ShardedModel:
         self.choose_gradient_mode()
         self._gradients_consumed = True
         return StepOutcome(norm, applied=True, clip=clip, flags=status.flags)
+
+    def _refuse_step(self, status: StepStatus, lost: str | None, *, without_backward: bool) -> None:
+        """Raise on all ranks if this step must not be applied.
+
+        Args:
+            lost: Parameter whose in-place change on this rank was lost; empty: it was lost on another rank; None: no
+                rank lost a change.
+            without_backward: No rank has run a backward since the last step, and the caller does not accept that.
+        """
+        if status.diverged:
+            self.agreement.refuse_diverged()
+        if lost is not None:
+            lost = self.agreement.first_name(lost)
+            if self.replicas.differ:
+                self.replicas.equalize()
+                raise self.replicas.edit_error(lost, ", and this step was skipped")
+            raise ModelError(
+                f"{lost!r} was changed in place while it was gathered for a forward or backward, and the change was "
+                "lost when its gathered values were freed (stage 3): change it inside `with windlass.zero."
+                "GatheredParameters([parameter], modifier_rank=0)`, or use a stage below 3. This step was skipped"
+            )
+        if without_backward:
+            self._gradients_consumed = False
+            raise ModelError(
+                "step() without a backward since the last step, on any rank: a step consumes its gradients, so a "
+                "second step has none, unlike in plain PyTorch. Call backward again, or remove the second step"
+            )
 
     def _find_unstepped(self) -> None:
         """Find the units of [Note: gradients that stay], since parameters may have joined the optimizer's groups."""
