@@ -15,7 +15,7 @@ from tests.inference.greedy_reference import make_prompts
 from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
 from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.inference.chat_template import reads_parts
-from windlass.inference.detokenizer import Detokenizer, held_back, text_offsets
+from windlass.inference.detokenizer import Detokenizer, TextDecoder, held_back, text_offsets
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
 from windlass.inference.sequence_table import count_candidates
@@ -73,7 +73,7 @@ def test_text_by_tokens_is_the_text_of_all_tokens(name: str, data: st.DataObject
     prompt = tokenizer("the quick", add_special_tokens=False).input_ids
     tokens = tokenizer("the quick " + text, add_special_tokens=False).input_ids[len(prompt) :]
     whole = tokenizer.decode(prompt + tokens)
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = Detokenizer(TextDecoder(tokenizer), prompt)
     for token in tokens:
         new = detokenizer.append(token)
         assert "\N{REPLACEMENT CHARACTER}" not in new
@@ -108,7 +108,7 @@ def test_offsets_are_places_of_tokens_in_the_text(name: str) -> None:
 def test_bytes_that_are_no_character_end_as_replacements(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     tokens = tokenizer("\N{GRINNING FACE}", add_special_tokens=False).input_ids
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = Detokenizer(TextDecoder(tokenizer), [])
     assert "".join(detokenizer.append(token) for token in tokens[:-1]).strip() == ""
     assert detokenizer.finish().startswith("\N{REPLACEMENT CHARACTER}")
 
@@ -116,15 +116,16 @@ def test_bytes_that_are_no_character_end_as_replacements(name: str) -> None:
 def test_tokens_that_are_skipped_are_decoded_once() -> None:
     tokenizer = byte_level_tokenizer()
     first, *rest = tokenizer("the \N{GRINNING FACE}", add_special_tokens=False).input_ids
-    detokenizer = Detokenizer(tokenizer, [])
-    decode, most = detokenizer._decode, 0
+    decoder = TextDecoder(tokenizer)
+    detokenizer = Detokenizer(decoder, [])
+    decode, most = decoder.decode, 0
 
     def measured(ids: list[int]) -> str:
         nonlocal most
         most = max(most, len(ids))
         return decode(ids)
 
-    detokenizer._decode = measured
+    decoder.decode = measured
     for token in [first, *[tokenizer.eos_token_id] * 50, *rest, tokenizer.bos_token_id]:
         detokenizer.append(token)
     detokenizer.finish()
@@ -144,7 +145,7 @@ def test_tokens_become_text_by_the_tokenizers_own_decode(method: str) -> None:
 
     setattr(Upper, method, decode)
     tokenizer.__class__ = Upper
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = Detokenizer(TextDecoder(tokenizer), [])
     for token in tokenizer("the quick", add_special_tokens=False).input_ids:
         detokenizer.append(token)
     assert detokenizer.text == "THE QUICK"

@@ -9,6 +9,30 @@ from typing import Any
 _CONTEXT = 6  # tokens before the first generated one, which decide e.g. about a leading space
 
 
+class TextDecoder:
+    """Texts of token ids, for all sequences of an engine.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self.decode = _decoder_of(tokenizer, skip_special_tokens)
+        self._decode_all = _decoder_of(tokenizer, skip_special_tokens=False) if skip_special_tokens else self.decode
+        self._texts: dict[int, str] = {}  # at most one for each token of the vocabulary
+
+    def decode_one(self, token: int) -> str:
+        """Return the text of a token without others before it."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.decode([token])
+        return text
+
+    def skips(self, token: int) -> bool:
+        """Return True for a special token, which `decode` skips."""
+        return not self.decode_one(token) and bool(self._decode_all([token]))
+
+
 class Detokenizer:
     """Incremental decoding of one sequence.
 
@@ -17,37 +41,41 @@ class Detokenizer:
     incomplete character.
 
     Args:
-        tokenizer: tokenizer of transformers.
         prompt: tokens before the generated ones.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        self._decode = _decoder_of(tokenizer, skip_special_tokens)
-        self._decode_all = _decoder_of(tokenizer, skip_special_tokens=False) if skip_special_tokens else self._decode
+    def __init__(self, decoder: TextDecoder, prompt: Sequence[int]) -> None:
+        self._decoder = decoder
         self._ids = list(prompt[-_CONTEXT:])
         self._prefix, self._read = 0, len(self._ids)
+        self._before: str | None = None  # text of the tail without the newest tokens; None: not decoded yet
         self.text = ""
 
     def append(self, token: int) -> str:
         """Add a token; return the new text, empty while a character is incomplete."""
+        before = self._text_before()
         self._ids.append(token)
-        before = self._decode(self._ids[self._prefix : self._read])
-        whole = self._decode(self._ids[self._prefix :])
+        whole = self._decoder.decode(self._ids[self._prefix :])
         if len(whole) <= len(before) or whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            if not self._decode([token]) and self._decode_all([token]):
-                # A special token, which decoding skips: it is dropped, so that a run of special tokens does not make
-                # every later call decode a longer list.
+            if self._decoder.skips(token):
+                # It is dropped, so that a run of special tokens does not make every later call decode a longer list.
                 self._ids.pop()
             return ""
         return self._take(whole[len(before) :])
 
     def finish(self) -> str:
         """Return the text that was held back: the replacement character for an incomplete character."""
-        before = self._decode(self._ids[self._prefix : self._read])
-        return self._take(self._decode(self._ids[self._prefix :])[len(before) :])
+        before = self._text_before()
+        return self._take(self._decoder.decode(self._ids[self._prefix :])[len(before) :])
+
+    def _text_before(self) -> str:
+        if self._before is None:
+            tail = self._ids[self._prefix : self._read]
+            self._before = self._decoder.decode_one(tail[0]) if len(tail) == 1 else self._decoder.decode(tail)
+        return self._before
 
     def _take(self, new: str) -> str:
-        self._prefix, self._read = self._read, len(self._ids)
+        self._prefix, self._read, self._before = self._read, len(self._ids), None
         self.text += new
         return new
 
@@ -84,7 +112,7 @@ def _backend_of(tokenizer: Any) -> Any:
 
 def text_offsets(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
     """Return the offset in the text of `ids` at which the text of each token begins."""
-    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
+    detokenizer = Detokenizer(TextDecoder(tokenizer, skip_special_tokens=skip_special_tokens), [])
     offsets = []
     for token in ids:
         offsets.append(len(detokenizer.text))

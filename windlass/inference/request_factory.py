@@ -10,7 +10,7 @@ from typing import Any
 
 from windlass.base.errors import RequestError
 from windlass.base.text import one_line
-from windlass.inference.detokenizer import Detokenizer
+from windlass.inference.detokenizer import Detokenizer, TextDecoder
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationRequest, GenerationSequence
 from windlass.inference.outputs import CompletionOutput
@@ -40,6 +40,7 @@ class RequestFactory:
         self.constraints = StructuredOutputCompiler(tokenizer, vocab_size, eos_ids)
         self._numbers = itertools.count()
         self._seeds = random.Random(options.seed)
+        self._decoders: dict[bool, TextDecoder] = {}  # for each value of skip_special_tokens
 
     def read_prompt(
         self, prompt: str | Sequence[int], params: SamplingParams
@@ -128,9 +129,10 @@ class RequestFactory:
         )
         detokenizer = None
         if self._tokenizer is not None and params.detokenize:
-            detokenizer = Detokenizer(
-                self._tokenizer, request.prompt_ids, skip_special_tokens=params.skip_special_tokens
-            )
+            skips = params.skip_special_tokens
+            if skips not in self._decoders:
+                self._decoders[skips] = TextDecoder(self._tokenizer, skip_special_tokens=skips)
+            detokenizer = Detokenizer(self._decoders[skips], request.prompt_ids)
             output.text_offsets = [] if wants_logprobs else None
         return GenerationSequence(
             next(self._numbers), request, index, list(request.prompt_ids), output, sampler, detokenizer, constraint
