@@ -88,7 +88,7 @@ def tune(
     if not Path(program[0]).is_file():
         raise ConfigError(f"no such script: {program[0]}; check the path, and put options of `tune` before it")
     if metric not in ("throughput", "latency", "flops", "forward", "step"):
-        raise ConfigError(f"--metric {metric!r} is unknown; write throughput, latency, forward or step")
+        raise ConfigError(f"--metric {metric!r} is unknown; write throughput, latency, flops, forward or step")
     if sampler not in ("walk", "optuna"):
         raise ConfigError(f"--sampler {sampler!r} is unknown; write walk or optuna")
     if sampler == "optuna" and (exhaustive or ray is not None):

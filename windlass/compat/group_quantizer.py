@@ -145,7 +145,9 @@ class CUDAQuantizer:
         """Return the smallest number of groups of at most `target_group_size` elements, each a multiple of 8."""
         if numel not in self.group_size_cache:
             first = -(-numel // self.target_group_size)
-            chosen = next((count for count in range(max(first, 1), numel // 8 + 1) if numel % (8 * count) == 0), None)
+            chosen = next(
+                (count for count in range(max(first, 1), max(numel // 8, 1) + 1) if numel % (8 * count) == 0), None
+            )
             if chosen is None:
                 raise GroupQuantizationError(f"{numel} elements are not a multiple of 8, of which groups consist")
             self.group_size_cache[numel] = chosen

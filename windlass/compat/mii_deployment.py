@@ -181,8 +181,10 @@ class MiiClient:
 
     async def _answer(self, prompt: str, params: SamplingParams) -> RequestOutput:
         async with contextlib.aclosing(self._engine.stream(prompt, params)) as outputs:  # type: ignore[type-var]
+            last: RequestOutput | None = None
             async for output in outputs:
                 last = output
+        assert last is not None  # a stream ends with an output or raises
         return last
 
     def _stream(

@@ -66,7 +66,7 @@ class EngineParts:
         """Raise ModelError if the engine was destroyed or its states are offloaded; `what` names the call."""
         if self._sharded.destroyed:
             raise ModelError(f"{what}: this engine was destroyed; use the model itself, or initialize a new engine")
-        if self._sharded.state_offloader.offloaded_kinds:
+        if self._sharded.state_offloader.has_offloaded:
             raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
 
     def _attach(self, sharded: ShardedModel) -> None:

@@ -70,8 +70,12 @@ class RayTrials:
                 f"--ray {address}: {first}; start a cluster with `ray start --head`, give its address, or leave the "
                 "option out, and trials run here, one after another"
             ) from error
-        self.hosts = sum(bool(node["Alive"]) for node in self._ray.nodes())
-        self._resources = {"CPU": ranks, **({"GPU": ranks} if has_gpu else {})}
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        self.hosts = len(alive)
+        # Two trials on one host would slow each other down. More than half of the CPUs leave no room for a second one
+        # (of the smallest host: a larger one may still take two).
+        fewest = min((int(cpus) for node in alive if (cpus := node.get("Resources", {}).get("CPU", 0))), default=0)
+        self._resources = {"CPU": max(ranks, fewest // 2 + 1), **({"GPU": ranks} if has_gpu else {})}
 
     def __call__(self, calls: Sequence[TrialCall]) -> list[TrialEnd]:
         """Run the trials, and return their ends in the same order."""

@@ -219,10 +219,10 @@ class RayModule:
     """Stand-in for the part of Ray's API that is used; a trial runs in this process when `fit` is called."""
 
     def __init__(self, hosts: int) -> None:
-        self._hosts, self.concurrent = hosts, list[int]()
+        self._hosts, self.concurrent, self.bundles = hosts, list[int](), list[dict[str, int]]()
         self.tune = SimpleNamespace(
             with_resources=lambda trainable, resources: trainable,
-            PlacementGroupFactory=lambda bundles: bundles,
+            PlacementGroupFactory=self.bundles.extend,
             grid_search=lambda values: {"grid_search": values},
             TuneConfig=lambda max_concurrent_trials: max_concurrent_trials,
             Tuner=self._tuner,
@@ -232,7 +232,7 @@ class RayModule:
         assert address == "auto"
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True}] * self._hosts + [{"Alive": False}]
+        return [{"Alive": True, "Resources": {"CPU": 16.0}}] * self._hosts + [{"Alive": False}]
 
     def _tuner(self, trainable: Any, param_space: Any, tune_config: int) -> Any:
         calls = param_space["call"]["grid_search"]
@@ -253,6 +253,7 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     outcome = run.run()
     assert outcome.best is not None and outcome.best.candidate.get(MICRO) >= 8
     assert max(ray.concurrent) == 3
+    assert {bundle["CPU"] for bundle in ray.bundles} == {9}  # of 16, so that no host runs two trials
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 

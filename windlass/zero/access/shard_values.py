@@ -397,7 +397,7 @@ def _joined(place: ParameterLocation, pieces: list[torch.Tensor]) -> torch.Tenso
 
 def _split(value: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     if len(sizes) == 1:
-        return [value if value.dim() != 1 else value.reshape(-1)]
+        return [value]
     return list(value.reshape(-1).split(sizes)) if sizes else []
 
 

@@ -300,8 +300,8 @@ def _group(given: Any) -> RankGroup:
     group = RankGroup.of(process_group)
     if group.size != dist.get_world_size():
         raise ConfigError(
-            f"data_parallel_group has {group.size} of {dist.get_world_size()} ranks; model parallelism is not yet "
-            "built, so leave it out"
+            f"data_parallel_group has {group.size} of {dist.get_world_size()} ranks, but parameters are sharded over "
+            "all data-parallel ranks of the configuration; leave it out, and write other axes in `parallel`"
         )
     return group
 

@@ -39,7 +39,8 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
     if where == "nvme":
         path = section.nvme_path if section is not None else None
         if not path:
-            raise ConfigError("remote_device='nvme' needs zero_optimization.offload_param.nvme_path; name a directory")
+            origin = "remote_device" if remote_device else "zero_optimization.offload_param.device"
+            raise ConfigError(f"{origin}='nvme' needs zero_optimization.offload_param.nvme_path; name a directory")
         return ShardFile(Path(path[0])).put, True
     device = local_device()
     if where == "none":

@@ -96,10 +96,10 @@ class MasterWeights:
         self._refuses_edits = False  # see `follow_edits`
         # Parameters whose `.data` a script has read, by id. Changes through `.data` do not increment the version, so
         # values are compared: by `copy_edits` with the master weights, by `first_edited` with this copy.
-        self._data_snapshots: dict[
-            int, torch.Tensor | None
-        ] = {}  # values at the start of the last delayed update; None: no update has started since the read
-        self._same_memory_views: dict[int, torch.Tensor] = {}  # by unit: separate master weights outside NVMe
+        # A copy has the values at the start of the last delayed update; None: no update has started since the read.
+        self._data_snapshots: dict[int, torch.Tensor | None] = {}
+        # Master weights of each unit that are neither its parameters nor on NVMe.
+        self._separate_masters: dict[int, torch.Tensor] = {}
 
     def add_slots(self, slots: list[GradientSlot]) -> list[UpdateChunk]:
         """Add the chunks of these units and return them. `create` makes their master weights."""
@@ -137,7 +137,7 @@ class MasterWeights:
             else:
                 full = empty_host_tensor(span.numel(), dtype, pin=self._pin).copy_(span)
             if unit.state_tier is not Tier.NVME:
-                self._same_memory_views[unit.index] = full
+                self._separate_masters[unit.index] = full
         for chunk in chunks:
             chunk.dtype = full.dtype
             chunk.state_dtype = self._state_dtype or full.dtype
@@ -260,7 +260,7 @@ class MasterWeights:
 
     def full_span(self, unit: Unit) -> torch.Tensor | None:
         """Return the master weights of this rank's state span; None if they are parameters themselves or on NVMe."""
-        return self._same_memory_views.get(unit.index)
+        return self._separate_masters.get(unit.index)
 
     def write_back(self, chunk: UpdateChunk, *, keep: bool = False) -> Pending:
         """Start to write a chunk's new master weights, cast to the param_dtype, to this rank's shard of the parameters.

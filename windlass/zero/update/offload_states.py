@@ -56,7 +56,7 @@ class StateOffloader:
         self._offloaded: list[_OffloadedTensors] = []
 
     @property
-    def offloaded_kinds(self) -> bool:
+    def has_offloaded(self) -> bool:
         """True if states are offloaded now."""
         return bool(self._offloaded)
 
