@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import windlass
 from tests.causal_models import build as build_causal
-from tests.dist.harness import RankError, run_ranks
+from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.lora import add_adapters
@@ -22,6 +23,7 @@ from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.packed_model import load_packed_model
 from windlass.compress.rounded_model import load_rounded_model
 from windlass.kernels.packed_linear import PackedLinear
+from windlass.parallel.placement import get_placement
 from windlass.zero.sharded_init import initial_shard
 
 if importlib.util.find_spec("peft") is None:  # an import takes seconds, in processes that run no test of this file too
@@ -240,11 +242,20 @@ def test_parts_of_packed_weights_are_those_of_the_whole(rule: dict[str, Any]) ->
             torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_a_group_that_two_ranks_would_share_is_named() -> None:
+def refused() -> tuple[str, list[str]]:
+    """Return the error of a layer that cannot be divided, and the names of parameters that were divided before it."""
     rule = {"num_bits": 4, "group_size": 128, "symmetric": True}
-    message = r"down_proj is packed as 'int4_g128' and cannot be sharded over tp: .* would end at 96 of its 192 input"
-    with pytest.raises(RankError, match=message):
-        run_ranks(sectioned, 2, rule, {"tp": 2}, transport="gloo")
+    config = {**base_config({"stage": 0}), "weight_quantization": {"post_init_quant": {"proj": rule}}}
+    model = build_causal("llama", **WIDE)
+    with pytest.raises(ModelError) as raised:
+        windlass.initialize(model=model, config={**config, "parallel": {"tp": 2}})
+    return str(raised.value), [name for name, one in model.named_parameters() if not get_placement(one).is_full]
+
+
+def test_a_group_that_two_ranks_would_share_is_named_before_any_layer_is_sharded() -> None:
+    wanted = r"down_proj is packed as 'int4_g128' and cannot be sharded over tp: .* would end at 96 of its 192 input"
+    for message, divided in run_ranks(refused, 2, transport="gloo"):
+        assert re.search(wanted, message) and divided == []
 
 
 def test_a_model_rounded_while_it_loads_equals_the_packed_directory(folder: Path) -> None:

@@ -18,7 +18,7 @@ from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_o
 from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
 from tests.inference.text_models import byte_level_tokenizer
 from windlass.attention import attention
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.model_updates import note_update
 from windlass.inference import engine_factory
 from windlass.inference.llm import LLM
@@ -566,6 +566,29 @@ def test_modules_of_users_are_paged_if_they_take_positions() -> None:
         assert isinstance(llm.engine.runner, PagedModelRunner)
         outputs = llm.generate(make_prompts(8, VOCABULARY), GREEDY)
     assert_greedy(model, outputs)
+
+
+class SometimesDeeper(TiedTwice):
+    """User-defined model whose third layer runs only if a prompt contains token 17."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = TiedTwice()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        extra = self.third(input_ids, position_ids) if (input_ids == 17).any() else 0
+        return super().forward(input_ids, position_ids) + extra
+
+
+def test_a_layer_that_did_not_run_at_load_gets_no_cache_later() -> None:
+    """The check at load chooses a runner without a paged cache. Without the check, the step that needs it raises."""
+    model = SometimesDeeper()
+    with LLM(model, max_model_len=64, kv_cache_tokens=256) as llm:
+        assert_greedy(model, llm.generate([[3, 4, 5], [3, 17, 5]], GREEDY))
+    with LLM(model, max_model_len=64, kv_cache_tokens=256, check_at_load=False) as llm:
+        assert_greedy(model, llm.generate([[3, 4, 5]], GREEDY))
+        with pytest.raises(ModelError, match="TiedTwice has no KV cache: it did not run"):
+            llm.generate([[3, 17, 5]], GREEDY)
 
 
 class NoPositions(nn.Module):

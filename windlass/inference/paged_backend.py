@@ -193,7 +193,10 @@ class PagedAttention(AttentionBackend):
             shape = LayerShape(keys.shape[1], keys.shape[2], values.shape[2], keys.dtype)
             self.shapes[layer] = shape
             if self._make_cache is None:
-                raise ModelError(f"{type(module).__name__} has no KV cache: it did not run when the model was loaded")
+                raise ModelError(
+                    f"{type(module).__name__} has no KV cache: it did not run for the tokens with which the model was "
+                    "loaded, and a paged cache needs every layer to run for every input"
+                )
             cache = self.caches[layer] = self._make_cache(layer, shape)
         return layer, cache
 

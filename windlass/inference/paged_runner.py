@@ -100,7 +100,7 @@ class PagedModelRunner:
         self.vocab_size = self._probe(probe)
         if not probe.shapes:
             raise ModelError(f"{type(self.model).__name__} has no layer that computes attention through the registry")
-        self._backend = PagedAttention(self._make_cache)
+        self._backend = PagedAttention()
         self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
         self.num_blocks = num_blocks(self.block_nbytes)
         self._scratch_blocks = int(has_scratch)

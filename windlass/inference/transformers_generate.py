@@ -51,7 +51,7 @@ def generate_by_engine(
         ModelError: the logits of the model are not finite.
     """
     config = _generation_config(module, settings)
-    if config is None or input_ids is None or input_ids.dim() != 2:
+    if config is None or input_ids is None or input_ids.dim() != 2 or input_ids.shape[0] == 0:
         return None
     llm = find_llm()
     mask = _infer_mask(input_ids, config) if attention_mask is None else attention_mask

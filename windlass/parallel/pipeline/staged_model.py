@@ -293,7 +293,7 @@ def _compute_layer_weights(
     layers = trace.layers_of(model)
     sizes = [_num_parameters(layer) for layer in layers]
     weights = compute_layer_weights(partition_method, [type(layer).__name__ for layer in layers], lambda: sizes)
-    if isinstance(partition_method, str) and partition_method in ("parameters", "best"):
+    if isinstance(partition_method, str) and partition_method.lower() in ("parameters", "best"):
         weights[0] += sum(_num_parameters(model.get_submodule(path)) for path in trace.input_modules)
         weights[-1] += sum(_num_parameters(model.get_submodule(path)) for path in trace.output_modules)
     return weights

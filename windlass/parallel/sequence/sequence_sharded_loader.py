@@ -49,6 +49,8 @@ class SequenceShardedLoader:
         )
 
     def __len__(self) -> int:
+        if self.loader is None:
+            raise TypeError("only the first rank along sp has a loader, and knows its length; read len() there")
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.kernels.packed_linear import PackedMatrix
 from windlass.parallel.placement import get_placement
 from windlass.parallel.tensor.embedding_sharding import shard_embedding
 from windlass.parallel.tensor.experts_sharding import DivideByRanksHook, fit_experts_to_local_features
@@ -25,6 +26,7 @@ from windlass.parallel.tensor.local_attention_heads import fit_attention_to_loca
 from windlass.parallel.tensor.local_rng import LocalRng, has_dropout, sync_rng_states
 from windlass.parallel.tensor.lora_sharding import shard_adapters
 from windlass.parallel.tensor.output_head_sharding import shard_output_head
+from windlass.parallel.tensor.packed_sharding import plan_packed_part
 from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
 from windlass.parallel.tensor.plan_builder import build_tensor_parallel_plan
 from windlass.parallel.tensor.rank_ranges import count_elements
@@ -91,6 +93,9 @@ def apply_tensor_parallel(
     return plan
 
 
+_DIVIDED = (ShardStyle.COLUMN, ShardStyle.COLUMN_GATHERED, ShardStyle.ROW, ShardStyle.ROW_SPLIT)
+
+
 class _PlanApplier:
     """Application of a plan to one model."""
 
@@ -113,6 +118,7 @@ class _PlanApplier:
         """Apply all shards of the plan, then adapt attention modules to their local heads and shard the sequence of
         layer stacks.
         """
+        self._check_packed_layers()
         sync_rng_states(self._axis)
         for shard in self._plan.shards:
             self._apply_shard(shard)
@@ -120,6 +126,17 @@ class _PlanApplier:
             self._fit_attention(heads.module_name)
         for stack, sequence in self._stacks:
             self._shard_stack(stack, sequence)
+
+    def _check_packed_layers(self) -> None:
+        """Raise on all ranks, before the first module is sharded, if a packed layer cannot be divided."""
+        for shard in self._plan.shards:
+            layer = as_linear_layer(shard.name, module) if (module := self._modules.get(shard.name)) else None
+            if layer is None or not isinstance(layer.module, PackedMatrix) or shard.style not in _DIVIDED:
+                continue
+            rows = shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT)
+            for ranges in shard.rank_ranges:
+                dim = layer.input_dim if rows else layer.output_dim
+                plan_packed_part(layer.name, layer.module, dim, ranges, self._axis.name)
 
     def _apply_shard(self, shard: ModuleShard) -> None:
         axis, module = self._axis, self._modules.get(shard.name)

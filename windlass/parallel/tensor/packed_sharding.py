@@ -34,6 +34,25 @@ def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis
     """Keep only `ranges` of a packed matrix along `dim`: 0, outputs, or 1, inputs. See [Note: parts of packed weights].
 
     Raises:
+        ModelError: see `plan_packed_part`.
+    """
+    local, cuts = plan_packed_part(name, module, dim, ranges, axis)
+    forms = module.format.file_form(*module.sizes)
+    for part, along, kept in cuts:
+        whole = forms[part]
+        scale = whole.dtype.itemsize if along == len(whole.shape) - 1 else 1
+        placed = tuple((start * scale, stop * scale) for start, stop in kept)
+        stored = module.parameter_name(part)
+        shard_parameter(f"{name}.{stored}", module.get_parameter(stored), along, placed, axis)
+    module.become_part(*local)
+
+
+def plan_packed_part(
+    name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis: str
+) -> tuple[tuple[int, int], Cuts]:
+    """Return the sizes of a part of a packed matrix, and how its tensors are divided. Nothing is changed.
+
+    Raises:
         ModelError: a range begins or ends inside of a group, or the format does not lay out its tensors in order.
     """
     form: Any = module.format
@@ -49,14 +68,7 @@ def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis
             f"{name} is packed as {form.name!r} and cannot be sharded over {axis}: {error}; choose another "
             "group or format, another number of ranks, or replicate the layer by parallel.tensor_table"
         ) from error
-    forms = form.file_form(*module.sizes)
-    for part, along, kept in cuts:
-        whole = forms[part]
-        scale = whole.dtype.itemsize if along == len(whole.shape) - 1 else 1
-        placed = tuple((start * scale, stop * scale) for start, stop in kept)
-        stored = module.parameter_name(part)
-        shard_parameter(f"{name}.{stored}", module.get_parameter(stored), along, placed, axis)
-    module.become_part(*local)
+    return (local[0], local[1]), cuts
 
 
 def _check_format(form: WeightFormat, local: Sequence[int]) -> None:
