@@ -127,7 +127,17 @@ def require_law(case: Case, by_rank: list[dict[str, Any]]) -> None:
         error, where = relative_error(found["params"], shaped)
         assert error <= 1e-6, f"{case} rank {rank}: {where} is off by {error:.2e}"
         assert all(torch.equal(value, by_rank[0]["params"][name]) for name, value in found["params"].items())
-        assert not any(n for key, n in found["moved"].items() if not key.startswith("compressed"))
+        syncs = any(case.syncs_at(step) for step in range(FREEZE + 1, case.steps + 1))
+        assert syncs or not any(n for key, n in found["moved"].items() if not key.startswith("compressed"))
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_parameters_become_equal_to_the_master_weights_every_few_steps(stage: int, tmp_path: Path) -> None:
+    case = replace(CASE, ranks=2, stage=stage, params=(*CASE.params, ("sync_interval", 2)))
+    require_law(case, run_ranks(run_lamb, 2, case, str(tmp_path), timeout=120.0))
+    last = replace(case, steps=4)
+    for found in run_ranks(run_lamb, 2, last, str(tmp_path), timeout=120.0):
+        assert all(torch.equal(value, found["params"][name]) for name, value in found["replicas"].items())
 
 
 @pytest.mark.slow

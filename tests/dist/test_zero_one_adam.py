@@ -99,6 +99,9 @@ class ZeroOneSimulation(Simulation):
                 self._take(kind, name, step + 1, [one[name] for one in gradients])
             if kind is StepKind.SYNC:
                 self.rates = self.decayed = 0.0
+            if self.case.syncs_at(step + 1):
+                for one in self.of_rank:
+                    one.update({name: value.to(self.case.dtype) for name, value in self.x.items()})
 
     def _take(self, kind: StepKind, name: str, step: int, gradients: list[torch.Tensor]) -> None:
         case, ranks = self.case, self.case.ranks
@@ -218,6 +221,7 @@ CASES = [
     replace(CASE, stage=1),
     replace(CASE, stage=2, transport="shm", accumulation=2),
     replace(CASE, stage=2, bf16=True),
+    replace(CASE, stage=1, params=(*CASE.params, ("sync_interval", 2))),  # after compressed and after local steps
     replace(CASE, params=(*CASE.params, ("bias_correction", False))),
     replace(CASE, stage=1, params=(*CASE.params, ("bias_correction", False))),
     replace(CASE, params=(*CASE.params, ("max_update", 0.1))),
