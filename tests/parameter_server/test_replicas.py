@@ -277,6 +277,13 @@ def test_sizes_of_a_content_are_checked(shape: str) -> None:
         receive_by_worker(WrittenLink(), 1 << 30, "pushes")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("damaged", [b"x", b"[1]", b"[{}, 3]", b'["{}", [["a", "Z9", [1]]]]', b'["{}", []]'])
+def test_a_damaged_description_of_a_content_is_named(damaged: bytes) -> None:
+    link: Any = WrittenLink(torch.frombuffer(bytearray(damaged), dtype=torch.uint8))
+    with pytest.raises(CommunicationError, match=f"a damaged description of {len(damaged)} bytes"):
+        receive_content(link, len(damaged), 1, 10)
+
+
 def test_the_modules_of_a_replica_may_have_other_values() -> None:
     """The content of the server replaces the values of the replica."""
     job = Job(lambda: nn.Linear(3, 2), sgd, ParameterServerSettings(), servers=1, workers=1)

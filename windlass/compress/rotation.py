@@ -71,6 +71,10 @@ class RotatedDirectory(ModelDirectory):
         tensor = self._source.read(_EMBEDDING if name == _HEAD and name not in self._source.places else name)
         return self._rotate(name, tensor).to(tensor.dtype if place is None else place.dtype)
 
+    def can_map(self, name: str) -> bool:
+        """Return False: the file has the tensor before the rotation."""
+        return False
+
     def _rotate(self, name: str, tensor: Tensor) -> Tensor:
         rotation = self._rotation
         if name == _EMBEDDING:

@@ -92,11 +92,18 @@ def receive_content(link: PairLink, size: int, count: int, most: int) -> dict[st
         most: elements of the shard, which no tensor of it exceeds.
 
     Raises:
-        CommunicationError: a size is out of the range of a shard.
+        CommunicationError: a size is out of the range of a shard, or the description of the tensors is damaged.
     """
     if not 0 < size <= _MOST_CONTENT or not 0 <= count <= size:
         raise refused(link, f"a content of {size} bytes and {count} tensors", f"1 to {_MOST_CONTENT} bytes")
-    data, sizes = json.loads(link.receive(torch.empty(size, dtype=torch.uint8)).numpy().tobytes())
+    text = link.receive(torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
+    try:
+        data, sizes = json.loads(text)
+        known = len(sizes) == count and all(code in DTYPES for _, code, _ in sizes)
+    except (ValueError, TypeError):
+        known = False
+    if not known:
+        raise refused(link, f"a damaged description of {size} bytes", f"names, dtypes and shapes of {count} tensors")
     tensors = {}
     for name, code, shape in sizes:
         if math.prod(shape) > max(1, most) or min(shape, default=0) < 0:

@@ -8,6 +8,7 @@ send again what was not answered; pushes are numbered, and one that is in an upd
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -295,7 +296,8 @@ class ParameterServer:
                 logger.warning("%s: %s: %s", self._here, who, error)
         except Exception as error:
             if link is not None:
-                send_problem(link, f"{self._here} failed: {type(error).__name__}: {error}")
+                with contextlib.suppress(CommunicationError):  # a worker that has left must not hide the failure
+                    send_problem(link, f"{self._here} failed: {type(error).__name__}: {error}")
                 link.close()
             raise
         finally:
