@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import STEPS, Case, Found, batch, build, check, config_of, hold, hold_all, plain, train
 from windlass.base.errors import ModelError
+from windlass.optim import Lamb
 
 LAMB = (("lr", 1e-2), ("weight_decay", 0.02), ("eps", 1e-4))
 MUON = (("lr", 1e-2), ("weight_decay", 0.02), ("eps", 1e-4))
@@ -153,3 +155,68 @@ def refused() -> str:
 def test_whole_parameter_rules_with_8_bit_states_are_refused() -> None:
     for text in run_ranks(refused, 2):
         assert "CPULamb" in text and "rounded once more at each step" in text and "is sharded over tp" in text
+
+
+# ------------------------------------------------------------------------------------------- states from before a run
+
+_RULES: dict[str, Any] = {
+    "AdamW": partial(torch.optim.AdamW, lr=2e-3, eps=1e-4),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    "Lamb": partial(Lamb, lr=1e-2, eps=1e-4),
+}
+
+
+def step_plainly(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        model(**batch(step, 0, 0)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def continue_in_engine(model: str, rule: str, axes: dict[str, int], stage: int) -> dict[str, torch.Tensor]:
+    """Step a model plainly, then in an engine that gets the optimizer with its states. All ranks have the same data."""
+    import windlass
+
+    made = build(model, tied=False)
+    optimizer = _RULES[rule](made.parameters())
+    step_plainly(made, optimizer, 0, 2)
+    config = config_of(Case(model, tuple(axes.items()), stage=stage))
+    del config["optimizer"]
+    config["gradient_clipping"] = 0.0
+    engine = windlass.initialize(model=made, optimizer=optimizer, config=config)[0]
+    for step in range(2, 4):
+        if "pp" in axes:
+            engine.train_batch(iter([batch(step, 0, 0)]))
+            continue
+        engine.backward(engine(**batch(step, 0, 0)).loss)
+        engine.step()
+    state = engine.full_state_dict()
+    engine.destroy()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "axes", "stage"),
+    [
+        ("llama", "AdamW", {"tp": 2}, 0),
+        ("gpt2", "SGD", {"tp": 2}, 3),
+        ("llama", "Adagrad", {"tp": 2}, 1),
+        ("mixtral", "AdamW", {"ep": 2}, 2),
+        ("llama", "AdamW", {"pp": 2}, 1),
+        pytest.param("llama", "Lamb", {"tp": 2}, 2, marks=pytest.mark.slow),
+        pytest.param("mixtral", "Lamb", {"ep": 2, "tp": 2}, 1, marks=pytest.mark.slow),
+        pytest.param("mixtral", "SGD", {"ep": 2, "tp": 2}, 3, marks=pytest.mark.slow),
+        pytest.param("gpt2", "AdamW", {"pp": 2, "tp": 2}, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_states_from_before_initialize_are_sharded_with_their_parameters(
+    model: str, rule: str, axes: dict[str, int], stage: int
+) -> None:
+    wanted = build(model, tied=False)
+    step_plainly(wanted, _RULES[rule](wanted.parameters()), 0, 4)
+    ranks = math.prod(axes.values())
+    found = run_ranks(continue_in_engine, ranks, model, rule, axes, stage)[0]
+    for name, value in wanted.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=2e-5, msg=f"{name} differs")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import windlass
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import build
+from windlass.base.errors import ModelError
 
 STEPS, ROWS, LENGTH, RATE = 3, 4, 9, 0.3
 
@@ -24,6 +25,10 @@ def _share_layer(model: Any) -> None:
 
 def _share_neighbour(model: Any) -> None:
     model.model.layers[1] = model.model.layers[0]
+
+
+def _share_inner(model: Any) -> None:
+    model.model.layers[2] = model.model.layers[1]
 
 
 def _share_mlp(model: Any) -> None:
@@ -50,6 +55,7 @@ def _share_with_tied_head_and_frozen_part(model: Any) -> None:
 SHARINGS: dict[str, Callable[[Any], None]] = {
     "layer": _share_layer,
     "neighbour": _share_neighbour,
+    "inner": _share_inner,
     "mlp": _share_mlp,
     "weight": _share_weight,
     "norm and output": _share_norm_and_output,
@@ -127,6 +133,7 @@ _QUICK = [
     ("neighbour", 2, {"pp": 2}, CHECKPOINTED),
     ("mlp", 2, {"tp": 2}, _stage(0)),
     ("weight", 2, {"tp": 2, "tp_sequence_norms": True}, _stage(3)),
+    ("inner", 2, {"tp": 2, "tp_sequence_norms": True}, _stage(2)),
 ]
 _SLOW = [
     (sharing, math.prod(parallel.get(axis, 1) for axis in ("pp", "tp", "sp")) * replicas, parallel, more)
@@ -141,6 +148,18 @@ _SLOW = [
         ({"sp": 2}, 1, _stage(1)),
     )
 ]
+
+
+def _refused(sharing: str) -> str:
+    with pytest.raises(ModelError) as raised:
+        _train(sharing, {"tp": 2, "tp_sequence_norms": True}, _stage(1))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("sharing", ["layer", "neighbour"])
+def test_a_first_layer_that_runs_again_is_refused_with_sequence_norms(sharing: str) -> None:
+    for message in run_ranks(_refused, 2, sharing):
+        assert "first layer of model.layers" in message and "leave out tp_sequence_norms" in message
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
     sharding. Any other module with a matrix (a router and its experts, replicated attention) receives full sequences.
 
     Raises:
-        ModelError: the model has no list of layers, or a chain extends beyond its module.
+        ModelError: the model has no list of layers, the first or the last layer of a list is in it again, or a chain
+            extends beyond its module.
     """
     stacks: list[LayerStack] = []
     list_before: str | None = None  # name of the list whose element was added last
@@ -57,7 +58,23 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
             "tp_sequence_norms shards activations between the layers of a ModuleList, and the model has no ModuleList "
             "with sharded layers; leave out tp_sequence_norms"
         )
+    for stack in stacks:
+        _check_ends(model, stack)
     return stacks
+
+
+def _check_ends(model: nn.Module, stack: LayerStack) -> None:
+    """Raise a ModelError if the hooks of the first and the last layer would run in the middle of the stack too."""
+    layers = [model.get_submodule(name) for name in stack.layers]
+    first, last = layers[0], layers[-1]
+    holder = stack.layers[0].rpartition(".")[0]
+    # `children()` would leave out a layer that is in the list again
+    called = [module for module in model.get_submodule(holder)._modules.values() if module in layers]
+    if len(layers) > 1 and (called.count(first), called.count(last), called[-1]) != (1, 1, last):
+        raise ModelError(
+            f"tp_sequence_norms shards the sequence at the first layer of {holder or 'the model'} and gathers it after "
+            "the last one, and one of the two is in the list more than once; leave out tp_sequence_norms"
+        )
 
 
 def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: LayerStack) -> None:
