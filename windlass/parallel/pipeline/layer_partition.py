@@ -95,7 +95,13 @@ def compute_layer_weights(
     if requested in ("parameters", "best"):
         return [float(count) for count in parameter_counts()]
     if requested.startswith("type:"):
-        pattern = re.compile(partition_method[len("type:") :], re.IGNORECASE)
+        try:
+            pattern = re.compile(partition_method[len("type:") :], re.IGNORECASE)
+        except re.error as error:
+            raise ConfigError(
+                f"partition_method {partition_method!r} has an invalid regular expression: {error}; write one that "
+                "matches class names of layers"
+            ) from error
         found = [float(pattern.search(name) is not None) for name in class_names]
         if not any(found):
             raise ConfigError(

@@ -62,6 +62,7 @@ def test_layer_weights_follow_the_method() -> None:
     ("method", "said"),
     [
         ("type:mamba", r"'type:mamba' matches none of the layers' classes: \['Linear'\]"),
+        ("type:(", r"'type:\(' has an invalid regular expression: missing \)"),
         ("evenly", "partition_method 'evenly' does not exist"),
         ([1.0, 2.0], "2 weights, and there are 3 layers"),
     ],
