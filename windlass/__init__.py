@@ -102,7 +102,7 @@ _MODULE_OF = {
     "read_checkpoint": "windlass.checkpoint.torch_state_dicts",
     "register_experts": "windlass.parallel.experts.expert_modules",
 }
-# Public names that DeepSpeed has too, whose classes have another name because `windlass.compat` subclasses them.
+# Class of a public name if the two names differ: `windlass.compat` has subclasses with these names of DeepSpeed.
 _CLASS_OF = {"MoE": "MixtureOfExperts", "PipelineModule": "PipelineSequential"}
 _PACKAGES = ("checkpointing", "optim", "parameter_server", "topology", "zero")
 
@@ -123,9 +123,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Package module type that keeps the function `initialize` when Python binds the submodule of the same name.
+    """Module type that keeps the functions `initialize` and `from_pretrained` when their submodules are imported.
 
-    The same holds for `from_pretrained`.
+    Importing such a submodule would otherwise bind the module to the name of the function.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

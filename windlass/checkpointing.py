@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute activations for the backward, and keep their inputs in host memory or in files.
+"""Activation checkpointing: recompute activations in the backward, and store saved tensors in host memory or files.
 
 `checkpoint(function, *args)` recomputes; `with offload_saved_tensors("cpu"):` moves the tensors that autograd saves.
 `configure` takes the keys of the section `activation_checkpointing`. See docs/activations.md.

@@ -34,12 +34,12 @@ def from_pretrained(
 ) -> Any:
     """Call `cls.from_pretrained(path, **kwargs)` with each rank reading only its own shards. Collective.
 
-    A GGUF file or a directory of packed weights (`quantization_config` of compressed-tensors, GPTQ, AWQ or windlass)
-    gives a model whose packed layers are frozen `PackedLinear`, as does `weights`. Each rank reads all files and keeps
-    its shard.
+    Packed weights come from a GGUF file, from a directory (`quantization_config` of compressed-tensors, GPTQ, AWQ or
+    windlass), or from rounding to the format `weights`. Packed layers are frozen `PackedLinear` modules; to build
+    them, each rank reads all files and keeps its shard.
 
-    Pass the result to `windlass.initialize`. Its values equal those of the unsharded call with rank 0's seed, also
-    where a key is missing in the files and is initialized.
+    Pass the result to `windlass.initialize`. The model's values equal those of the unsharded call with rank 0's seed.
+    This includes parameters that are missing in the files and are initialized.
 
     Args:
         cls: a model class of transformers, or one of its `AutoModel...` classes.
@@ -47,17 +47,21 @@ def from_pretrained(
         config: the configuration that `initialize` will get: dict, path or base64 text. It sets the tier of the shards
             (`offload_param`); stage and optimizer do not matter here. Pass the model's own configuration as
             `model_config=`, because this name is taken.
-        weights: weight format, e.g. `int4_g64`, to which linear layers are rounded while they are read. None: that of
-            `weight_quantization.quantized_initialization` of `config`, if there is one, for embeddings too.
+        weights: weight format, e.g. `int4_g64`, to which linear layers are rounded while they are read. None: the
+            format in `weight_quantization.quantized_initialization` of `config`, if it is set; embeddings are then
+            rounded too.
         trust_remote_code: run Python files that come with the model.
         kwargs: arguments of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged, or a tensor's shape differs from the model's.
-        ModelError: `cls` has no `from_pretrained`, or the model needs its own code.
+        ModelError: `cls` has no `from_pretrained`, the model needs `trust_remote_code`, or an argument does not apply
+            to packed weights.
     """
     if not callable(getattr(cls, "from_pretrained", None)):
-        raise ModelError(f"{cls!r} has no from_pretrained; pass a model class of transformers, as AutoModelForCausalLM")
+        raise ModelError(
+            f"{cls!r} has no from_pretrained; pass a model class of transformers, such as AutoModelForCausalLM"
+        )
     if "model_config" in kwargs:
         kwargs["config"] = kwargs.pop("model_config")
     directory = Path(path)
@@ -97,13 +101,13 @@ def _plain_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
     """Return the dtype of the tensors that are not packed.
 
     Raises:
-        ModelError: there are other arguments, which no packed model takes.
+        ModelError: `arguments` contains other arguments too, or the dtype is not a `torch.dtype`.
     """
     dtype = arguments.pop("dtype", arguments.pop("torch_dtype", None))
     if arguments or not (dtype is None or isinstance(dtype, torch.dtype)):
         raise ModelError(
-            f"a directory of packed weights is loaded with dtype=torch.float32 or alike and no other arguments, not "
-            f"with {', '.join(sorted(arguments)) or repr(dtype)}; leave those out"
+            "from_pretrained of a directory of packed weights takes no argument but dtype, a torch.dtype such as "
+            f"torch.float32, and got {', '.join(sorted(arguments)) or repr(dtype)}; correct or remove it"
         )
     return dtype
 

@@ -1,4 +1,4 @@
-"""Entry point of the library: builds an engine from a model and a configuration. It imports every other part."""
+"""Entry point of training: builds an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -87,9 +87,11 @@ def initialize(
         lr_scheduler: a scheduler, or a callable that builds one from the optimizer. It overrides the configuration's
             scheduler.
         distributed_port: port of the rendezvous if the environment sets none.
+        mpu: object with the sizes and groups of model-parallel axes, as Megatron's `mpu`.
         dist_init_required: False if the caller has already initialized torch.distributed.
-        collate_fn: passed to the data loader.
+        collate_fn: function that makes a batch from a list of samples, for the data loader.
         config: dict, path or base64 text. `config_params` is an older name of this argument.
+        mesh_param: `(data-parallel size, sequence-parallel size)`.
 
     Returns:
         `(engine, optimizer, loader, scheduler)`; the last three may be None.
@@ -226,7 +228,7 @@ def build_engine(
 def _quantize_weights(
     model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, config: Config
 ) -> tuple[Any, Iterable[Any] | None]:
-    """Pack the modules that `weight_quantization` names; return what remains of the optimizer and the parameters.
+    """Pack the modules that `weight_quantization` names. Return `(optimizer, model_parameters)` without their weights.
 
     Collective.
     """
@@ -254,14 +256,14 @@ def setup_distributed(config: Config, port: int = 29500) -> None:
     watchdog.start(limits)
 
 
-AxisSizes = dict[str, dict[str, int]]  # sizes of mesh axes, by the source that sets them
+AxisSizes = dict[str, dict[str, int]]  # {source of the sizes: {mesh axis: size}}
 
 
 def _axis_sizes_from_script(model: nn.Module, mpu: Any, mesh_param: Any, world: int) -> AxisSizes:
     """Return axis sizes set by the script. Collective if `mpu` is given.
 
-    They are set by the `mpu` and `mesh_param` arguments of `initialize`, and by the topology of a pipeline model if it
-    has a tensor-parallel axis.
+    The sizes come from the arguments `mpu` and `mesh_param` of `initialize`. Without `mpu`, the topology of a pipeline
+    model also sets sizes if the topology has a tensor-parallel axis.
     """
     argument_sizes: AxisSizes = {}
     topology = model.topology() if isinstance(model, PipelineSequential) else None
@@ -288,8 +290,8 @@ def _axis_sizes_from_model(model: nn.Module) -> AxisSizes:
 def _script_owned_axes(model: nn.Module, by_script: AxisSizes, by_model: AxisSizes, config: Config) -> set[str]:
     """Return the axes along which the script itself shards its model.
 
-    These are the axes that its `mpu` or `mesh_param` has, if neither the model nor the configuration asks windlass to
-    shard along them. The tp axis is included if parameters carry Megatron's tensor-parallel flags.
+    An axis is included if the script sets its size above 1, and neither the model nor the configuration requests
+    sharding along this axis. The tp axis is also included if parameters carry Megatron's tensor-parallel flags.
     """
     known = {axis for sizes in by_script.values() for axis, size in sizes.items() if size > 1}
     requested = {axis for sizes in by_model.values() for axis in sizes} | {a for a in known if axis_size(config, a) > 1}
@@ -304,7 +306,8 @@ def _watchdog_limits(config: Config) -> watchdog.WatchdogLimits | None:
 def _collective_timeout(config: Config) -> timedelta:
     """Return the timeout of a collective.
 
-    It exceeds the watchdog's timeout, so that the watchdog can report the cause first.
+    The timeout exceeds the watchdog's, so that the watchdog can report the cause first. `DEEPSPEED_TIMEOUT` overrides
+    the timeout of collectives.
     """
     section = config.watchdog
     patience = timedelta(seconds=1.5 * section.timeout_s) if section.enabled else DEFAULT_TIMEOUT
@@ -330,7 +333,10 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 def _check_hardware(config: Config, device: torch.device) -> None:
     if config.bf16.enabled and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise ConfigError(f"bf16.enabled: {torch.cuda.get_device_name(device)} has no bfloat16; use fp16 or neither")
+        raise ConfigError(
+            f"bf16.enabled is true, but {torch.cuda.get_device_name(device)} has no bfloat16; write false, and "
+            "fp16.enabled true for 16 bits"
+        )
 
 
 def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None:
@@ -382,7 +388,7 @@ def _build_optimizer(
     if callable(given):
         made = given(chosen)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ModelError(f"the optimizer callable returned a {type(made).__name__}, not a torch optimizer")
+            raise ModelError(f"the optimizer callable returned a {type(made).__name__}; return a torch.optim.Optimizer")
         return made
     if given is not None:
         raise ModelError(f"optimizer is a {type(given).__name__}; pass a torch optimizer or a callable that makes one")
@@ -395,7 +401,7 @@ def _build_optimizer(
 def _check_checkpoint_format(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
     if optimizer is not None and config.checkpoint.format == "deepspeed" and update_class(optimizer).reduces_itself:
         raise ConfigError(
-            f"checkpoint.format is 'deepspeed', whose files have no place for the states of single ranks that "
+            f"checkpoint.format is 'deepspeed', whose files cannot hold the per-rank states that "
             f"{type(optimizer).__name__} may keep; set it to 'windlass', or use another optimizer"
         )
 
@@ -413,8 +419,8 @@ def _check_optimizer_instance(optimizer: torch.optim.Optimizer, *, single_stage:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ModelError(
-            f"{type(optimizer).__name__} calls the model again inside its step, by the closure that the step needs, "
-            "which an engine cannot do; pass another optimizer"
+            f"{type(optimizer).__name__} calls the model again inside its step, through a closure, which an engine "
+            "cannot run; pass an optimizer whose step() needs no closure"
         )
     trains = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
     if not trains and single_stage:  # one stage of a pipeline may be frozen
@@ -439,10 +445,12 @@ def _get_or_build_mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
 
 @dataclass
 class _ShardedModelBuilder:
-    """Callable that shards an engine's model, with the same mesh again if the model itself is partitioned over it.
+    """Callable that shards an engine's model.
+
+    Later calls use the mesh over which the model is partitioned, e.g. by tensor parallelism, or build a new one.
 
     Attributes:
-        mesh: mesh of the first call; None after it, because a sharded model that is destroyed may close its mesh.
+        mesh: mesh for the first call; None afterwards, because destroying the sharded model may close its mesh.
     """
 
     model: nn.Module

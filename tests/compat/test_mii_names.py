@@ -114,7 +114,7 @@ def test_a_fork_cannot_call_a_deployment(directory: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     found = os.read(reading, 1000).decode()
-    assert f"'forked' runs in process {os.getpid()}, and this is a fork of it, {child}; call it from threads" in found
+    assert f"'forked' runs in process {os.getpid()}, but was called in its fork {child}; call it from threads" in found
     deployment.terminate_server()
 
 

@@ -216,7 +216,7 @@ def test_an_inference_engine_packs_too() -> None:
         ({"fc": group()}, "post_init_quant.fc: no linear layer or embedding"),
         ({"0": group(4, 7)}, "post_init_quant.0: '0' cannot be packed: groups of 7 do not divide dimension 1"),
         ({"0": {"group_size": 8}}, "post_init_quant.0.num_bits: missing"),
-        ({"0": group(4, 16, 0, True)}, "no weight format is"),
+        ({"0": group(4, 16, 0, True)}, "no such weight format"),
     ],
 )
 def test_bad_rules_are_refused(rules: dict[str, Any], message: str) -> None:

@@ -484,7 +484,7 @@ REFUSED = {
     "no factor": lambda comm, t: comm.all_reduce(t, comm.ReduceOp.PREMUL_SUM),
     "MINLOC needs pairs": lambda comm, t: comm.all_reduce(t, comm.ReduceOp.MINLOC),
     "an integer dtype": lambda comm, t: comm.all_reduce((t, t), comm.ReduceOp.MAXLOC),
-    "takes one tensor": lambda comm, t: comm.all_reduce((t, t)),
+    "got 2 tensors": lambda comm, t: comm.all_reduce((t, t)),
     "is not a reduction operator": lambda comm, t: comm.all_reduce(t, "sum"),
     "placeholder": lambda comm, t: comm.reduce(t, 0, comm.ReduceOp.UNUSED),
     "UINT64".lower(): lambda comm, t: comm.all_reduce(t.to(torch.uint64)),

@@ -200,5 +200,5 @@ def weights_alone(folder: str) -> dict[str, Any]:
 
 def test_other_groups_are_named_and_weights_load_alone(tmp_path: Path) -> None:
     result = run_ranks(weights_alone, 1, str(tmp_path))[0]
-    assert "whose groups had [2, 3] of them; this optimizer's have [5]" in result["said"]
+    assert "saved optimizer have [2, 3] parameters, those of this optimizer [5]" in result["said"]
     assert result["same"]

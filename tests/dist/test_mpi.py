@@ -154,7 +154,7 @@ def misfit() -> list[str]:
 @pytest.mark.parametrize("mpi", [2], indirect=True)
 def test_tensors_that_do_not_fit_are_refused_before_mpi_writes_to_them(mpi: MpiWorld) -> None:
     texts = mpi.run(misfit)[1]
-    assert texts[0].startswith("all_gather over MPI: [2] torch.float32 does not fit [3] torch.float32; give both one")
+    assert texts[0].startswith("all_gather over MPI: a tensor of shape [2] and torch.float32 does not fit one of")
     assert texts[4] == "all_gather over MPI: 1 tensors for 2 ranks; pass one for each"
     assert texts[6].startswith("all_to_all_single over MPI: [3, 3] are not 2 numbers that add up to the 4 rows")
 

@@ -215,7 +215,7 @@ def trained_by(make: Callable[[Any], torch.optim.Optimizer], setting: Setting) -
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, NeedsClosure])
 def test_optimizer_that_needs_a_closure_is_refused(make: Any) -> None:
-    with pytest.raises(RankError, match="calls the model again inside its step, by the closure") as caught:
+    with pytest.raises(RankError, match="calls the model again inside its step, through a closure") as caught:
         run_ranks(trained_by, 2, make, Setting(stage=2))
     assert "ModelError" in caught.value.kinds
 

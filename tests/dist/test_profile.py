@@ -160,6 +160,6 @@ def test_a_script_is_ended_on_all_ranks_after_its_steps(tmp_path: Path) -> None:
     assert run_ranks(profile_of_script, 2, str(tmp_path), 2, 1, 1000) == ["", ""]
     result = json.loads((tmp_path / "summary.json").read_text())
     assert result["data"]["steps"] == 2 and "on 2 ranks" in result["text"]
-    assert "activations are unknown without operators" in result["text"]
+    assert "activations are unknown, because operators were not recorded" in result["text"]
     (early,) = set(run_ranks(profile_of_script, 2, str(tmp_path), 2, 5, 3))
     assert "the script ended after 3 steps, and the profile begins after --skip 5" in early

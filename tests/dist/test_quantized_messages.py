@@ -323,7 +323,7 @@ def test_a_gradient_that_is_not_finite_is_named_through_the_codec() -> None:
 @pytest.mark.parametrize(
     ("zero", "transport", "text"),
     [
-        (all_of("weights", stage=2), "auto", "only stage 3 gathers"),
+        (all_of("weights", stage=2), "auto", "messages are quantized only at stage 3"),
         ({"zeropp_loco_param": {}}, "auto", "zero_quantized_gradients is false"),
         (all_of("gradients", reduce_scatter=False), "auto", "sends every rank whole sums"),
         (all_of("gradients"), "shm", "ranks read memory of each other in place"),

@@ -589,7 +589,7 @@ def refused() -> list[str]:
 REFUSALS = [
     "ModelError: Linear is not a transformers model",
     'ConfigError: sp_mode = "stripes" is unknown; write "ulysses"',
-    r"ConfigError: ulysses_degree = 3 does not divide the 2 ranks along sp; \[1, 2\] would",
+    r"ConfigError: ulysses_degree = 3 does not divide the 2 ranks along sp; write one of \[1, 2\]",
     'ConfigError: ulysses_degree = 2 of 2 ranks contradicts sp_mode = "ring"',
     "ModelError: T5ForConditionalGeneration has an encoder and a decoder",
     "ModelError: BloomForCausalLM",

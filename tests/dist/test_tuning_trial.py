@@ -78,5 +78,5 @@ def test_another_value_of_the_variable_is_refused() -> None:
     assert trial_from_environment({}) is None
     job = TrialJob("r", {"a": 1})
     assert trial_from_environment(job.environment()) == job
-    with pytest.raises(ConfigError, match=f"{VARIABLE} is not an order of `windlass tune`"):
+    with pytest.raises(ConfigError, match=f"{VARIABLE} = '1' is not a job of `windlass tune`"):
         trial_from_environment({VARIABLE: "1"})

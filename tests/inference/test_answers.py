@@ -582,7 +582,7 @@ def test_tokens_beyond_the_tokenizer_have_no_text() -> None:
         ({"logit_bias": {41: 1.0}}, "logit_bias has the token 41"),
         ({"stop_token_ids": [77]}, "stop_token_ids has the token 77"),
         ({"bad_words": ["a"]}, "bad_words needs a tokenizer"),
-        ({"n": 9, "temperature": 1.0}, "9 answers are asked for, and the engine runs 8"),
+        ({"n": 9, "temperature": 1.0}, "n or best_of is 9, and the engine runs 8"),
     ],
 )
 def test_parameters_that_cannot_be_served_are_refused(change: dict[str, Any], message: str) -> None:

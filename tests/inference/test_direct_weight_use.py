@@ -74,6 +74,6 @@ def test_a_model_that_calls_a_layer_and_reads_its_weight_is_refused() -> None:
     """The packed weight is gone, and what takes its place has no values."""
     options = EngineOptions.from_arguments(max_model_len=64, **SMALL)
     with pytest.raises(
-        ModelError, match="WeightReader does not compute with packed weights .* serve the module itself"
+        ModelError, match="WeightReader computes other logits with packed weights .* serve the module itself"
     ):
         make_rank_engine(made(calls_too=True), options, skip_tokenizer=True, owned=True)

@@ -334,7 +334,7 @@ def test_a_server_without_heartbeats_is_called_again(continues: bool, monkeypatc
     link = worker._links[0]
     with job.servers[0]._changed:
         if not continues:
-            text = r"cannot reach server 0 \(process .* since .*: server 0 .* no sign of life for 0 s"
+            text = r"cannot reach server 0 \(process .* since .*: server 0 .* sent or received nothing for 0 s"
             with pytest.raises(ServerLostError, match=text):
                 worker.pull()
             job.servers[0].abandon()

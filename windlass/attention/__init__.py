@@ -1,6 +1,6 @@
 """Attention backends: one attention function for all models, dispatched to the backend that is active in the call.
 
-Reading order: mask_pattern, attention_mask (which tokens see which); attention_backend, backend_registry,
+Reading order: mask_pattern, attention_mask (visible pairs of tokens); attention_backend, backend_registry,
 active_backend (the interface); sdpa_backend, eager_backend (the backends of this package); attention_function (for
 user-defined modules); mask_recognition, transformers_dispatch (for models of transformers).
 """

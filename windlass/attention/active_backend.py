@@ -2,7 +2,7 @@
 
 [Note: active backends] The stack is a context variable: each thread and each asyncio task has its own, and an
 exception unwinds it. Only a call switches the backend; modules hold no reference to one, so two engines can use the
-same modules. A mask remembers the backend that made it, so a layer that is recomputed in the backward, after the
+same modules. A `BoundMask` has the backend that made it, so a layer that is recomputed in the backward, after the
 context has ended and perhaps in a thread of autograd, uses the backend of its forward.
 """
 
@@ -26,7 +26,8 @@ _stack: ContextVar[BackendStack] = ContextVar("windlass_attention_backends", def
 def use_backend(backend: AttentionBackend | str | None) -> Iterator[AttentionBackend | None]:
     """Make a backend active inside the `with` block. Blocks nest; the innermost backend computes.
 
-    A backend may delegate to the one outside it: Ulysses sequence parallelism computes its local heads with it.
+    A backend may delegate to the backend of the next outer block, as Ulysses sequence parallelism does for its local
+    heads.
 
     Args:
         backend: a backend, the name of one that needs no options, or None for plain attention.
@@ -63,8 +64,9 @@ def restore_backends(stack: BackendStack) -> Iterator[None]:
 def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts for `torch.utils.checkpoint.checkpoint(..., context_fn=checkpoint_context_fn)`.
 
-    Code that calls `windlass.attention.attention` inside torch's own checkpointing needs it, since the recomputation
-    runs outside of `use_backend`. Masks of transformers' models, and masks of `bind_mask`, need nothing.
+    Code that calls `windlass.attention.attention` inside torch's own checkpointing needs these contexts, because the
+    recomputation runs outside of `use_backend`. They are not needed with masks that transformers' models or `bind_mask`
+    made.
     """
     return nullcontext(), restore_backends(_stack.get())
 
@@ -72,8 +74,8 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContex
 class BoundMask:
     """Mask of a forward together with the backend that made it.
 
-    It travels with the arguments of layers. It has no `__dict__` and is not a dataclass, so that searches for tensors
-    in arguments (`base/tensor_tree`) do not descend into it.
+    Layers receive it as an argument. It has no `__dict__` and is not a dataclass, so that searches for tensors in
+    arguments (`base/tensor_tree`) do not descend into it.
     """
 
     __slots__ = ("backend", "mask")
@@ -83,6 +85,6 @@ class BoundMask:
 
 
 def make_bound_mask(backend: AttentionBackend, mask: AttentionMask) -> BoundMask:
-    """Let the active `backend` make its mask. While it does, the active backend is the one outside it."""
+    """Make the mask of the active `backend`. While `make_mask` runs, the backend of the next outer block is active."""
     with restore_backends(_stack.get()[:-1]):
         return BoundMask(backend, backend.make_mask(mask))

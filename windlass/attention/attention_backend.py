@@ -31,8 +31,8 @@ class AttentionBackend(Protocol):
             that changes the result raises an error that names it.
         computes_local_heads: `attend` may be called with some heads of a layer, given by `heads`, and whole sequences,
             so the backend can be combined with Ulysses sequence parallelism.
-        depends_on_head: heads differ in more than their tensors, as slopes of ALiBi do. Such a backend is refused under
-            tensor parallelism, where a layer holds some heads without their indices.
+        depends_on_head: the computation of a head depends on its index, as the slopes of ALiBi do. Such a backend is
+            refused under tensor parallelism, where a layer holds some heads without their indices.
     """
 
     name: str
@@ -139,7 +139,7 @@ def compute_attention(
 
 
 def get_layer_heads(backend: AttentionBackend, module: nn.Module | None, query: torch.Tensor) -> HeadSlice:
-    """Return the heads of `query`, which are all heads of the layer.
+    """Return the slice of all heads in `query`. Under tensor parallelism these are only this rank's heads.
 
     Raises:
         ModelError: the layer's config has more heads, and the backend needs the index of each head.
@@ -150,6 +150,6 @@ def get_layer_heads(backend: AttentionBackend, module: nn.Module | None, query: 
         if total != heads:
             raise ModelError(
                 f"{type(module).__name__} computes {heads} of {total} attention heads, and the backend "
-                f'"{backend.name}" needs the index of each head; it cannot be combined with tensor parallelism'
+                f'"{backend.name}" needs the index of each head; set parallel.tp to 1, or use another backend'
             )
     return HeadSlice(0, heads, heads)

@@ -36,9 +36,8 @@ def attention(
         query: `[samples, heads, queries, features]`.
         key, value: `[samples, key heads, keys, features]`; the number of heads is a multiple of the number of key
             heads.
-        mask: None for all keys, or for causal attention with `is_causal`; a description; a mask of `bind_mask`, which
-            saves making it again in each layer; or a tensor as for `F.scaled_dot_product_attention`, if the backend
-            supports it.
+        mask: None for all keys, or for causal attention with `is_causal`; an `AttentionMask`; a mask that `bind_mask`
+            made once for all layers; or a tensor as for `F.scaled_dot_product_attention`, if the backend supports it.
         scaling: factor of the scores; None means `features ** -0.5`.
         dropout: probability of dropping an attention weight; give 0 in eval mode.
         module: the calling layer, for backends with state per layer.
@@ -53,7 +52,9 @@ def attention(
             shape.
     """
     if is_causal and mask is not None:
-        raise ModelError("attention got a mask and is_causal=True; put the causal order into the mask, or leave it out")
+        raise ModelError(
+            "attention got a mask and is_causal=True; put the causal order into the mask, or leave the mask out"
+        )
     if mask is None:
         mask = AttentionMask(
             query.shape[0],
@@ -91,7 +92,7 @@ def attention(
 def bind_mask(mask: AttentionMask) -> BoundMask:
     """Make the mask of the active backend once, for several calls of `attention`.
 
-    A layer that gets it as an argument can be checkpointed: its recomputation uses the same backend.
+    A layer that receives the mask as an argument can be checkpointed: the recomputation uses the same backend.
 
     Raises:
         ModelError: the backend cannot compute this pattern.

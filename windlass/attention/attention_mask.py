@@ -20,11 +20,11 @@ class AttentionMask:
         batch_size, q_length, kv_length: sizes of the dense mask.
         pattern: pairs of positions that are visible.
         q_offset, kv_offset: positions of the first query and of the first key, as with a cache of keys.
-        padding: `[batch_size, kv_length]`, bool; no query sees the keys where it is False. None: no padding.
+        padding: `[batch_size, kv_length]`, bool; False hides a key from all queries. None: no padding.
         sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; requires as many queries as
             keys. None: one document in each sample.
         position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies. None:
-            positions in the whole row. A band depends only on differences of positions, which are equal in both.
+            positions in the whole row. A band may use either, because it depends only on differences of positions.
         device: device of the dense mask.
     """
 
@@ -57,7 +57,7 @@ class AttentionMask:
     def to_dense(self) -> torch.Tensor:
         """Return the mask as a bool tensor `[batch_size, 1, q_length, kv_length]`; True is visible.
 
-        The memory is that of all pairs. The values equal those of transformers' `sdpa_mask`.
+        It takes memory for all pairs. The values equal those of transformers' `sdpa_mask`.
         """
         queries = torch.arange(self.q_length, device=self.device) + self.q_offset
         keys = torch.arange(self.kv_length, device=self.device) + self.kv_offset

@@ -9,7 +9,7 @@ from windlass.attention.attention_backend import AttentionBackend, require_backe
 from windlass.base.errors import ConfigError
 
 BackendFactory = Callable[..., AttentionBackend]
-"""Builds a backend, from keyword arguments of its own; usually the class."""
+"""Callable that builds a backend from keyword arguments of its own; usually the backend's class."""
 
 _factories: dict[str, BackendFactory] = {}
 
@@ -46,7 +46,9 @@ def get_backend(name: str, **options: Any) -> AttentionBackend:
     try:
         backend = _factories[name](**options)
     except TypeError as error:
-        raise ConfigError(f'attention backend "{name}" got the options {sorted(options)}: {error}') from error
+        raise ConfigError(
+            f'attention backend "{name}" got the options {sorted(options)}: {error}; pass those it accepts'
+        ) from error
     return require_backend(backend)
 
 

@@ -47,9 +47,11 @@ class EagerBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Compute attention; the softmax is in fp32 or better.
 
-        Of `arguments`, a `softcap` c bends scores to `c * tanh(score / c)` before the mask (Gemma 2), a `position_bias`
-        `[1 or samples, heads, queries, keys]` is added to the scores, and `s_aux` `[heads of the layer]` is one more
-        score in each softmax, without a value (attention sinks of GPT-OSS).
+        Args:
+            arguments: `softcap`, a number c: scores become `c * tanh(score / c)` before the mask (Gemma 2).
+                `position_bias`, `[1 or samples, heads, queries, keys]`: added to the scores. `s_aux`, `[heads of the
+                layer]`: one more score in each softmax, without a value (attention sinks of GPT-OSS). `is_causal`: see
+                `resolve_mask`.
         """
         softcap, position_bias = arguments.get("softcap"), arguments.get("position_bias")
         key, value = repeat_kv_heads(key, query.shape[1]), repeat_kv_heads(value, query.shape[1])

@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class MaskBand:
-    """Band around the diagonal: a query sees the keys that are `min_distance` to `max_distance` positions before it.
+    """Band around the diagonal: a query attends to keys that are `min_distance` to `max_distance` positions before it.
 
     None means unbounded. Causal: `(0, None)`. Causal sliding window of w keys: `(0, w - 1)`. Bidirectional: `(None,
     None)`.
@@ -32,7 +32,7 @@ class MaskBand:
         return seen
 
     def visible(self, samples: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return True where a query sees a key, broadcast from tensors of sample, query and key indices."""
+        """Return True where a query attends to a key, broadcast from tensors of sample, query and key indices."""
         return self.allows(queries - keys)
 
     def intersect(self, other: MaskBand) -> MaskBand:
@@ -48,7 +48,7 @@ BIDIRECTIONAL = MaskBand(None, None)
 
 @dataclass(frozen=True, eq=False)
 class ChunkedMask:
-    """Chunked attention, as in Llama 4: tokens see tokens of their own chunk, as far as `band` allows.
+    """Chunked attention, as in Llama 4: tokens attend to tokens of their own chunk, as far as `band` allows.
 
     Attributes:
         chunk_size: tokens of a chunk.
@@ -61,7 +61,7 @@ class ChunkedMask:
     band: MaskBand = CAUSAL
 
     def visible(self, samples: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return True where a query sees a key, broadcast from tensors of sample, query and key indices."""
+        """Return True where a query attends to a key, broadcast from tensors of sample, query and key indices."""
         first = 0 if self.left_padding is None else self.left_padding[samples]
         same_chunk = (queries - first) // self.chunk_size == (keys - first) // self.chunk_size
         return same_chunk & self.band.allows(queries - keys)

@@ -15,7 +15,7 @@ from windlass.base.errors import ModelError
 
 
 class SdpaBackend(AttentionBackend):
-    """Backend `"sdpa"`: torch's fused kernels, with a dense mask unless the mask is causal or empty."""
+    """Backend `"sdpa"`: torch's fused kernels, with a dense mask unless the mask is causal or hides nothing."""
 
     name = "sdpa"
     supported_arguments = frozenset({"is_causal"})
@@ -54,7 +54,7 @@ class SdpaBackend(AttentionBackend):
 def resolve_mask(
     module: nn.Module | None, query: torch.Tensor, mask: Any, is_causal: bool | None
 ) -> tuple[torch.Tensor | None, bool]:
-    """Return a dense mask, or None and True if attention is causal.
+    """Return the dense mask (None: no mask tensor), and True if attention is causal.
 
     Args:
         mask: a description that needs no tensor, a tensor, or None. None is read as transformers does: causal if
@@ -77,7 +77,10 @@ def repeat_kv_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     if tensor.shape[1] == heads:
         return tensor
     if tensor.shape[1] == 0 or heads % tensor.shape[1]:
-        raise ModelError(f"{heads} query heads are not a multiple of {tensor.shape[1]} key heads")
+        raise ModelError(
+            f"{heads} query heads are not a multiple of {tensor.shape[1]} key heads; pass a number of key heads that "
+            "divides the query heads"
+        )
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 

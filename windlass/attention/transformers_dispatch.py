@@ -29,7 +29,7 @@ MASK_ARGUMENTS = frozenset(
 """Keyword arguments of mask functions that the description contains already, or that only choose a form of the mask."""
 
 _IGNORED_ARGUMENTS = {
-    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # see mask
+    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # in the mask
     *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache", "deterministic"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
     *("labels", "shift_labels", "token_type_ids", "logits_to_keep", "is_causal"),
@@ -51,8 +51,8 @@ def install_attention(model: Any, *backends: AttentionBackend | str) -> None:
     """Route the attention of a transformers model through windlass. Without an active backend nothing changes.
 
     Args:
-        backends: those that the model will run with, or their names; each checks the model before it is changed.
-            `use_backend` activates one.
+        backends: backends with which the model will run, or their names; each checks the model before it is changed.
+            `use_backend` activates one of them.
 
     Raises:
         ModelError: the model does not take its attention from transformers' `AttentionInterface`, or a backend
@@ -80,14 +80,14 @@ def check_attention_interface(model: Any, consequence: str) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ModelError(
-            f"{name} does not call its attention through transformers' AttentionInterface, {consequence}; a model that "
-            "lists other attn_implementations does"
+            f"{name} does not call its attention through transformers' AttentionInterface, {consequence}; use a "
+            "model class that accepts other attn_implementations"
         )
     for submodule in model.modules():
         if hasattr(submodule, "_can_set_attn_implementation") and not submodule._can_set_attn_implementation():
             raise ModelError(
                 f"{type(submodule).__name__} inside {name} does not call its attention through transformers' "
-                f"AttentionInterface, {consequence}"
+                f"AttentionInterface, {consequence}; use a model whose parts all accept other attn_implementations"
             )
 
 
@@ -166,9 +166,10 @@ def make_transformers_mask(
 
     Args:
         q_length, q_offset, device: number of queries, position of the first one, and device of the mask.
-        cache_position: `[queries]`, the positions, which older releases (5.0) pass instead of these three.
-        use_vmap: the mask function has a part that its caller wrote. None, in releases that do not pass it (4.57): it
-            may have one.
+        cache_position: `[queries]`, positions of the queries. Older releases (5.0) pass it instead of `q_length`,
+            `q_offset` and `device`.
+        use_vmap: True if the mask function has a part that its caller wrote. None (releases such as 4.57 do not pass
+            it): it may have such a part.
 
     Raises:
         ModelError: an argument is not known, or the active backend cannot compute the pattern.
@@ -230,7 +231,7 @@ def _select_arguments(module: nn.Module, backend: AttentionBackend, kwargs: dict
     """Return the arguments that the backend honours.
 
     Raises:
-        ModelError: another one is given and might change the result.
+        ModelError: another argument is given and might change the result.
     """
     selected = {}
     for name, value in kwargs.items():

@@ -25,7 +25,7 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
     """Make a directory and its missing parents.
 
     Args:
-        exist_ok: do nothing if it exists; else raise.
+        exist_ok: True: do nothing if the directory exists; False: raise.
 
     Raises:
         OSError: the directory cannot be made.
@@ -37,7 +37,7 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
 
 
 def open_new(path: str | os.PathLike[str], mode: str = "xb", **options: Any) -> Any:
-    """Open a file for writing as `open` does. A new file has the permissions of this module."""
+    """Open a file for writing as `open` does. Other users cannot write a new file, even under umask 000."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, _FILE_MODE), **options)
 
 
@@ -85,15 +85,15 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = _FILE_MODE, d
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Rename a complete directory to `target`, and remove what had this name.
+    """Rename a complete directory to `target`, and remove the former directory of this name.
 
-    The name never refers to an incomplete directory. A directory cannot be exchanged atomically, so the old one
-    is moved away first, and back if the renaming fails.
+    The name never refers to an incomplete directory. A directory cannot be exchanged atomically, so the
+    former one is moved away first, and back if the renaming fails.
 
     Raises:
         OSError: a directory cannot be renamed.
     """
-    # Another name than that of a replaced tag of a checkpoint, which may be the only copy.
+    # Not `.NAME.replaced`, which may be the only copy of a checkpoint that is being replaced.
     old = target.absolute().with_name(f".{target.name}.previous")
     if os.path.lexists(target):
         _remove(old)  # left by a process that was stopped

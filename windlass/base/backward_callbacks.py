@@ -8,7 +8,7 @@ import torch
 
 
 def current_backward_id() -> int:
-    """Return the number of the backward that runs in this thread, or -1. A nested backward has its own number."""
+    """Return the number of the backward that runs in this thread; -1: none. A nested backward has its own number."""
     return int(torch._C._current_graph_task_id())
 
 

@@ -15,8 +15,8 @@ _READ_BYTES = 2**16
 
 
 def parse_int(text: str) -> int | None:
-    """Parse ASCII digits with an optional sign; None for anything else, and beyond 18 digits."""
-    digits = text.strip(string.whitespace).removeprefix("-")  # int() keeps other separators, such as \x1f
+    """Parse at most 18 ASCII digits with an optional minus sign. Return None for anything else."""
+    digits = text.strip(string.whitespace).removeprefix("-")  # strip() alone removes \x1f too, which int() refuses
     if not (digits.isascii() and digits.isdigit()) or len(digits) > _MAX_DIGITS:
         return None
     return int(text)

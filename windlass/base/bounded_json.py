@@ -12,7 +12,7 @@ MAX_JSON_DEPTH = 100
 
 
 class JsonError(ValueError):
-    """Text that is not JSON, or that exceeds a limit. The message gives line and column."""
+    """Text that is not JSON, or that exceeds a limit. The message of a syntax error gives line and column."""
 
 
 def parse_json(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def exit_quietly_on_broken_pipe() -> Iterator[None]:
-    """Exit with code 1 and without a traceback if the reader of the output has closed the pipe, as click does.
+    """Exit as click does, with code 1 and without a traceback, if the reader of the output has closed the pipe.
 
     Use it around a command, or as a decorator of its function.
     """

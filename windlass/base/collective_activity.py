@@ -14,15 +14,15 @@ class CollectiveActivity:
 
     Attributes:
         last_wait: wait that began last, in any thread.
-        failed_wait: latest wait that ended by an error, and the error's id. The error itself would keep its frames
-            alive.
+        failed_wait: id of the latest error that ended a wait, and that wait. Only the id is kept, because the error
+            would keep its frames alive.
         pending_collective: oldest unfinished collective that runs asynchronously to the host (NCCL), with its wait.
         caught_error: error in a collective call that the script caught; empty once the ranks continue together.
         is_evaluating: True if the last forward was in evaluation mode.
     """
 
     def __init__(self) -> None:
-        self._wait_of_thread: dict[int, WaitScope] = {}  # by thread id
+        self._wait_of_thread: dict[int, WaitScope] = {}  # innermost wait of each thread, by thread id
         self.last_wait: WaitScope | None = None
         self.failed_wait: tuple[int, WaitScope] | None = None
         self.pending_collective: tuple[object, WaitScope | None] | None = None

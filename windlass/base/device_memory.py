@@ -37,14 +37,14 @@ class EmulatedDeviceMemory:
     """Memory of the emulated device, with a hard budget.
 
     Args:
-        budget: bytes.
+        budget: size of the memory in bytes.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget, self.used, self.peak = budget, 0, 0
 
     def update(self, holder: str, bytes_before: int, bytes_after: int) -> None:
-        """Change the bytes of a holder from `bytes_before` to `bytes_after`.
+        """Change the bytes of a holder, such as a buffer or slot, from `bytes_before` to `bytes_after`.
 
         Raises:
             DeviceMemoryError: the change exceeds the budget. Nothing was changed.
@@ -60,7 +60,7 @@ class EmulatedDeviceMemory:
 
 
 class DeviceMemoryLedger:
-    """Emulated device memory of one model, by holder. On a real device torch's allocator counts the memory."""
+    """Emulated device memory of one model, by holder (a buffer or slot). A real device's is counted by torch."""
 
     def __init__(self) -> None:
         self._bytes_of_holder: dict[Hashable, int] = {}

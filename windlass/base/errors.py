@@ -60,7 +60,7 @@ class EngineOverloadedError(RequestError):
 
 
 class GatherError(ModelError, RuntimeError):
-    """A second gather of parameters that are already gathered by hand."""
+    """Gather of parameters that another `GatheredParameters` context has gathered already."""
 
 
 class CheckpointError(WindlassError, RuntimeError):
@@ -80,7 +80,7 @@ class CommunicationError(WindlassError, RuntimeError):
 
 
 class CollectiveArgumentError(CommunicationError, ValueError):
-    """A tensor, its parts or a peer do not fit the group of a collective."""
+    """Tensor, parts of a tensor or peer do not fit the group of the collective."""
 
 
 class CodecError(CommunicationError, ValueError):
@@ -88,7 +88,7 @@ class CodecError(CommunicationError, ValueError):
 
 
 class PeerError(WindlassError, RuntimeError):
-    """Error of another rank in a collective operation. The text has that rank, its position and its error."""
+    """Error of another rank in a collective operation. The text names the rank, its position and its error."""
 
 
 class ShardedParameterError(WindlassError, RuntimeError):

@@ -10,7 +10,7 @@ from windlass.base.atomic_file import make_directory, write_atomically
 
 
 def write_figure(figure: Any, path: Path) -> None:
-    """Write a `matplotlib.figure.Figure` to a PNG, in one step, and create its folder. No display is needed."""
+    """Write a `matplotlib.figure.Figure` to a PNG file atomically, and create its folder. No display is needed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     make_directory(path.parent)

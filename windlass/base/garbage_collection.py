@@ -1,4 +1,4 @@
-"""Suspension of Python's cyclic garbage collector, and objects that it does not traverse."""
+"""Suspension of Python's cyclic garbage collector, and exclusion of long-lived objects from it."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def held_off() -> Iterator[None]:
 def freeze_live_objects() -> None:
     """Collect garbage once, and exclude the objects that are left from later collections.
 
-    For the process of a server, after its model is loaded. Imported packages and a model are half a million objects,
-    whose traversal holds up all requests for 0.2 to 0.5 seconds. Objects among them that become garbage are not
-    collected if they are in cycles.
+    A server process calls this function after its model is loaded. Imported packages and a model are half a million
+    objects, whose traversal holds up all requests for 0.2 to 0.5 seconds. Objects among them that become garbage are
+    not collected if they are in cycles.
     """
     gc.collect()
     gc.freeze()

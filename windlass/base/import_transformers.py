@@ -12,7 +12,7 @@ def import_transformers(purpose: str, *, quiet: bool = False) -> Any:
     """Return the module transformers.
 
     Args:
-        purpose: features that need it, as a plural, for the error.
+        purpose: plural noun for the features that need transformers, for the error.
         quiet: Show only errors: no progress bars, and no log line of each attempt to reach the hub.
 
     Raises:
@@ -26,6 +26,6 @@ def import_transformers(purpose: str, *, quiet: bool = False) -> Any:
         talk: Any = transformers.logging
         talk.set_verbosity_error()
         talk.disable_progress_bar()
-        # it logs each attempt; the ModelError that follows is enough
+        # huggingface_hub logs each attempt to reach the hub; the ModelError that follows is enough
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     return transformers

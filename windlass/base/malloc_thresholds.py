@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from windlass.base.log import logger
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
-# bytes: malloc maps blocks from this size on separately, as it does before it adapts the threshold
+# Blocks of at least this many bytes are mapped separately. This is glibc's threshold before its adaptation.
 _MMAP_FROM_BYTES = 1 << 17
 _KEPT_BLOCK_BYTES = 1 << 30
 _ADAPTED_BYTES = 1 << 25  # the largest threshold that glibc's adaptation reaches
@@ -41,8 +41,8 @@ def return_freed_memory() -> None:
     """Make malloc return large blocks to the system at every free, until training begins.
 
     [Note: freed memory while building] glibc raises its threshold to the largest block that was freed, and from then on
-    allocates such blocks from its heap. There long-lived blocks (shards of parameters) keep earlier ones (full
-    parameters) from being returned. A zeroed block from the heap is also written to, while a mapped one costs nothing
+    allocates such blocks from its heap. There, freed blocks (full parameters) cannot be returned while long-lived
+    blocks (shards) lie behind them. A zeroed block from the heap is also written to, while a mapped one costs nothing
     until it is used.
     """
     _set_malloc_thresholds(_MMAP_FROM_BYTES)
@@ -68,7 +68,7 @@ def returning_freed_memory() -> Iterator[None]:
 def loading_without_gaps() -> Iterator[None]:
     """Apply [Note: freed memory while building] to a model that is served afterwards.
 
-    Then steps get blocks of up to 32 MiB from malloc's heap, as with glibc's own adaptation.
+    After the context, steps get blocks of up to 32 MiB from malloc's heap, as with glibc's own adaptation.
     """
     return_freed_memory()
     try:
@@ -78,8 +78,8 @@ def loading_without_gaps() -> Iterator[None]:
 
 
 def _set_malloc_thresholds(nbytes: int) -> bool:
-    """Return free memory to the system, and let malloc map each later block of at least `nbytes` by itself. Return True
-    if malloc is glibc's."""
+    """Return free memory to the system, and let malloc map each later block of at least `nbytes` separately. Return
+    True if malloc is glibc's."""
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL("libc.so.6")

@@ -1,4 +1,4 @@
-"""Evaluation mode of a model for a while."""
+"""Temporary evaluation mode of a model."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.train(modes[model])  # a class may do more in it than set the mode, e.g. take an adapter out of a weight
+        model.train(modes[model])  # some classes do more than set the mode, e.g. unmerge an adapter from a weight
         for module, mode in modes.items():
             module.training = mode

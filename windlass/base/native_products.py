@@ -1,4 +1,4 @@
-"""Announcement of matrix products that native code computes, which torch's dispatch modes do not see."""
+"""Announcement of matrix products in native code, which torch's dispatch modes cannot observe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NOTHING = nullcontext()
 
 
 def native_product(flops: int) -> AbstractContextManager[None]:
-    """Return a context for the code of one product, in which no operation is counted a second time."""
+    """Return a context for code that computes one product of `flops` FLOPs. Operations inside are not counted again."""
     return _counters[-1](flops) if _counters else _NOTHING
 
 

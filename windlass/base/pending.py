@@ -73,7 +73,7 @@ class AllPending:
 
 
 class ChainedPending:
-    """Pending work in sequence: `start` runs once `first` is finished, and then its result must finish.
+    """Pending work in sequence: `start` runs once `first` is finished, and the work that it returns must finish too.
 
     Args:
         first: work that must finish first.

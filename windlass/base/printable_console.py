@@ -1,4 +1,4 @@
-"""rich console for tables and messages that quote foreign text."""
+"""rich console for tables and messages that quote text of other programs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class SignalInterrupt(KeyboardInterrupt):
 
 
 def interrupting_signal(error: KeyboardInterrupt) -> int:
-    """Return the number of the signal that raised `error`: SIGINT, unless it names another."""
+    """Return the number of the signal that raised `error`: SIGINT, unless `error` names another."""
     return error.number if isinstance(error, SignalInterrupt) else int(signal.SIGINT)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def needs_remote_code(error: BaseException) -> bool:
-    """Return True if transformers refused to read a directory because it needs its own code."""
+    """Return True if transformers refused to read a directory because its model needs the directory's Python code."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 

@@ -41,13 +41,13 @@ def traced(kind: str, name: str = "") -> AbstractContextManager[None]:
 
     Args:
         kind: `forward`, `backward`, `step`, `update`, `fetch`, `store`, `send`, `disk`, ...
-        name: text that exists already: a text that is composed for this call costs time without a recorder, too.
+        name: existing text. Composing a text for this call would cost time even without a recorder.
     """
     return _NOTHING if recorder is None else _TracedRange(recorder, kind, name)
 
 
 def install_recorder(new: RangeRecorder | None) -> RangeRecorder | None:
-    """Send ranges to `new` from now on; None: record nothing. Return the recorder before."""
+    """Send ranges to `new` from now on; None: record nothing. Return the previous recorder."""
     global recorder
     before, recorder = recorder, new
     return before

@@ -22,13 +22,13 @@ from windlass.storage.staging_memory import aligned_buffer, free_memory
 _NICE = 10
 _SPARE = 1.2  # required free memory, as a multiple of the copy's size
 
-# [Note: collectives of an asynchronous save] The ranks agree on everything that precedes the writes in their training
+# [Note: collectives of an asynchronous save] Before the writes, the ranks agree on everything in their training
 # threads, in `CheckpointSave`. The remaining collective, which reports whether all ranks could write, uses a gloo group
 # of its own, so that it can never match a collective of training.
 
 
 class AsyncSave:
-    """Manager of at most one save, from `start` to `finish`.
+    """At most one save in flight, from `start` to `finish`.
 
     All methods are collective except `failure_flag` and `wait`.
 
@@ -69,7 +69,7 @@ class AsyncSave:
         return float(thread is not None and not thread.is_alive() and self._error is not None)
 
     def wait(self) -> None:
-        """Wait until the save in flight is over, if there is one. Its error is raised later."""
+        """Wait until the save in flight is over, if there is one. `finish` raises its error."""
         if self._thread is not None:
             self._thread.join()
 
@@ -106,9 +106,9 @@ class AsyncSave:
         return replace(ranks, group=self._group, in_background=True)
 
     def _copy_to_host(self, file: RankFile, pin: bool) -> Exception | None:
-        """Copy resident tensors; if memory is too small for the copy, write them now.
+        """Copy resident tensors to host memory. If memory is too small for the copy, write the file now.
 
-        Return an error for the thread to report.
+        Return the error, if there was one, for the thread to report.
         """
         try:
             requested = file.copy_nbytes

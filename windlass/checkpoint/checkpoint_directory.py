@@ -23,10 +23,10 @@ LATEST_UNIVERSAL = "latest_universal"  # tag of a converted checkpoint (`checkpo
 _LONGEST_LATEST = 4096  # bytes; a tag has at most 200
 _LOCK_TIMEOUT_S = 60.0  # seconds that another job may hold the lock
 
-# [Note: atomic checkpoints] Data is written under a hidden name (staging_checkpoint.py). Every
-# file and then the directory is fsynced, `checkpoint.json` last of all, and a rename makes it `TAG`. Only then does
-# `latest` change, by a rename too. A save under an existing tag first moves the old checkpoint to `.TAG.replaced`; if a
-# crash between the two renames leaves no `TAG`, a load reads that one.
+# [Note: atomic checkpoints] Data is written to a directory with a hidden name (staging_checkpoint.py). Every file is
+# fsynced, `checkpoint.json` as the last one, then the directory, and a rename gives the directory the name `TAG`. Only
+# then is `latest` replaced, by a rename too. A save under an existing tag first moves the old checkpoint to
+# `.TAG.replaced`; if a crash between the two renames leaves no `TAG`, a load reads `.TAG.replaced`.
 
 
 def check_tag(tag: str) -> str:
@@ -81,11 +81,11 @@ def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:
 def rename_lock(directory: Path) -> Iterator[bool]:
     """Hold the lock for renames in `directory`, briefly, so that jobs that save there at the same time take turns.
 
-    The system releases the lock when its holder dies, with the children that it forked meanwhile. Yields False on file
-    systems without locks; each rename is atomic there too.
+    The system releases the lock once the holder and all children that it forked meanwhile have ended. Yields False on
+    file systems without locks; each rename is atomic there too.
 
     Raises:
-        CheckpointError: another process has held it for a minute; the message names the process.
+        CheckpointError: another process has held the lock for a minute.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     owner = os.getpid()
@@ -125,7 +125,7 @@ def _acquire_lock(descriptor: int, directory: Path) -> bool:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """Return the process that holds the lock of an open directory, if the system reports it."""
+    """Return a description of the process that holds the lock of an open directory; "another job" if it is unknown."""
     node = os.fstat(descriptor).st_ino
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
@@ -168,7 +168,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
         raise CheckpointError(f"{root} has no {LATEST!r} file; pass a tag. {_known_tags_message(root)}")
     path = root / name
     if not path.exists() and is_checkpoint(replaced_path(root, name)):
-        with rename_lock(root):  # a running save holds it between its two renames
+        with rename_lock(root):  # a running save holds the lock between its two renames
             if died := not path.exists():
                 path = replaced_path(root, name)
         if died:
@@ -234,7 +234,7 @@ def replaced_path(directory: Path, tag: str) -> Path:
 
 
 def remove_tag(path: Path) -> None:
-    """Remove the directory of a checkpoint. Of a symbolic link only the link is removed."""
+    """Remove the directory of a checkpoint. If `path` is a symbolic link, remove only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -252,7 +252,7 @@ def is_any_checkpoint(path: Path) -> bool:
 
 
 def foreign_format_of(path: Path) -> ForeignFormat | None:
-    """Return the format of a checkpoint that another library wrote; None if windlass wrote it, or if there is none."""
+    """Return the format of a checkpoint that another library wrote; None if windlass wrote it, or none exists."""
     return None if is_checkpoint(path) else next((one for one in foreign_formats() if one.recognizes(path)), None)
 
 

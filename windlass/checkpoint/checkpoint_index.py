@@ -200,7 +200,7 @@ def check_files(index: CheckpointIndex, checkpoint: Path) -> None:
 
 
 def check_entries(index: CheckpointIndex, files: Iterable[str], open_file: Callable[[str], TensorFile]) -> None:
-    """Check that each entry of the index is in the headers of `files`, with its dtype, shape and size.
+    """Check that the header of each of `files` has the entries that the index expects, with dtype, shape and size.
 
     Args:
         open_file: opens a file of the checkpoint by its name.
@@ -303,7 +303,7 @@ def _check_plain(index: CheckpointIndex, path: Path) -> None:
     taken = sum(
         math.prod(index.tensors[name].shape) * dtype_from_code(index.tensors[name].dtype).itemsize for name in named
     )
-    if taken > sum(index.files.values()) + len(named) * 16:  # DeepSpeed's plain numbers lie in no file
+    if taken > sum(index.files.values()) + len(named) * 16:  # tensors of DeepSpeed's numbers are in no file
         raise CheckpointError(f"{path}: the tensors in plain data have {taken} bytes, more than all of the files")
 
 

@@ -31,10 +31,10 @@ class ListedCheckpoint:
     Attributes:
         step: number of optimizer steps; None if the checkpoint does not record it.
         nbytes: total size of its files.
-        stage, ranks: the ZeRO stage and the number of ranks that saved it.
+        stage, ranks: ZeRO stage and number of ranks of the run that saved it; None if they cannot be read.
         written: time of the save, in seconds since 1970.
         trainable_only: frozen parameters were left out.
-        latest: the file `latest` names it.
+        latest: True if the file `latest` names this checkpoint.
         problem: description of the damage; empty if none was found.
         verified: every byte was read and compared with its checksum.
     """
@@ -103,7 +103,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
         with suppress(FileNotFoundError):  # removed meanwhile by a run with `keep_last`
             listed.append(_describe_checkpoint(path, path.name == latest, verify))
     listed.sort(key=lambda one: one.written)
-    former = root / f".{latest}.replaced" / INDEX_FILE  # `find_checkpoint` reads this one if the tag is missing
+    former = root / f".{latest}.replaced" / INDEX_FILE  # `find_checkpoint` reads this checkpoint if the tag is missing
     if latest is not None and not any(one.latest for one in listed) and not former.is_file():
         problem = f"{root / LATEST} names {latest!r}, and there is no such checkpoint; pass a tag, or write one into it"
     return CheckpointListing(tuple(listed), tuple(_unfinished_saves(root, children)), latest, problem)
@@ -124,7 +124,7 @@ def find_damage(path: Path, index: CheckpointIndex) -> str:
                         _check_chunk(file, record, chunk, scratch)
             except CheckpointError as error:
                 return str(error)
-    # beside our own files there are those of other formats if `checkpoint.format` asks for them
+    # a checkpoint of windlass has files of another format too if `checkpoint.format` requests that format
     problems = (one.find_damage(path, by_file.keys()) for one in foreign_formats())
     return next((problem for problem in problems if problem), "")
 

@@ -47,22 +47,24 @@ def load(
     ranges may overlap. The plain data of `into` is ignored; the saved plain data is returned.
 
     Args:
-        tag: None: the tag in `latest`.
+        tag: tag of the checkpoint; None: the tag in `latest`.
         process_group: as in `save`.
         strict: raise on missing and unexpected names; else only report them.
         ignore: prefixes of names in the checkpoint that need not be requested, such as `("state/",)`.
         optional: prefixes of names whose absence, here or in the checkpoint, is only reported.
         cast: convert values of another dtype; else another dtype is an error.
         advice: end of the error message about names that differ.
-        parameter_order: names of the optimizer's parameters by group, which DeepSpeed's files of stage 0 lack.
+        parameter_order: names of the optimizer's parameters by group. Needed to load the optimizer states of
+            DeepSpeed's stage 0, whose files have no names.
         check: called with the plain data shared by all ranks and with this rank's own, before a tensor is filled. Its
             error is raised on all ranks.
-        opened: this checkpoint, opened with the same `parameter_order`, so that index and headers are not read again.
-        first: tensors that are filled before all others.
+        opened: the same checkpoint, already open with the same `parameter_order`, so that its index and headers are not
+            read again; None: open it here.
+        first: names of tensors that are filled before all others.
         check_first: called after the tensors in `first` are filled, before the others. Its error is raised on all
             ranks.
-        on_overwrite: called on all ranks before the remaining tensors are filled. An error after this call leaves their
-            values undefined.
+        on_overwrite: called on all ranks before the remaining tensors are filled. An error after this call leaves the
+            values of these tensors undefined.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
@@ -136,7 +138,7 @@ def _prepare_load(
     check: Callable[[dict[str, Any], dict[str, Any] | None], object],
     opened: StoredCheckpoint | None,
 ) -> tuple[list[str], list[str]]:
-    """Append this rank's request to `requests`. Return the names it requests, and those that are missing."""
+    """Append this rank's request to `requests`. Return the names it requests, and those the checkpoint lacks."""
     if opened is not None:
         if opened.is_replaced:
             raise CheckpointError(opened.replaced_message)

@@ -75,7 +75,7 @@ class CheckpointRanks:
         return results[0]  # type: ignore[return-value]
 
     def waiting(self, step: str) -> AbstractContextManager[None]:
-        """Return a context for waits for the other ranks in `step`, for the reports of the watchdog."""
+        """Return a context that reports a wait for the other ranks in `step` to the watchdog."""
         return nullcontext() if self.in_background else WaitScope(step)
 
     def gather_to_first(self, step: str, work: Callable[[], T]) -> list[T]:

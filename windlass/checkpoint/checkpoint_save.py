@@ -35,8 +35,9 @@ def save(
     """Write `state` as `directory`/`tag` and return that path. Collective over the group.
 
     Data is written under a hidden name, fsynced, and renamed once complete; `latest` is written after that. A
-    checkpoint of the same tag is replaced. If the save fails, earlier checkpoints are intact. Memory: one box of a
-    tensor at a time, and only for tensors that are not on the CPU; of lazy tensors, one storage handle at a time.
+    checkpoint of the same tag is replaced. If the save fails, earlier checkpoints are intact. Memory: host
+    copies of tensors that are not on the CPU, up to 256 MiB and one box; for lazy tensors, one storage handle at a
+    time.
 
     Args:
         process_group: the ranks that save together, gloo or nccl. None: the default group, or this process alone if
@@ -67,7 +68,7 @@ class DerivedMetadata(Protocol):
         """Return this rank's result."""
 
     def combine(self, parts: list[Any]) -> Any:
-        """Combine the results of all ranks to the stored value, which must be JSON data."""
+        """Combine the results of all ranks into the stored value, which must be JSON data."""
 
 
 class CheckpointSave:
@@ -107,7 +108,7 @@ class CheckpointSave:
         self._staging: StagingCheckpoint | None = None
         self._nodes: NodeDisks | None = None
         held: dict[str, HeldTensor] = {}
-        shared: list[Any] = []  # stays on rank 0, which alone writes it and whose client state may be large
+        shared: list[Any] = []  # plain data, not gathered: only rank 0 writes it, and it may be large
         targets = ranks.run_on_all(
             "preparing to save", lambda: _prepare_save(held, shared, self._directory, tag, state, ranks.rank)
         )
@@ -138,10 +139,10 @@ class CheckpointSave:
     def finish(self, ranks: CheckpointRanks, local_error: Exception | None = None) -> Path:
         """Write the checkpoint and return its path. Collective over the same ranks.
 
-        May be called in any thread, if `ranks` has a process group for it.
+        May be called in any thread, if `ranks` has a process group of its own for that thread.
 
         Args:
-            local_error: the reason if this rank cannot write its part.
+            local_error: error that prevents this rank from writing its part; None: there is none.
 
         Raises:
             CheckpointError: the same on all ranks; the staging directory is removed.
@@ -163,7 +164,7 @@ class CheckpointSave:
             self.file.release_storages()
 
     def _create_node_staging(self, path: Path, ranks: CheckpointRanks) -> Path:
-        """Return the staging directory of this rank's node. A node that does not see rank 0's directory makes one."""
+        """Return the staging directory of this rank's node. It is created on a node that cannot access rank 0's."""
         nodes = NodeDisks.detect(path, ranks)
         if not nodes.has_several:
             return path
@@ -228,9 +229,9 @@ class CheckpointSave:
 def _prepare_save(
     held: dict[str, HeldTensor], shared_plain: list[Any], root: Path, tag: str, state: SavedState, rank: int
 ) -> tuple[str, Any]:
-    """Fill `held` with this rank's boxes, and append the shared plain data to save, None except on rank 0.
+    """Fill `held` with this rank's boxes. Append the encoded shared plain data, or None on ranks other than 0.
 
-    Return the target path and this rank's own plain data, encoded.
+    Return the target path and this rank's own encoded plain data.
     """
     where = str(root / check_tag(tag))
     held.update(hold_tensors(state.shards, state.tensors))

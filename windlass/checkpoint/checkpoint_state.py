@@ -42,7 +42,7 @@ class OffloadedStorage:
     """Handle of offloaded values that another thread may open later. Until then, writers of these values wait.
 
     Attributes:
-        has_waiter: a writer waits.
+        has_waiter: True once a writer waits.
     """
 
     def __init__(self) -> None:
@@ -158,14 +158,14 @@ class FlatShard:
 
 @dataclass
 class SavedState:
-    """One rank's part of a state, to be saved, or whose tensors a load fills.
+    """One rank's part of a state. A save writes it; a load fills its tensors.
 
     Args:
         shards: this rank's flat ranges. Over all ranks they must cover each named tensor. Several ranks may hold the
             same range (replicas); one of them writes it.
         tensors: full tensors; ranks that list the same name hold equal values.
-        plain: None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Rank 0's is stored.
-        rank_plain: likewise, but stored for each rank: random states, loader positions.
+        plain: plain data by name, of the types that `plain_data.encode` supports. Only rank 0's is stored.
+        rank_plain: plain data that is stored for each rank, such as random states and loader positions.
     """
 
     shards: Sequence[FlatShard] = ()
@@ -179,8 +179,8 @@ class LoadedState:
     """Result of a load, besides the tensors that it filled in place.
 
     `rank_plain` is None if the checkpoint was saved by too few ranks to have data for this one; `saved_world_size` is
-    their number. Names in `missing` were requested and are not in the checkpoint; names in `unexpected` are in it and
-    no rank requested them.
+    the number of ranks that saved it. Names in `missing` were requested and are not in the checkpoint; names in
+    `unexpected` are in it and no rank requested them.
     """
 
     tag: str

@@ -21,7 +21,7 @@ from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
 from windlass.checkpoint.shard_load_planner import Wanted
 
 _RUN_BYTES = 1 << 22  # bytes converted, moved to a device, checksummed, or read as one run at a time
-_SMALL = 1 << 18  # bytes of a box to read together with its neighbours: copying it costs less than a read of its own
+_SMALL = 1 << 18  # bytes; smaller boxes are read together with their neighbours: a copy costs less than another read
 
 
 class _Box(NamedTuple):
@@ -44,8 +44,8 @@ class _ChecksumProgress:
 class ChunkReader:
     """Reader of boxes of a checkpoint into their target memory. Use it in a `with` statement.
 
-    A box with parts in several storage handles is read part by part, as these are opened. Its crc32 is checked after
-    its last part. Small boxes that are wanted in full and follow each other in their file are read together.
+    A box with parts in several storage handles is read part by part, as the handles are opened. Its crc32 is checked
+    after its last part. Small boxes that are wanted in full and follow each other in their file are read together.
 
     Args:
         files: the open files of the checkpoint.
@@ -103,7 +103,7 @@ class ChunkReader:
             self._read_run(run)
 
     def _is_simple(self, box: _Box) -> bool:
-        """Return True if a box is small, wanted in full, and wanted once."""
+        """Return True if a box is small, has a crc32, and is wanted once and in full."""
         one = box.parts[0]
         return (
             box.end - box.begin <= _SMALL
@@ -181,7 +181,7 @@ class ChunkReader:
                 part if _needs_no_conversion(one, target) else torch.empty(part.numel(), dtype=one.dtype, device="cpu")
             )
             raw = file.read_part(entry, (begin + first) * size, straight)
-            # a part that is read twice (replicas on one rank) is checksummed once
+            # if this rank reads a part twice, for two replicas, the checksum includes it once
             if progress is not None and progress.position == (begin + first) * size:
                 progress.crc32 = crc32_of(raw, progress.crc32)
                 progress.position += len(raw)
@@ -189,9 +189,9 @@ class ChunkReader:
                 part.copy_(straight)
 
     def _read_whole(self, file: TensorFile, parts: list[Wanted], targets: list[torch.Tensor]) -> None:
-        """Fill targets that are not flat ranges of the box from the full box in memory.
+        """Read the full box into memory, and copy parts of it to targets that are not flat ranges of the box.
 
-        Other planners may request these.
+        Such targets occur if the sharding changes along an inner dimension, and with other planners.
         """
         chunk = parts[0].chunk
         full = torch.empty(chunk.sizes, dtype=parts[0].dtype, device="cpu")
@@ -224,7 +224,7 @@ def _by_handle(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[W
 
 
 def _needs_no_conversion(one: Wanted, target: torch.Tensor) -> bool:
-    """Return True if the file's bytes equal the target's."""
+    """Return True if the file's bytes can be read directly into the memory of the target."""
     return target.device.type == "cpu" and target.dtype == one.dtype and target.is_contiguous()
 
 

@@ -19,7 +19,7 @@ from windlass.checkpoint.write_assignment import HeldTensorInfos, assign_writers
 def plan_save(
     path: Path, held: dict[str, HeldTensor], ranks: CheckpointRanks, plain: Any, rank_plain: Iterable[Any]
 ) -> SafetensorsWriter:
-    """Agree on the writer of each box in the directory `path`. Return this rank's writer. Collective.
+    """Agree on the rank that writes each box to the directory `path`. Return this rank's writer. Collective.
 
     Raises:
         CheckpointError: on all ranks, if any of them fails or the disk has too little space.
@@ -57,7 +57,7 @@ def load_held_tensors(
     """Fill this rank's boxes from a checkpoint. Collective.
 
     Args:
-        first: tensors that are filled before all others, on any rank. Then `check` is called on all ranks.
+        first: names of tensors that all ranks fill before any other tensor. Then `check` is called on all ranks.
         on_overwrite: called before the other tensors are filled, on all ranks or on none.
 
     Raises:

@@ -100,7 +100,7 @@ class _SavedAverage(_EngineDataModel):
 
 
 class EngineData(_EngineDataModel):
-    """All keys that windlass reads. A missing key was not saved."""
+    """Keys of the plain data that windlass reads. A missing key was not saved."""
 
     engine: _Counters | None = None
     layout: _Layout | None = None

@@ -1,4 +1,4 @@
-"""Checkpoint formats of other libraries: the protocol that one implements, and their registry.
+"""Checkpoint formats of other libraries: the protocol of a format, and the registry of all formats.
 
 [Note: foreign formats] A checkpoint directory that another library wrote is read through an index made for it: its
 tensors are boxes in its own files. So everything behind the index (loading in any layout, listing, export) has no code
@@ -76,10 +76,10 @@ class ForeignFormat(Protocol):
         ...
 
     def find_damage(self, path: Path, indexed_files: Collection[str]) -> str:
-        """Compare every byte of this format's files in `path` with its checksum. Return a description of the damage.
+        """Compare every byte of this format's files in `path` with its checksum. Return the damage as text, or "".
 
         Args:
-            indexed_files: names of the files that the index refers to. windlass loads without the others.
+            indexed_files: names of the files that the index refers to. A load needs no other files.
         """
         ...
 

@@ -43,7 +43,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[FlatBo
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
         raise ValueError(f"the range [{start}, {stop}) does not lie in a tensor of shape {shape} ({numel} elements)")
-    if start == 0 and 0 < stop == numel:  # fast path for full tensors, the usual case for small ones
+    if start == 0 and 0 < stop == numel:  # fast path for full tensors; most small tensors are full
         return [FlatBox((0,) * len(shape), shape, 0)]
     strides = _strides(shape)
     boxes: list[FlatBox] = []
@@ -75,9 +75,9 @@ class BoxPart:
 
     Attributes:
         offsets, sizes: position and sizes in the global tensor.
-        containing_start, containing_sizes: the box of the flat range that contains this box: the position of its first
-            element in the range, and its sizes.
-        starts_in_box: position inside the containing box.
+        containing_start, containing_sizes: position in the flat range, and sizes, of the containing box: the box of the
+            flat range in which this box lies.
+        starts_in_box: position of this box inside the containing box.
     """
 
     offsets: tuple[int, ...]
@@ -87,7 +87,7 @@ class BoxPart:
     starts_in_box: tuple[int, ...]
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its elements as a view of the range `[n]`, in the box's shape."""
+        """Return the elements of this box as a view of `flat`, the range `[n]`, in the box's shape."""
         numel = math.prod(self.containing_sizes)
         if numel != flat.numel():
             flat = flat[self.containing_start : self.containing_start + numel]
@@ -143,7 +143,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _largest_box(shape: tuple[int, ...], strides: tuple[int, ...], position: int, stop: int) -> FlatBox:
-    """Return the largest box that begins at `position`: full rows of the outermost dimension with a boundary there."""
+    """Return the largest box that begins at `position`: full rows of the outermost dimension that allows them."""
     offsets = tuple(position // stride % size for stride, size in zip(strides, shape, strict=True))
     for dim, stride in enumerate(strides):
         if position % stride == 0 and position + stride <= stop:

@@ -9,7 +9,7 @@ import torch
 
 _LARGEST = 1 << 60  # larger integers can collide: different values with the same hash
 _MOST_OTHERS = 4096  # limit for keys whose hashes can be made to collide: a dictionary with more would take too long
-_LONGEST, _DEEPEST = 64, 4  # limits for tuples
+_LONGEST, _DEEPEST = 64, 4  # limits for the length and the nesting depth of tuples and frozen sets
 
 
 class KeyValidator:
@@ -25,7 +25,8 @@ class KeyValidator:
     def require(self, key: Any, depth: int = 0) -> None:
         """Check that `key` is a text, bytes, a number, None, a dtype, or a tuple or frozen set of these.
 
-        Raises ValueError if it is not, or if too many keys are large numbers, tuples and sets.
+        Raises ValueError if it is not, if it is too long or too deep, or if too many keys are large integers, tuples
+        and frozen sets.
         """
         kind = type(key)
         if kind is str or (kind is int and -_LARGEST < key < _LARGEST):

@@ -1,11 +1,11 @@
 """Checkpoints on disks that belong to single nodes: each node gets all files.
 
-[Note: node-local checkpoints] Ranks that do not see rank 0's staging directory write to one on their own node, which
-the first of them creates. Once all files are written, and the index on rank 0's node, the nodes send each other the
-missing files. So every node's directory holds the full checkpoint, and any number of ranks on any node can load it;
-each node needs space for all of it. If all nodes share the directory, nothing changes.
+[Note: node-local checkpoints] Ranks that cannot access rank 0's staging directory write to a staging directory of their
+own node, which the node's first rank creates. Once all files are written, and the index on rank 0's node, the nodes
+send each other the missing files. So every node's directory holds the full checkpoint, and any number of ranks on any
+node can load it; each node needs space for all of it. If all nodes share the directory, nothing changes.
 
-The other ranks of a node wait as long as the files are copied. Their leader tells them about each second of progress,
+The other ranks of a node wait until the files are copied. Their leader sends them a note for each second of progress,
 so that the watchdog does not take a long copy for a hang.
 """
 
@@ -45,7 +45,7 @@ class NodeDisks:
 
     @classmethod
     def detect(cls, staging: Path, ranks: CheckpointRanks) -> NodeDisks:
-        """Group the ranks: those that see rank 0's staging directory, and the others by node. Collective."""
+        """Group the ranks: one group with access to rank 0's staging directory, and one per other node. Collective."""
         names = ranks.run_on_all(
             "looking for a directory that is shared", lambda: None if staging.is_dir() else _node_name()
         )
@@ -105,10 +105,10 @@ def _node_name() -> str:
 
 
 class _Channel:
-    """Transfers of objects between ranks, each of which counts as progress of this rank and of its followers.
+    """Channel for objects between ranks. Each transfer is reported to the watchdog as progress of this rank.
 
     Args:
-        followers: ranks that receive True from time to time, until `release_followers` sends them False.
+        followers: ranks that receive True for each second of progress, until `release_followers` sends them False.
     """
 
     def __init__(self, ranks: CheckpointRanks, followers: tuple[int, ...] = ()) -> None:

@@ -9,13 +9,13 @@ from typing import Self
 
 from windlass.checkpoint.safetensors_file import TensorFile
 
-_OPEN = 64  # a checkpoint of more ranks has more files
+_OPEN = 64  # maximum number of open files; a checkpoint has about one file for each rank that saved it
 
 
 class OpenFileCache:
     """Files of one checkpoint by name.
 
-    The least recently used one is closed when the limit is reached, and reopened by a read.
+    The least recently used file is closed when the limit is reached, and reopened by a read.
 
     Args:
         path: the checkpoint's directory.

@@ -32,11 +32,10 @@ _STORAGES = {
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensor:
-    """Tensor to be written to a file. The same object twice shares one storage.
+    """Contiguous tensor to be written to a file. If one object occurs twice in a value, the file stores it once.
 
     Attributes:
-        dtype, shape: its dtype and shape; it is contiguous.
-        parts: returns its elements as consecutive flat tensors, when the file is written.
+        parts: called when the file is written; returns the tensor's elements as consecutive flat tensors.
     """
 
     dtype: torch.dtype
@@ -64,7 +63,7 @@ def plan_tensor(tensor: torch.Tensor) -> PlannedTensor:
 
 
 def write_pickle(value: Any) -> tuple[bytes, list[PlannedTensor]]:
-    """Return the pickle of `value`, and its tensors. The tensor at index `n` is the storage `n`.
+    """Return the pickle of `value`, and its tensors. The tensor at index `n` has the storage `n`.
 
     Args:
         value: None, bool, int, float, str, dtypes, sizes, tensors, `PlannedTensor`, `PickledObject`, and lists, tuples
@@ -165,7 +164,7 @@ class _PickleWriter:
     def _object(self, value: PickledObject) -> None:
         self._global(value.module, value.name)
         self.put(value.arguments)
-        self.out.append(b"R" if value.arguments else b"\x81")  # without arguments, NEWOBJ creates it without a call
+        self.out.append(b"R" if value.arguments else b"\x81")  # NEWOBJ creates the object without a call
         if value.attributes:
             self.put(dict(value.attributes))
             self.out.append(b"b")

@@ -22,8 +22,8 @@ from windlass.checkpoint.stored_objects import UnknownObject, from_stored_object
 
 # a tagged value is an object with this one key: {"$": [kind, payload]}
 TAG = "$"
-MOST_DEPTH = 64  # nesting depth of values
-_MOST_BITS = 8000  # Python parses no larger integers from text
+MOST_DEPTH = 64  # maximum nesting depth of values
+_MOST_BITS = 8000  # limit for integers: Python refuses to parse very large ones (over 4300 digits) from text
 _ENCODED_DEPTH = 4 * MOST_DEPTH + 8  # a tagged dictionary takes four levels of JSON
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -45,7 +45,7 @@ class UnknownEnumMember:
 
 @dataclass
 class _FoundTensors:
-    """Tensors found during encoding, by the names they get.
+    """Tensors found during encoding, by the names under which they are stored.
 
     Attributes:
         tensor_types: classes whose objects are stored as tensors.
@@ -61,12 +61,12 @@ def encode(
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Encode plain data for `json.dumps`.
 
-    Return it, and the tensors found in it by the names under which they are stored.
+    Return the encoded value, and the tensors found in it by the names under which they are stored.
 
     Tuples, sets, bytes, dtypes, numpy arrays, dictionaries with other keys than strings, infinities and NaNs are
-    restored exactly; namespaces as argparse's, numpy numbers as Python's, paths as text. Members of enumerations are
-    stored by name, or as the number or text that they are. Objects of classes that a load may rebuild are stored as
-    their state ([Note: stored objects]).
+    restored exactly. Namespaces are restored as `argparse.Namespace`, numpy numbers as Python's numbers, paths as text.
+    Members of enumerations are stored by name, except that those of number and text types become plain numbers and
+    texts. Objects of classes that a load may rebuild are stored as their state ([Note: stored objects]).
 
     Args:
         prefix: prefix of each tensor's name, such as `plain/`.

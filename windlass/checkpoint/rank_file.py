@@ -40,7 +40,7 @@ class RankFile:
     resident tensors, kept for the next save, and one storage handle.
 
     Args:
-        items: entries in file order, except that wide dtypes come first.
+        items: entries of the file, which has them in this order, except that wide dtypes come first.
         on_tensor_written: called with the name of each entry and its tensor, before the tensor may change.
     """
 
@@ -87,7 +87,7 @@ class RankFile:
                 handle.block_writers()
 
     def write_now(self) -> None:
-        """Write now. A later `write` returns the result."""
+        """Write the file now. A later `write` only returns the checksums."""
         self._early_checksums = self.write()
 
     def write(self) -> dict[str, int]:
@@ -103,7 +103,7 @@ class RankFile:
         try:
             if self._items:
                 with TensorFileWriter(self.path, self.entries, self._layout) as file:
-                    # first, as updates wait for them: each handle waits for all writes that are in flight
+                    # offloaded values first, because updates wait for them; closing a handle waits for all writes
                     self._write_from_storages(file, handles, sums)
                     for names, start, data in self._copied_runs:
                         file.submit_bytes(names, start, data)

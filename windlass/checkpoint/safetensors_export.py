@@ -1,4 +1,4 @@
-"""Export of any checkpoint's weights as Hugging Face safetensors files, in one process and a few megabytes."""
+"""Export of any checkpoint's weights as Hugging Face safetensors files, in one process and little memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def export_safetensors(
     aliases are in the files' header, as `safetensors.torch.save_model` writes them.
 
     Args:
-        checkpoint: a checkpoint directory (its latest), or DIRECTORY/TAG.
+        checkpoint: DIRECTORY/TAG, or a checkpoint directory, whose latest checkpoint is exported.
         dtype: dtype of all floating-point tensors; None: each in its compute dtype.
         shard_size: maximum bytes of a file with more than one tensor.
         allow_partial: export a checkpoint without frozen parameters; else this raises.
@@ -149,8 +149,8 @@ def missing_parameters(stored: StoredCheckpoint) -> tuple[str, ...]:
     """Return the names of the model's parameters that the checkpoint lacks because they were not trained.
 
     Raises:
-        CheckpointError: there are some, and it does not record their names (an old checkpoint without frozen
-            parameters).
+        CheckpointError: parameters are missing, and the checkpoint does not record their names (an old checkpoint
+            without frozen parameters).
     """
     if not stored.engine_data.get("trainable_only"):
         return ()

@@ -1,4 +1,4 @@
-"""Safetensors files with a crc32 per entry: written sequentially, and read entry by entry."""
+"""Safetensors files with a crc32 per entry, written and read entry by entry."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from windlass.storage.safetensors_header import (
     read_safetensors_header,
 )
 
-# safetensors' own reader is not used: it maps the file, while this one reads directly into the destination, checks the
-# crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
+# safetensors' own reader is not used: it maps the file, while `TensorFile` reads directly into the destination, checks
+# the crc32 and holds one entry at a time. The files are ordinary safetensors files, which safetensors can read.
 _CHECKSUM_CHUNK_BYTES = 1 << 22  # bytes per read that only computes a checksum
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -49,7 +49,7 @@ def dtype_from_code(code: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Tensor of a file that is to be written."""
+    """Dtype and shape of a tensor in a file that is to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class TensorFileWriter:
         return found
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
-        """Start to write as `write` does. A CPU tensor must not change before `wait`."""
+        """Start to write the entry `name`, and return its crc32. A CPU tensor must not change before `wait`."""
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name!r} was declared with shape {entry.shape} and has {tuple(tensor.shape)}")
@@ -101,7 +101,7 @@ class TensorFileWriter:
         return crc32_of(raw)  # computed while the disk writes
 
     def submit_bytes(self, names: Iterable[str], offset: int, data: torch.Tensor) -> None:
-        """Start to write `data` `[bytes]` at byte `offset` of the file. It holds the entries `names`."""
+        """Start to write `data` `[bytes]` at byte `offset` of the file. `data` holds the entries `names`."""
         with disk_errors(self.path, self.nbytes):
             self._file.submit(offset, data)
         self._unwritten.difference_update(names)
@@ -173,7 +173,7 @@ class TensorFile:
         """Fill `tensor`, contiguous and on the CPU, with the full entry, and check the crc32.
 
         Args:
-            crc32: None if the entry has none of its own; then the file's checksum that covers it is checked.
+            crc32: crc32 of the entry; None: check the file's own checksum, which covers the entry.
 
         Raises:
             CheckpointError: no such entry, another size, or damaged bytes. The tensor's values are then undefined.
@@ -187,8 +187,8 @@ class TensorFile:
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
         """Fill `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on.
 
-        Return its memory as bytes. The bytes are not checked: compute the crc32 of the full entry for `compare_crc32`,
-        or call `verify_checksum` before.
+        Return the tensor's memory as bytes. They are not checked: compute the crc32 of the full entry for
+        `compare_crc32`, or call `verify_checksum` before.
 
         Raises:
             CheckpointError: the file has fewer bytes, or cannot be read.
@@ -214,9 +214,9 @@ class TensorFile:
         return raw
 
     def verify_checksum(self, entry: str, crc32: int | None) -> None:
-        """Read all bytes that the checksum of an entry covers, and compare it, unless this was done before.
+        """Read all bytes that the checksum of an entry covers, and compare the checksum, unless this was done before.
 
-        For readers that read only a part of the entry.
+        Readers that read only a part of the entry call this method.
 
         Args:
             crc32: crc32 of the entry; None if the file itself has the checksum.
@@ -284,7 +284,7 @@ class TensorFile:
             )
 
     def byte_range(self, entry: str) -> tuple[int, int]:
-        """Return the entry's first byte in the file, and its end."""
+        """Return the range of the entry's bytes in the file: the position of the first byte, and the end."""
         found = self._entry(entry)
         return self._header.data_offset + found.begin, self._header.data_offset + found.end
 

@@ -58,8 +58,8 @@ class SafetensorsWriter:
     Args:
         rank: this rank; its file is `rank_<rank>.safetensors`.
         held: the tensors that this rank holds.
-        ranks: the boxes that each rank holds, and flags of those it writes (`write_assignment.assign_writers`). Rank 0
-            needs those of all ranks, another rank only its own.
+        ranks: for each rank, the boxes that it holds, and flags of those that it writes
+            (`write_assignment.assign_writers`). Rank 0 needs the items of all ranks, another rank only its own.
         plain: plain data shared by all ranks, as `windlass.checkpoint.plain_data` encodes it.
         rank_plain: plain data of each rank.
 
@@ -93,8 +93,8 @@ class SafetensorsWriter:
     def observe(self, callback: Callable[[str, tuple[int, ...], int, torch.Tensor], object]) -> None:
         """Call `callback` for each box as it is written.
 
-        Its arguments are the tensor's name and shape, the flat position of the box's first element, and its elements
-        `[n]`. A box that is not a flat range is passed as several ranges.
+        The arguments are the tensor's name and shape, the flat position of the box's first element in the tensor, and
+        the box's elements `[n]`. A box that is not a flat range is passed as several ranges.
         """
         self._observer = callback
 

@@ -18,9 +18,10 @@ class Wanted(NamedTuple):
     """Part of a stored box, and the memory that it fills.
 
     Attributes:
-        chunk, dtype: the stored box.
+        chunk, dtype: the stored box, and its dtype.
         offsets, sizes: the part, counted from the box's first element.
-        into: returns that memory `[sizes]`, on any device and of any dtype. A lazy storage handle must be open.
+        into: returns the memory `[sizes]`, on any device and of any dtype, while `handle` is open.
+        handle: storage handle of the memory; None if the memory is always present.
         done: called with the memory once it is filled.
     """
 
@@ -39,7 +40,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(held: Mapping[str, HeldTensor], index: CheckpointIndex) -> Iterator[Wanted]:
-    """Yield the parts of a checkpoint that fill `held`, in the order of its boxes, in which storage handles are opened.
+    """Yield the parts of a checkpoint that fill `held`, in the order of its boxes.
 
     The checkpoint must hold every name in `held` with its shape.
     """

@@ -40,9 +40,9 @@ class StagingCheckpoint:
     """Hidden directory `.TAG.XXXXXXXX.writing`, initially empty, which becomes `TAG` or is removed.
 
     [Note: abandoned staging checkpoints] Every attempt has a unique name, so that a rank of a dead run cannot affect
-    the next one. Rank 0 locks a file in its staging directory while it lives. A process that can take that lock knows
-    that the writer is gone, on any host, and removes the directory; a locked one is left alone. If the file system has
-    no locks, the file records the process that wrote it, so that writers that died on this host are recognized.
+    the next one. Rank 0 locks a file in its staging directory while it lives. If another process can take that lock,
+    the writer is gone, on any host, and the process removes the directory; a locked directory is left alone. If the
+    file system has no locks, the file records its writer, so that writers that died on this host are recognized.
 
     Args:
         directory: directory of all checkpoints; created if missing.
@@ -61,7 +61,7 @@ class StagingCheckpoint:
                     f"{final} exists and is not a windlass checkpoint; remove it or choose another tag"
                 )
             if is_checkpoint(former) and not is_checkpoint(final):
-                with rename_lock(directory):  # the save that moved it may be running
+                with rename_lock(directory):  # the save that moved the old checkpoint may be running
                     _restore_replaced(former, final)
             _warn_concurrent_writers(directory, tag, remove_stale_staging(directory))
             self.path, lock = _create_staging(directory, tag)
@@ -71,7 +71,7 @@ class StagingCheckpoint:
         """Rename the directory to the tag, and return the path.
 
         An earlier checkpoint of that tag stays intact until then. If the tag is a symbolic link, the link is replaced,
-        and what it names is kept.
+        and its target is kept.
         """
         final, former = self._directory / self._tag, replaced_path(self._directory, self._tag)
         with disk_errors(final, 0), rename_lock(self._directory):
@@ -143,7 +143,7 @@ _WARNED_WRITERS: set[str] = set()
 
 
 def _warn_concurrent_writers(directory: Path, tag: str, others: list[Path]) -> None:
-    """Log a warning for other jobs that save into the same directory now, once each.
+    """Log a warning for other jobs that save into the same directory now, once for each.
 
     Raises:
         CheckpointError: another job is saving the same tag.

@@ -36,7 +36,7 @@ _PART_NUMEL = 1 << 20  # elements of a part
 def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
     """Split a user's checkpoint path into directory and tag.
 
-    A checkpoint directory without tag (its latest) gives None.
+    The tag is None if the path names none: the latest checkpoint of the directory is meant.
     """
     given = Path(path)
     if is_any_checkpoint(given):
@@ -69,13 +69,13 @@ def read_any_index(
 
 
 class StoredCheckpoint:
-    """Finished checkpoint, open for reading. No process group, not collective; use it in a `with` statement.
+    """Finished checkpoint, open for reading, without a process group. Use it in a `with` statement.
 
-    If another save has replaced the checkpoint meanwhile, that is the error of a read inside the statement.
+    If a read inside the statement fails after another save replaced the checkpoint, the error names that cause.
 
     Args:
         directory: the directory given to the save.
-        tag: None: the tag in `latest`.
+        tag: tag of the checkpoint; None: the tag in `latest`.
         parameter_order: see `read_any_index`.
 
     Attributes:
@@ -108,7 +108,7 @@ class StoredCheckpoint:
 
     def _open(self, tag: str, path: Path, parameter_order: ParameterOrder | None, checked_files: slice) -> None:
         self.tag, self.path = tag, path
-        self._identity = _index_identity(path)  # before the index is read, so that a later one is noticed
+        self._identity = _index_identity(path)  # before the index is read, so that a replacement is detected
         self.index, foreign = read_any_index(self.path, parameter_order)
         self.files = OpenFileCache(self.path, TensorFile if foreign is None else foreign.open_file)
         with self:
@@ -147,7 +147,7 @@ class StoredCheckpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.files.__exit__(kind, error, trace)
-        if isinstance(error, CheckpointError) and self.is_replaced:  # files of another checkpoint than the index
+        if isinstance(error, CheckpointError) and self.is_replaced:  # index and files are of two saves
             raise CheckpointError(f"{self.replaced_message} ({error})") from error
 
     def names(self, prefix: str = "") -> list[str]:
@@ -200,7 +200,7 @@ class StoredCheckpoint:
     def iter_parts(self, name: str, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield the full tensor as consecutive flat parts of at most `part_numel` elements.
 
-        The next part overwrites a part.
+        Each part is overwritten by the next one.
 
         Raises:
             CheckpointError: as `read_full`; damage is detected at the end of the damaged box.
@@ -227,7 +227,7 @@ class StoredCheckpoint:
     def iter_span(self, name: str, start: int, stop: int, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield elements `[start, stop)` of the flat tensor as consecutive parts, as `iter_parts` does.
 
-        If only a part of a box is needed, the full box is read once before, because its checksum covers all of it.
+        If only a part of a box is needed, the full box is read first, because its checksum covers all of it.
 
         Raises:
             CheckpointError: as `iter_parts`.
@@ -264,7 +264,7 @@ class StoredCheckpoint:
 
 
 def _index_identity(path: Path) -> tuple[int, int] | None:
-    """Return time and size of a checkpoint's index; None without one. Inodes may change on network file systems."""
+    """Return time and size of a checkpoint's index; None if there is none. Inodes may change on a network disk."""
     try:
         found = (path / INDEX_FILE).stat()
     except OSError:
@@ -282,12 +282,10 @@ def read_full(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full CPU tensor) for each of `names`, or for all tensors if it is None.
 
-    No process group, not collective.
-
-    Memory: one full tensor at a time, if the caller drops each before taking the next.
+    Needs no process group. Memory: one full tensor at a time, if the caller drops each before taking the next.
 
     Args:
-        tag: None: the tag in `latest`.
+        tag: tag of the checkpoint; None: the tag in `latest`.
 
     Raises:
         CheckpointError: no such checkpoint or name, or a damaged file.

@@ -55,7 +55,7 @@ def from_stored_object(stored: UnknownObject) -> Any:
     """Rebuild an object, or return `stored` if its class is neither known nor declared.
 
     Raises:
-        ValueError: the state is not one of this class.
+        ValueError: the state is not valid for the class.
     """
     if known := KNOWN_CLASSES.get((stored.module, stored.qualname)):
         imported = getattr(sys.modules.get(stored.module), stored.qualname, None)
@@ -130,9 +130,9 @@ def _history_buffer(kind: type[Any], state: Any) -> Any:
 
 
 KNOWN_CLASSES: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[type[Any], Any], Any]]] = {
-    # in the state of mmengine's message hub, which its checkpoint hook saves
+    # part of the state of mmengine's message hub, which mmengine's checkpoint hook saves
     ("mmengine.logging.history_buffer", "HistoryBuffer"): (_history_state, _history_buffer),
 }
-"""Classes of client libraries, by module and name: a function that returns an object's state, and one that returns an
-object, given the class and a state from an untrusted file. The second raises ValueError for any other state.
+"""Classes of client libraries, by module and name. Each has a function that returns an object's state, and one that
+returns an object for the class and a state from an untrusted file. The second raises ValueError for an invalid state.
 """

@@ -46,7 +46,7 @@ class TensorHash:
         self._sums[words.device] += keyed_sum(words, start, seed)
 
     def add_plain(self, name: str, value: Any) -> None:
-        """Add a JSON value, or the existence of a tensor with such a name, shape and dtype."""
+        """Add a named JSON value, such as the shape of a tensor or a state that is a number."""
         text = _ENCODER.encode([name, value])
         self._on_host += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

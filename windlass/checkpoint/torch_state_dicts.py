@@ -24,11 +24,11 @@ IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiab
 
 
 def read_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> PlainCheckpoint:
-    """Open a checkpoint of windlass or DeepSpeed for plain PyTorch. No process group, not collective.
+    """Open a checkpoint of windlass or DeepSpeed for plain PyTorch. Needs no process group.
 
     Args:
         path: a checkpoint directory, or DIRECTORY/TAG.
-        tag: a tag in that directory; None: the one in `latest`.
+        tag: a tag in that directory; None: the tag in `path`, else the one in `latest`.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -62,8 +62,8 @@ class PlainCheckpoint:
     def model_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the `model.state_dict()` of the plain model, on the CPU.
 
-        It has parameters under all their names, persistent buffers, and extra states (`get_extra_state`). A checkpoint
-        without frozen parameters gives only the trained ones; load them with `strict=False`.
+        The dictionary has parameters under all their names, persistent buffers, and extra states (`get_extra_state`). A
+        checkpoint without frozen parameters gives only the trained ones; load them with `strict=False`.
 
         Args:
             dtype: dtype of floating-point parameters; None: their compute dtype. float32 gives the master weights, from
@@ -89,12 +89,12 @@ class PlainCheckpoint:
 
         Args:
             model: the plain model, which defines the names of parameters.
-            optimizer: an optimizer over its parameters, of the class that was trained with; its groups may be in
+            optimizer: an optimizer over the model's parameters, of the class used in training; its groups may be in
                 another order.
 
         Raises:
-            CheckpointError: parameters of one group were in several groups, or the optimizer's parameters are not the
-                model's.
+            CheckpointError: parameters of one group were in several groups in training, or the optimizer's parameters
+                are not the model's.
         """
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):

@@ -12,7 +12,7 @@ from windlass.checkpoint.fragment_boxes import flat_start, is_contiguous
 from windlass.checkpoint.safetensors_file import dtype_code, dtype_from_code
 
 BoxBounds = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets in the full tensor, and sizes."""
+"""Bounds of a box: its offsets in the full tensor, and its sizes."""
 
 
 class HeldTensorInfo(NamedTuple):
@@ -65,8 +65,8 @@ def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
         ranks: descriptions of the tensors that each rank holds.
 
     Returns:
-        For each rank one byte per box, in order: 1 if it writes the box. A box that several ranks hold is written by
-            the one with the fewest bytes so far.
+        For each rank, one byte per box that it holds, in order: 1 if it writes the box; and the total bytes of all
+            boxes. A box that several ranks hold is written by the rank with the fewest bytes so far.
 
     Raises:
         CheckpointError: ranks disagree on a tensor's shape or dtype, or their boxes leave gaps or overlap.

@@ -1,2 +1,2 @@
-"""Command line of windlass. Reading order: main (the commands), expected_errors (how errors are printed), env, run,
-check, verify, generate, train."""
+"""Command line of windlass: one module for each command. Start with: main (the table of commands), expected_errors (how
+errors are printed), check, train."""

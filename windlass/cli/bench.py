@@ -62,7 +62,7 @@ def stages(
     steps: StepsOption = 3,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure samples per second, run time and memory of stages 0 to 3; compare their order with that of tutorials."""
+    """Measure speed, run time and memory of stages 0 to 3; compare their order with that in DeepSpeed's tutorials."""
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
 

@@ -89,7 +89,7 @@ class Conversation:
     async def answer(self, text: str) -> AsyncIterator[str]:
         """Yield the answer to a message as it grows.
 
-        A cancelled answer stays in the conversation as far as it came. A message without any answer does not stay:
+        The received part of a cancelled answer stays in the conversation. A message without any answer is removed:
         templates that require roles to alternate would refuse all later messages.
 
         Raises:
@@ -186,7 +186,7 @@ def _check_text(system: str | None) -> None:
 
 
 def _accept_any_bytes() -> None:
-    """Let bytes of the standard input that are not text become replacement characters."""
+    """Decode bytes of the standard input that are not text as replacement characters."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
 

@@ -42,7 +42,7 @@ ATTEMPTS = 4  # maximum number of choices that are rounded and measured
 _MARGIN = 0.9  # the next choice is made for this fraction of the allowed loss
 _USED = 0.8  # a choice that uses less than this fraction of the allowed loss is made again
 _LEAST_SHARE = 1e-3
-_LOOSEST = 4.0  # largest factor between the losses for which two choices are made
+_LOOSEST = 4.0  # largest factor between the allowed losses of two successive choices
 
 
 class FormatChooser:
@@ -96,12 +96,12 @@ class FormatChooser:
         model = load_wide_model(directory, trust_remote_code=settings.trust_remote_code)
         directory = as_linear_directory(directory, trust_remote_code=settings.trust_remote_code)
         make_linear(model)
-        if settings.rotate:  # a head that shares the embedding becomes a tensor of its own, whose bytes count
+        if settings.rotate:  # a head that shares the embedding becomes a separate tensor, whose bytes count
             directory = RotatedDirectory(directory)
             untie_head(model)
         bits_per_nat = self._text.held_out.bits_per_byte(len(self._text.held_out.tokens) - 1)
         bits, bits_whole = 0.0, None
-        if self._source != settings.source and budget.loss is not None:  # the budget counts from the unpruned model
+        if self._source != settings.source and budget.loss is not None:  # the budget is relative to the unpruned model
             rows = sample_tokens(model, self._text.batches)
             bits = bits_per_nat * mean_nats(model, rows)
             unpruned = load_wide_model(whole, trust_remote_code=settings.trust_remote_code)
@@ -132,7 +132,7 @@ class FormatChooser:
         return asdict(choice)
 
     def _time_formats(self, directory: ModelDirectory, formats: dict[str, str]) -> float:
-        """Return the measured seconds of a token of the model, rounded to nearest in some formats."""
+        """Return the measured seconds of a token, with the layers in `formats` rounded to nearest."""
         path = self._work.kept(self.folder) / "timed"
         trust = self._settings.trust_remote_code
         write_packed_directory(directory, path, formats.get, overwrite=True, trust_remote_code=trust)
@@ -168,7 +168,8 @@ class RoundedChoice:
 
     Attributes:
         path: directory of the model.
-        loss: its increase of the bits per byte on held-out text.
+        nbytes: bytes of the model's tensors.
+        loss: increase of the bits per byte on held-out text.
         share: share of the allowed loss for which the formats were chosen.
     """
 
@@ -194,9 +195,9 @@ def round_within_loss(
     Args:
         limit: largest increase of the bits per byte.
         asked: the limit as the user wrote it, for the error message.
-        write: rounds the model to the formats of a choice, and returns the number of bytes.
-        measure: returns the increase of the bits per byte on held-out text of the model in a directory.
-        uses_all: choose again, for more loss and so fewer bytes, if less than `_USED` of the limit is used.
+        write: function that rounds the model to the formats of a choice, and returns the number of bytes.
+        measure: function that returns the increase of the bits per byte on held-out text of the model in a directory.
+        uses_all: True: choose again, for more loss and so fewer bytes, if less than `_USED` of the limit is used.
 
     Returns:
         The choice within the limit with the fewest bytes; without `uses_all` the first one within the limit.
@@ -244,7 +245,8 @@ def _round_choice(
     path = work.path / chooser.folder / f"rounded{attempt}"
 
     def compute() -> dict[str, float]:
-        nbytes = tensor_bytes(ModelDirectory(path)) if path.is_dir() else write(path, choice)  # an earlier run wrote it
+        # An interrupted run may have written the model already.
+        nbytes = tensor_bytes(ModelDirectory(path)) if path.is_dir() else write(path, choice)
         return {"nbytes": nbytes, "loss": measure(path)}
 
     found = work.value(f"{chooser.folder}/reached{attempt}", compute)
@@ -252,9 +254,12 @@ def _round_choice(
 
 
 def _next_share(tried: Sequence[RoundedChoice], limit: float) -> float:
-    """Return the share of the allowed loss for the next choice: in proportion to the last loss, and between the shares
-    that were within the limit and those that were not. A smaller share is one of the loss that the last choice was
-    expected to have, so that the next choice is another one."""
+    """Return the share of the allowed loss for the next choice.
+
+    The last share is scaled by the limit over the measured loss. The result lies between the largest share that was
+    within the limit and the smallest that was not. After a loss above the limit, the predicted loss of the last choice
+    is scaled if it is less than the loss that was allowed, so that the next choice differs.
+    """
     last = tried[-1]
     if last.loss <= limit:
         share = last.share * (min(_MARGIN * limit / last.loss, _LOOSEST) if last.loss > 0 else _LOOSEST)

@@ -1,7 +1,8 @@
 """Training of a compressed model against a teacher, a stage of `windlass compress`.
 
 [Note: trained codes] With a weight format the layers round themselves in the forward, so that the trained weights are
-packed to exactly the values that the loss saw. Without one, or with a method of rounding, the weights stay unquantized.
+packed to exactly the values that the loss was computed with. Without a weight format, or with a rounding method, the
+weights stay unquantized.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DistillationSettings:
         teacher: directory of the teacher.
         steps, rows: optimizer steps, and sequences of each.
         rate: learning rate after the warm-up; it falls by a cosine.
-        losses: keys of the section `distillation`.
+        losses: weights of loss terms, and the temperature, by key of the section `distillation`.
         format: format of the linear layers; None: weights stay unquantized.
         head: round the output head too.
     """
@@ -65,7 +66,7 @@ def parse_losses(text: str | None) -> dict[str, float]:
     """Read weights of loss terms, e.g. `logits=1,hidden=0.5`.
 
     Raises:
-        ConfigError: a term is unknown, or a weight is not a number of its range.
+        ConfigError: a term is unknown, or a weight is not a number or out of range.
     """
     found: dict[str, float] = {}
     for part in text.split(",") if text is not None else ():
@@ -115,9 +116,9 @@ def distil_directory(
 
     Args:
         length: tokens of a sequence.
-        checkpoints: folder of the state of an interrupted training, which continues from there.
-        signals: numbers of the signals received so far, read after each step but the last; if there is one, save and
-            raise `DistillationStopped`.
+        checkpoints: folder of the training's checkpoints; an interrupted training continues from the latest one.
+        signals: numbers of the signals received so far, read after each step but the last. After a signal, the training
+            saves a checkpoint and raises `DistillationStopped`.
 
     Returns:
         Distillation loss at the beginning and at the end: means of the first and of the last tenth of the steps.
@@ -169,7 +170,8 @@ def _load_teacher(path: Path, trust_remote_code: bool) -> Any:
 
 
 def _rounded_names(model: nn.Module, directory: ModelDirectory, settings: DistillationSettings) -> list[str]:
-    """Return the layers to pack later: those that share no weight; the output head only if `settings.head` is set."""
+    """Return the names of the layers to pack later: all linear layers that share no weight, and the output head only if
+    `settings.head` is set."""
     if settings.format is None:
         return []
     sources = CheckpointNames(model, directory.places).source_of

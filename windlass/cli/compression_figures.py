@@ -23,12 +23,12 @@ class ModelFigures:
     """Figures of the model before or after compression.
 
     Attributes:
-        nbytes: bytes of its tensors.
-        bits: bits per byte of held-out text; None: there is no text.
+        nbytes: bytes of the model's tensors.
+        bits: bits per byte of held-out text; None: not measured.
         speed: generated tokens a second of one request; None: not measured.
-        ms_per_token: milliseconds of one generated token.
-        memory, idle_memory: peak resident bytes of a process that loads the model and generates these tokens, and of
-            the same process before it loads the model; None: not measured.
+        ms_per_token: milliseconds of one generated token; None: not measured.
+        memory, idle_memory: peak resident bytes of a process that loads the model and answers one request, and resident
+            bytes of the same process before it loads the model; None: not measured.
     """
 
     nbytes: int
@@ -91,7 +91,7 @@ def choose_method(method: str, name: str, *, has_text: bool) -> str:
 
 
 def figure_lines(before: ModelFigures, after: ModelFigures) -> list[str]:
-    """Return a table of both models."""
+    """Return the lines of a table with the figures of both models."""
     rows = [("", "before", "after", "")]
     ratio = f"{before.nbytes / max(after.nbytes, 1):.2f}x smaller"
     rows.append(("all tensors", format_size(before.nbytes), format_size(after.nbytes), ratio))
@@ -140,7 +140,7 @@ def measure_figures(
     """Measure a model's directory.
 
     Args:
-        run, bits: known already.
+        run, bits: figures that are known already; None: measure them.
     """
     if measure and held_out is not None and bits is None:
         bits = measure_bits(path, held_out, trust_remote_code=trust_remote_code)
@@ -192,7 +192,7 @@ class StageProgress:
 
     @property
     def text(self) -> str:
-        """The progress of the stage in words."""
+        """Number of finished units of the stage, e.g. `12 layers`."""
         return f"{self.done} {self.unit}"
 
     def begin(self, stage: str, unit: str) -> None:

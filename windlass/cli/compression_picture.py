@@ -38,7 +38,7 @@ class LayerSize:
     Attributes:
         names: tuple with one name, that of the layer in the files.
         format: name of the format; None: unquantized.
-        wide_bytes, nbytes: bytes of its weight before and after rounding.
+        wide_bytes, nbytes: bytes of the layer's weight before and after rounding.
     """
 
     names: tuple[str, ...]
@@ -65,8 +65,8 @@ def layer_sizes(directory: ModelDirectory, formats: Mapping[str, str]) -> list[L
 def draw_compression(
     before: Mapping[str, Any], after: Mapping[str, Any], layers: Sequence[LayerBytes], choice: BudgetChoice | None
 ) -> str:
-    """Return an SVG with bars for the figures before and after, a mark for what a budget's choice was expected to
-    reach, and a bar for each layer.
+    """Return an SVG with bars for the figures before and after, a mark at the figures that were predicted for a
+    budget's choice, and a bar for each layer.
 
     Args:
         before, after: fields of `ModelFigures`.

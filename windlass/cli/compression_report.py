@@ -23,7 +23,7 @@ class CompressionReport:
         figures: lines of the table of both models.
         pruned: lines about pruning.
         layers: sizes of all matrices.
-        choice: formats of a budget; None: one format for all layers.
+        choice: formats chosen for a budget; None: no budget.
         notes: other lines.
     """
 

@@ -32,8 +32,8 @@ class CompressionSettings:
         ConfigError: options do not fit together.
 
     Attributes:
-        limits: the budget; None: none was given.
-        shares: units to remove.
+        limits: the budget; None: no budget.
+        shares: share or number of units to remove, by kind of unit.
         format: format of all layers; None if a budget chooses formats, or weights stay unquantized.
     """
 

@@ -53,7 +53,7 @@ _EVAL_BYTES = 1 << 16
 
 
 class CompressionRun:
-    """One run of the command."""
+    """One run of `windlass compress`."""
 
     def __init__(self, settings: CompressionSettings) -> None:
         self._settings = settings
@@ -100,7 +100,8 @@ class CompressionRun:
             shutil.rmtree(unpacked)
 
     def _unpack_source(self) -> Path | None:
-        """Write the directory that the stages read in place of a GGUF file; None: the source is no such file."""
+        """Unpack a GGUF source to a directory that the stages read instead, and return the directory; None: the source
+        is not a GGUF file."""
         source, out = self._settings.source, self._settings.out.resolve()
         if not is_gguf_file(source):
             return None
@@ -242,7 +243,7 @@ class CompressionRun:
         found = round_within_loss(chooser, work, allowed, loss_text(limits), write, measure, uses_all=only_loss)
         choice = found.choice
         self._expect(choice)
-        # `choice` is the one that was rounded last
+        # `_layers` has the sizes of the choice that was rounded last, which may be another one.
         self._layers = layer_sizes(self._matrices(source), choice.formats)
         replace_directory(found.path, settings.out.resolve())
         return found.nbytes, choice

@@ -1,4 +1,4 @@
-"""Command `windlass env`: prints the facts of this machine that a bug report needs; never fails for a missing one."""
+"""Command `windlass env`: prints the facts of this machine that a bug report needs. A missing fact is not an error."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class CliCommand:
     module: str
     attribute: str
     summary: str
-    takes_program: bool = False  # its arguments after the program are the program's own options
+    takes_program: bool = False  # all arguments after the program's name belong to the program
     passes_unknown_options: bool = False  # options unknown to the command belong to the script
-    parses_itself: bool = False  # it parses all its arguments, `--help` included
+    parses_itself: bool = False  # the command's function parses all arguments, `--help` included
 
     def load(self) -> Any:
         """Import the command (or group of commands) and return it."""
@@ -155,8 +155,8 @@ def _enable_debug() -> None:
 
 
 def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
-    """Remove `--debug` between a command and `--`, and enable it; commands with a `--debug` option of their own still
-    get it."""
+    """Enable debugging if `--debug` stands between a command and `--`. Return the arguments without this flag, or with
+    it if the command has a `--debug` option too."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     if "--debug" not in arguments[:end]:
         return arguments
@@ -170,8 +170,8 @@ def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
-    Exit with the code of an expected error, which is 1 for most, and with 128 plus the number of a signal after that
-    signal: 130 on Ctrl-C.
+    The exit code is 0, the code of an expected error (1 for most errors), or 128 plus the number of a signal that
+    interrupted the command (130: Ctrl-C).
     """
     forbid_world_writable_files()
     try:

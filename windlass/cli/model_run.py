@@ -1,4 +1,4 @@
-"""Speed and memory of a model that answers one request, measured in a process of its own."""
+"""Speed and memory of a model that answers one request, measured in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class RunFigures:
     Attributes:
         seconds: seconds of a generated token.
         memory: peak resident bytes of the process, mapped pages of the model's files included; None without /proc.
-        idle_memory: its resident bytes before it loaded the weights: interpreter, libraries, classes of the model.
+        idle_memory: resident bytes of the process before it loaded the weights: interpreter, libraries, classes of the
+            model; None without /proc.
     """
 
     seconds: float
@@ -36,7 +37,8 @@ class RunFigures:
 
 
 def measure_run(path: Path, *, weights: str | None = None, trust_remote_code: bool = False) -> RunFigures:
-    """Load a model in a new process, so that no memory of this one counts, and generate tokens for one request.
+    """Load a model in a new process, so that memory of this process does not count, and generate tokens for one
+    request.
 
     Args:
         weights: weight format that the engine rounds to at load; None: the weights of the directory.
@@ -60,7 +62,7 @@ def run_model(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    build_empty(ModelDirectory(path), trust_remote_code=trust_remote_code)  # imports the modules of its class
+    build_empty(ModelDirectory(path), trust_remote_code=trust_remote_code)  # imports the modules of the model's class
     idle = resident_bytes()
     options: dict[str, Any] = {"max_sequences": 1, "skip_tokenizer_init": True, "weights": weights}
     with LLM(path, device="cpu", trust_remote_code=trust_remote_code, **options) as llm:

@@ -43,7 +43,7 @@ def memory_table(plan: MemoryPlan) -> Table:
 
 
 def peak_line(plan: MemoryPlan, limits: RankLimits) -> str:
-    """Return one line with the peak of each kind of memory, the moment of the peak and the limit."""
+    """Return one line with the peak of each place (device, host, disk), its limit, and the moment of the peak."""
     parts = []
     for place in places_of(plan):
         most = limits.of(place)
@@ -78,7 +78,7 @@ def ladder_table(choice: Choice) -> Table:
 
 
 def refusal_lines(choice: Choice) -> list[str]:
-    """Return one line for each reason for which `initialize` refuses rungs, as the table numbers them."""
+    """Return one line for each reason for which `initialize` refuses rungs, with its number in the table."""
     return [f"reason {number}: {problem}" for problem, number in _reasons(choice).items()]
 
 

@@ -183,9 +183,9 @@ def serve(
         options["max_sequences"] = max_sequences
     source = EngineSource(directory, options)
     if replicas is None and needs_ranks(source, os.environ):
-        replicas = 1  # a model without one of its ranks cannot be used, and only another process can start all again
+        replicas = 1  # if one rank of a model ends, all must be started again, which only another process can do
     if replicas is None:
-        check_engine_options(directory, options)  # replicas check them themselves: the router needs no torch
+        check_engine_options(directory, options)  # replicas check their options: the router needs no torch
     listener = bind_socket(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     if settings.api_keys is None and not _is_loopback(host):
@@ -231,7 +231,7 @@ def parse_adapters(entries: list[str], model_names: tuple[str, ...]) -> dict[str
     """Return the directories of adapters by name; None without any.
 
     Raises:
-        ConfigError: an entry of another form, a name that is used twice, or a directory without an adapter.
+        ConfigError: an entry has another form, a name is used twice, or a directory contains no adapter.
     """
     found: dict[str, str] = {}
     for entry in entries:

@@ -149,7 +149,7 @@ def _goodput(work: StepWork, cluster: Cluster, checkpoint_time: str | None, rest
         if not checkpoint:
             raise ConfigError(f"--checkpoint-time {checkpoint_time!r}: a checkpoint takes time; write e.g. 30s")
     elif cluster.host.disk_write:
-        hosts = -(-work.grid.world // cluster.host.devices)  # those of the run; the cluster may have more
+        hosts = -(-work.grid.world // cluster.host.devices)  # hosts of the run; the cluster may have more
         checkpoint = checkpoint_bytes(work) / (hosts * cluster.host.disk_write)
     else:
         raise ConfigError(f"{cluster.name}: hosts have no disk to save to; give --checkpoint-time 30s")

@@ -31,7 +31,7 @@ def format_time(seconds: float) -> str:
 
 
 def step_tables(predictions: list[tuple[StepPrediction, Goodput | None]]) -> list[Table]:
-    """Return tables with a column for each number of ranks, as many in one table as a terminal of 80 columns shows."""
+    """Return tables with a column for each number of ranks, at most `_RANK_COLUMNS` in one table (80 characters)."""
     return [
         _step_table(predictions[first : first + _RANK_COLUMNS]) for first in range(0, len(predictions), _RANK_COLUMNS)
     ]

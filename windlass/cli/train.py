@@ -169,7 +169,7 @@ def _launch_ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
     from windlass.launch.start_ranks import start_ranks
 
     try:
-        # -P: other users may write in the working directory, and their modules must not replace those of Python
+        # -P: modules in the working directory, where other users may write, must not replace those of Python
         path = {"PYTHONPATH": source_pythonpath(os.environ.get("PYTHONPATH", ""))}
         return start_ranks(["-P", "-m", _WORKER_MODULE, str(plan.plan_file), str(failure)], plan.nproc, env=path)
     except KeyboardInterrupt:  # before the launcher has installed its signal handlers
@@ -177,7 +177,7 @@ def _launch_ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
 
 
 def _describe_killed_rank(status: LaunchExitStatus) -> str | None:
-    """Describe the rank that was killed or crashed. It is the cause: the other ranks fail because they lost a peer."""
+    """Describe the rank that was killed or crashed, if any. The other ranks fail because they lost this peer."""
     for failure in status.failures:
         if -failure.status == signal.SIGKILL:
             return str(failure)

@@ -1,4 +1,4 @@
-"""Command `windlass tune`: searches the fastest configuration of a training script by short runs of it."""
+"""Command `windlass tune`: searches for the fastest configuration of a training script by short runs of the script."""
 
 from __future__ import annotations
 

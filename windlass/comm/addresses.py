@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_NAMES = ("lo", "lo0")  # Linux; macOS and BSD
+_NAMES = ("lo", "lo0")  # loopback interface of Linux; of macOS and BSD
 
 
 def is_loopback(address: str | None) -> bool:
@@ -21,7 +21,10 @@ def is_loopback(address: str | None) -> bool:
 
 
 def gloo_at_loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make gloo listen at the loopback interface; empty if `environ` names an interface."""
+    """Return the variables that make gloo listen at the loopback interface.
+
+    Empty if `environ` names an interface, or if the host has no loopback interface.
+    """
     if environ.get(GLOO_INTERFACE):
         return {}
     name = next((name for _, name in socket.if_nameindex() if name in _NAMES), None)

@@ -12,7 +12,7 @@ from windlass.comm.shared_memory import Counters
 
 WIDTH = 32  # maximum number of integers in one exchange through shared memory
 COUNTERS = 1 + 2 * WIDTH
-"""Number of counters of a board: the number of started exchanges, and the integers of the current and the previous one.
+"""Counters of a board: one for the number of started exchanges, and `WIDTH` each for the current and previous exchange.
 """
 
 
@@ -42,7 +42,10 @@ class AgreementBoard(Protocol):
         ...
 
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        """Return every rank's integers in group order. Any number of integers, equal on all ranks. Collective."""
+        """Return every rank's integers in group order. Collective.
+
+        `mine` may have any number of integers, the same number on all ranks.
+        """
         ...
 
 
@@ -53,7 +56,8 @@ class SharedMemoryBoard:
     ranks have posted, every rank has read the exchange before the last one, and its place may be overwritten.
 
     Args:
-        counters, base: Shared counters, of which the board uses `COUNTERS` from `base` on.
+        counters: shared counters.
+        base: index of the first of the `COUNTERS` counters that the board uses.
     """
 
     def __init__(self, group: RankGroup, counters: Counters, base: int) -> None:

@@ -11,7 +11,7 @@ _HUGE = 2 << 20  # size of a huge page in bytes, on machines that have them
 
 
 class AnonymousPages:
-    """`nbytes` of zeros whose pages can be discarded. They are allocated again, as zeros, at the next access.
+    """`nbytes` of zeros whose pages can be discarded. The next access allocates the pages again, as zeros.
 
     Huge pages are used if the kernel provides them: to allocate 64 MiB again then takes 1 ms, in small pages 30 ms and
     in a shared file 50 ms. `ulimit -d` counts the whole address range of a private mapping, also of pages that were

@@ -31,7 +31,7 @@ from windlass.comm.rank_environment import HERE, RankEnvironment, half, rank_env
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
 _STORE_CONNECTION = "made for the rendezvous store"
-_ENVIRONMENT = ("", "env://")  # torch's names of a rendezvous at MASTER_ADDR
+_ENVIRONMENT = ("", "env://")  # values of `init_method` for a rendezvous at MASTER_ADDR
 
 
 def default_timeout(otherwise: timedelta = DEFAULT_TIMEOUT) -> timedelta:
@@ -102,7 +102,7 @@ def init_distributed(
         bind_gloo_to_loopback()
     if init_method is not None and init_method not in _ENVIRONMENT:
         _rendezvous_at(init_method, place, backend, timeout)
-    elif place is None or place.world == 1:  # one process: no other rank uses a port here
+    elif place is None or place.world == 1:  # one process needs no rendezvous, hence no port
         if place is None:
             _warn_of_an_allocation()
         init_default_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -134,7 +134,10 @@ def discover(port: int = DEFAULT_PORT) -> None:
 def _rank_environment(
     discover: bool, init_method: str | None, rank: int, world_size: int, *, over_mpi: bool = False
 ) -> RankEnvironment | None:
-    """Return the rank environment of this process, after writing it to the environment variables of torchrun."""
+    """Return the rank environment of this process, after writing it to the environment variables of torchrun.
+
+    None if there is no launcher, or if the URL `init_method` contains rank and world size.
+    """
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     elif init_method is not None and init_method not in _ENVIRONMENT and "?" in init_method:
@@ -158,7 +161,10 @@ def _rank_environment(
 
 
 def _with_master(place: RankEnvironment, port: int | None) -> RankEnvironment:
-    """Return `place` with the address of rank 0. The address comes from MPI if the environment does not have it."""
+    """Return `place` with the address and port of rank 0, after setting `MASTER_ADDR` and `MASTER_PORT`.
+
+    The address comes from MPI if the environment does not have it.
+    """
     if place.source == "the environment":
         missing = [] if place.master is not None else ["MASTER_ADDR"]
         if place.port is None and port is None:
@@ -172,7 +178,7 @@ def _with_master(place: RankEnvironment, port: int | None) -> RankEnvironment:
     if place.port is None or (reckoned and port not in (None, DEFAULT_PORT)):
         place = replace(place, port=port or DEFAULT_PORT)
     if place.one_host and not _agent_keeps_store():
-        place = replace(place, master=HERE)  # rank 0 then listens there, for any host name
+        place = replace(place, master=HERE)  # rank 0 listens at the loopback address, whatever host name was given
     os.environ.update(MASTER_ADDR=str(place.master), MASTER_PORT=str(place.port))
     return place
 
@@ -291,7 +297,7 @@ def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
     """Register this rank in the store. If the rendezvous takes too long, log the ranks that have not registered."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    missing = [0]  # usually the rank that serves the store
+    missing = [0]  # if the store cannot be reached: rank 0 usually serves it
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
         arrivals = PrefixStore(f"windlass arrivals {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -323,9 +329,9 @@ def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
 
 
 def _warn_of_an_allocation() -> None:
-    """Warn about a process in a Slurm allocation of several tasks that srun did not start.
+    """Warn if the Slurm allocation has several tasks, but srun did not start this process.
 
-    It trains alone, perhaps by mistake.
+    The process trains alone, perhaps by mistake.
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if tasks not in ("", "0", "1"):

@@ -17,9 +17,9 @@ from windlass.comm.rank_group import RankGroup
 class ByteChannel(Protocol):
     """Transfers of uint8 tensors over one group.
 
-    Both ends of a transfer know its size. Messages between two ranks arrive in the order in which they are sent. Calls
-    block until the outgoing tensors may be written again and the incoming ones are complete (on a GPU: in the order of
-    the current stream).
+    Sender and receiver pass tensors of the same size. Messages between two ranks arrive in the order of their sends.
+    Calls block until outgoing tensors may be written again and incoming tensors are complete (on a GPU: in the order
+    of the current stream).
     """
 
     name: str
@@ -29,7 +29,7 @@ class ByteChannel(Protocol):
         """Send one tensor to each of some peers, and receive one tensor from each of some peers.
 
         Args:
-            sends, receives: contiguous uint8 tensors by group index of the peer. Empty ones are not transferred.
+            sends, receives: contiguous uint8 tensors by group index of the peer. Empty tensors are not transferred.
         """
         ...
 
@@ -38,7 +38,7 @@ class ByteChannel(Protocol):
     ) -> Callable[[], None]:
         """Start an `exchange`, and return a function that waits for its end. A channel may block here instead.
 
-        All ranks start the same exchanges in the same order, which matches the messages of exchanges in flight.
+        All ranks start the same exchanges in the same order, because messages in flight are matched by this order.
         """
         ...
 
@@ -52,7 +52,7 @@ class ByteChannel(Protocol):
         ...
 
     def start_all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> Callable[[], None]:
-        """Start an `all_gather` as `start_exchange`. Collective."""
+        """Start an `all_gather`, and return a function that waits for its end. Collective."""
         ...
 
     def broadcast(self, message: torch.Tensor, source: int) -> None:
@@ -79,7 +79,7 @@ class ProcessGroupChannel:
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
         run_pending_checks()
-        # both ends know the sizes, so an empty message is not transferred
+        # The size is the same at both ends, so both leave out an empty message.
         outgoing = [(peer, tensor) for peer, tensor in sends.items() if tensor.numel()]
         incoming = [(peer, tensor) for peer, tensor in receives.items() if tensor.numel()]
         with WaitScope(self._what):

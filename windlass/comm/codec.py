@@ -2,7 +2,7 @@
 
 [Note: codecs] A codec maps a flat tensor to bytes and back. It has no state: error feedback, statistics and random
 numbers belong to the caller. The size of an encoding depends on the number of elements and the dtype alone, so that a
-receiver allocates its buffer without asking the sender. `windlass.comm.compressed_collectives` sends every message
+receiver can allocate its buffer before the message arrives. `windlass.comm.compressed_collectives` sends every message
 through a codec.
 """
 
@@ -27,9 +27,9 @@ class Codec(Protocol):
         name: name of the codec in the registry.
         exact: True if `decode` returns the bits that `encode` received, for every dtype that the codec accepts.
 
-    Optional members: `needs_error_feedback` is True if a single message leaves out most of a tensor, so that ZeRO++
-    refuses the codec; `encode_unchecked` encodes as `encode`, but a value that is not finite is decoded as values that
-    are not finite instead of raising an error.
+    Optional members: `needs_error_feedback` is True if a single message leaves out most of a tensor; ZeRO++ refuses
+    such a codec. `encode_unchecked` is `encode` without the error for infinity and NaN; decoding then gives values
+    that are not finite.
     """
 
     @property
@@ -89,7 +89,7 @@ class Bf16Codec:
     """Codec that sends floating-point values as bfloat16, rounded to nearest, ties to even, as `Tensor.bfloat16`."""
 
     name = "bf16"
-    exact = False  # it is exact only for bfloat16 tensors
+    exact = False  # only bfloat16 tensors are sent exactly
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _BF16_SOURCES
@@ -108,8 +108,10 @@ _codecs: dict[str, Codec] = {}
 
 
 def register_codec(codec: Codec) -> None:
-    """Make `codec` available under its name, also to keys of the configuration. Call it on every rank before
-    `initialize`. It replaces an equal codec of the same class, or of a class that was defined again, as in a notebook.
+    """Make `codec` available under its name, also to keys of the configuration.
+
+    Call this function on every rank before `initialize`. A registered codec whose class name and attributes are equal
+    is replaced, e.g. after a notebook has defined the class again.
 
     Raises:
         CodecError: another codec has the name.

@@ -15,8 +15,8 @@ def check_codec(key: str, name: str, dtype: torch.dtype, device: torch.device, *
     """Raise an error if the codec of a configuration key cannot carry messages of `dtype`.
 
     Args:
-        keeps_overflow: an infinite element must be decoded as values that are not finite, as in gradients, where every
-            rank has to find it.
+        keeps_overflow: True if infinity must be decoded as values that are not finite, as in gradients: every rank has
+            to find an overflow.
 
     Raises:
         ConfigError: the codec does not accept the dtype, fails on a trial message, or hides an overflow.
@@ -35,10 +35,12 @@ def check_codec(key: str, name: str, dtype: torch.dtype, device: torch.device, *
     except Exception as error:  # code of a user may raise anything
         raise ConfigError(
             f'{key}: the codec "{name}" fails on a message of {_NUMEL} elements of {dtype} '
-            f"({type(error).__name__}: {error}); correct it, or write another one"
+            f"({type(error).__name__}: {error}); correct the codec, or write another one"
         ) from error
     if not bool(torch.isfinite(decoded).all()):
-        raise ConfigError(f'{key}: the codec "{name}" decodes finite values of {dtype} as NaN or infinity; correct it')
+        raise ConfigError(
+            f'{key}: the codec "{name}" decodes finite values of {dtype} as NaN or infinity; correct the codec'
+        )
     if overflowed is not None and bool(torch.isfinite(overflowed).all()):
         raise ConfigError(
             f'{key}: the codec "{name}" decodes infinity as finite values, so that no rank would find a gradient that '

@@ -32,9 +32,9 @@ def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = No
     traffic of a link, comparable with the link's speed for any number of ranks.
 
     Args:
-        comm_op: Name of the operation. For an unknown one, both bandwidths are bytes over time.
+        comm_op: Name of the operation. For an unknown name, both bandwidths are bytes over time.
         size: Bytes of this rank's message.
-        duration: In milliseconds.
+        duration: Duration in milliseconds.
         ranks: Number of ranks of the group; by default of the world.
     """
     if ranks is None:

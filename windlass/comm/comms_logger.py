@@ -122,8 +122,8 @@ class CommsLogger:
 
         Args:
             raw_name: The operation, which determines how its bandwidth is computed.
-            record_name: Name under which it is recorded.
-            latency: In milliseconds.
+            record_name: Name of the record in `comms_dict`.
+            latency: Duration in milliseconds.
             msg_size: Bytes of this rank's message.
             ranks: Number of ranks of the group; None: the world.
         """
@@ -246,8 +246,9 @@ def _format_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]], column
 
 
 def _read_section(config_or_section: Any) -> Settings | None:
-    """Return the section `comms_logger` of a configuration, or the argument if it is that section; None if there is
-    none.
+    """Return the section `comms_logger` of a configuration, or the argument if it is that section.
+
+    None if the configuration lacks the section.
     """
     if isinstance(config_or_section, Settings):
         return config_or_section
@@ -260,7 +261,7 @@ def _read_section(config_or_section: Any) -> Settings | None:
     try:
         return Settings.model_validate(section)
     except ValueError as error:
-        raise ConfigError(f"comms_logger = {section!r}: {error}") from error
+        raise ConfigError(f"comms_logger = {section!r} is not valid; correct the keys named here: {error}") from error
 
 
 comms_logger = CommsLogger()

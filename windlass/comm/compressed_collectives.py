@@ -16,11 +16,12 @@ from windlass.comm.traffic import Traffic
 class CompressedCollectives:
     """Collectives over one group, with one codec for all messages. Construction is collective.
 
-    Every value of a result went through the codec, a rank's own too: a result depends neither on the rank that computes
-    it nor on the channel. On a group of one rank nothing is sent, and values stay exact. A sum is computed in float32
-    (wider and integer dtypes: in their own), in rank order, then rounded to the dtype of the tensor. Tensors need not
-    be contiguous; no gradient flows through a collective. A tensor is split along its first dimension into one part for
-    each rank; by default the first `rows % size` ranks have one row more than the others, as in `torch.tensor_split`.
+    Every value of a result went through the codec, including a rank's own values: a result depends neither on the rank
+    that computes it nor on the channel. On a group of one rank nothing is sent, and values stay exact. A sum is
+    computed in float32 (wider and integer dtypes: in their own), in rank order, then rounded to the dtype of the
+    tensor. Tensors need not be contiguous; no gradient flows through a collective. A tensor is split along its first
+    dimension into one part for each rank; by default the first `rows % size` ranks have one row more than the others,
+    as in `torch.tensor_split`.
 
     `traffic.bytes_moved` counts, by operation, the encoded bytes that this rank received.
 
@@ -30,8 +31,8 @@ class CompressedCollectives:
         traffic: traffic counters; new ones by default.
 
     Raises:
-        CodecError: the codec does not exist, or ranks have different ones. From a collective: the codec does not accept
-            the dtype of the tensor.
+        CodecError: the codec does not exist, or ranks have different codecs. From a collective: the codec does not
+            accept the dtype of the tensor.
         CollectiveArgumentError: from a collective whose tensor, sizes or peer do not fit the group.
     """
 
@@ -94,8 +95,8 @@ class CompressedCollectives:
         """Sum the tensors of all ranks in place, and return the tensor.
 
         Two steps: each rank receives the encoded parts that it owns and sums them; the sums, rounded to the tensor's
-        dtype and encoded again, are all-gathered. All ranks end with the same bits. The tensor is divided between
-        single elements, for any shape.
+        dtype and encoded again, are all-gathered. All ranks end with the same bits. A part may end at any element, not
+        only at the end of a row.
 
         Args:
             tensor: tensor of the same size on every rank.
@@ -194,7 +195,7 @@ class CompressedCollectives:
         return decoded
 
     def _sum_of_parts(self, parts: list[torch.Tensor], operation: str, factor: float) -> torch.Tensor:
-        """Exchange the parts and return `factor` times the sum of this rank's, `[n]`, in the accumulation dtype."""
+        """Exchange the parts. Return `factor` times the sum of this rank's part, `[n]` in the accumulation dtype."""
         own, dtype = parts[self._index], parts[self._index].dtype
         encoded = self._exchange_parts(parts, [own] * self.size, operation)
         wide = accumulation_dtype(dtype)
@@ -212,7 +213,7 @@ class CompressedCollectives:
         """Send part `i` to rank `i`. Return the encoded messages of all ranks, including this rank's own.
 
         Args:
-            like: tensors of the shapes that each rank sends here.
+            like: for each rank, a tensor of the size that this rank receives from that rank.
         """
         sends = {peer: self._encode(parts[peer]) for peer in self._peers}
         receives = {peer: self._empty_message(like[peer]) for peer in self._peers}
@@ -256,8 +257,8 @@ class CompressedCollectives:
             return [rows // self.size + (rank < rows % self.size) for rank in range(self.size)]
         if len(sizes) != self.size or sum(sizes) != rows:
             raise CollectiveArgumentError(
-                f"{rows} rows cannot be split into parts of {list(sizes)} for {self.size} ranks; pass sizes with "
-                "that sum"
+                f"{rows} rows cannot be split into parts of {list(sizes)} for {self.size} ranks; pass one size "
+                "for each rank, which add up to the rows"
             )
         return list(sizes)
 
@@ -281,7 +282,7 @@ class CompressedCollectives:
             )
 
     def _compare_codecs(self) -> None:
-        """Raise on every rank if ranks have different codecs: their messages have different sizes."""
+        """Raise on every rank if ranks have different codecs, because the sizes of their messages would differ."""
         if self.size == 1:
             return
         names: list[str] = [""] * self.size

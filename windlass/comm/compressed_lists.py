@@ -1,9 +1,8 @@
-"""Collectives on lists of tensors with error feedback: one message for each peer, in which each tensor has its own
-scales.
+"""Collectives on lists of tensors with error feedback: one message for each peer, with separate scales for each tensor.
 
-Two phases make an all-reduce in which every message is compressed (Tang et al., "1-bit Adam", arXiv:2102.02888, section
+Two calls make an all-reduce in which every message is compressed (Tang et al., "1-bit Adam", arXiv:2102.02888, section
 4.2): `reduce_scatter` with the errors of the senders, then `all_gather` of the sums with the errors of the ranks that
-summed.
+computed them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from windlass.comm.compressed_collectives import CompressedCollectives
 from windlass.comm.error_feedback import add_decoded, begin_message, end_message
 from windlass.comm.traffic import Traffic
 
-_ALIGN = 16  # bytes: a codec may view its message as any dtype
+_ALIGN = 16  # alignment of each tensor in bytes: a codec may view its message as any dtype
 
 Tensors = Sequence[torch.Tensor]
 
@@ -26,8 +25,8 @@ Tensors = Sequence[torch.Tensor]
 class CompressedLists:
     """Collectives on lists of flat float32 tensors over one group. Construction is collective.
 
-    As in `CompressedCollectives`, every value of a result went through the codec, a rank's own too, sums are in rank
-    order, and a group of one rank sends nothing and stays exact.
+    As in `CompressedCollectives`, every value of a result went through the codec, including a rank's own values. Sums
+    are computed in rank order. A group of one rank sends nothing, and its values stay exact.
 
     Args:
         channel: moves the bytes between the ranks of its group.
@@ -51,23 +50,23 @@ class CompressedLists:
         """Sum the lists that all ranks send to this rank.
 
         Args:
-            parts: list for each rank; its tensors have equal sizes on all ranks.
-            errors: the error of each tensor of `parts`, which is added to it in place before it is sent, and replaced
-                by its new error.
+            parts: for each rank, the list of tensors to send to that rank. The sizes are equal on all ranks.
+            errors: the error of each tensor of `parts`. The error is added to the tensor in place before the send, and
+                replaced by the tensor's new error. None: no error feedback.
             factor: factor of the sums.
 
         Returns:
-            `factor` times the sums of the tensors for this rank. With `errors` they overwrite this rank's list in
-            `parts`; without, or on one rank, they are new tensors.
+            `factor` times the sums of the tensors for this rank. With `errors` the sums overwrite this rank's list in
+            `parts`; without `errors`, or on one rank, they are new tensors.
         """
         return self.start_reduce_scatter(parts, errors, factor=factor)()
 
     def start_reduce_scatter(
         self, parts: Sequence[Tensors], errors: Sequence[Tensors] | None = None, *, factor: float = 1.0
     ) -> Callable[[], list[torch.Tensor]]:
-        """Start a `reduce_scatter`: encode and send. The result waits for the other ranks and returns the sums.
+        """Start a `reduce_scatter`. Return a function that waits for the other ranks and returns the sums.
 
-        Collectives in flight are started in the same order on all ranks, and may be awaited in any order.
+        All ranks start their collectives in the same order, and may wait for them in any order.
         """
         index, size = self.group.index, self.group.size
         if size == 1:
@@ -77,7 +76,7 @@ class CompressedLists:
             messages, own = [self._encode(tensors) for tensors in parts], None
         else:
             messages = [self._begun(tensors, owed) for tensors, owed in zip(parts, errors, strict=True)]
-            for rank in range(size):  # after the check of all values: errors are changed together or not at all
+            for rank in range(size):  # after the check of all values, so that all errors are changed or none
                 self._end(messages[rank], parts[rank], errors[rank], decodes=rank == index)
             own = list(parts[index])
         received = {peer: torch.empty_like(messages[index]) for peer in self._peers}
@@ -96,10 +95,10 @@ class CompressedLists:
         """Return `factor` times the sums of messages, in rank order, so that every channel gives the same bits.
 
         Args:
-            own: the decoded values of this rank's own message, if they are known.
+            own: decoded values of this rank's own message; the sums overwrite them. None: decode the message.
         """
         index, size = self.group.index, self.group.size
-        if own is None or index > 1:  # this rank's own values are not the first of the sum
+        if own is None or index > 1:  # `own` is not one of the first two summands
             sums = self._decoded(messages[0], like)
             for rank in range(1, size):
                 if rank == index and own is not None:
@@ -131,7 +130,7 @@ class CompressedLists:
     def start_all_gather(
         self, own: Tensors, outs: Sequence[Tensors], errors: Tensors | None = None
     ) -> Callable[[], None]:
-        """Start an `all_gather`: encode and send. The result waits for the other ranks and writes `outs`."""
+        """Start an `all_gather`. Return a function that waits for the other ranks and writes `outs`."""
         index = self.group.index
         if self.group.size == 1:
             _copy(own, outs[0])
@@ -187,13 +186,13 @@ class CompressedLists:
             end_message(self.codec, tensor, error, encoded, decodes=decodes)
 
     def _decoded(self, message: torch.Tensor, like: Tensors) -> list[torch.Tensor]:
-        """Return the float32 values of a message of tensors of the sizes of `like`."""
+        """Return the decoded tensors of a message, in float32. `like` has tensors of the same sizes."""
         values = [torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device) for tensor in like]
         self._decode_to(message, values)
         return values
 
     def _decode_to(self, message: torch.Tensor, outs: Tensors) -> None:
-        """Write the values of a message to tensors of the sizes of its own."""
+        """Decode a message to `outs`, which have the sizes of the tensors in the message."""
         for out, encoded in self._places(message, outs):
             self.codec.decode(encoded, out, torch.float32)
 
@@ -206,7 +205,7 @@ class CompressedLists:
 
 
 def message_bytes(codec: Codec, numels: Sequence[int]) -> int:
-    """Return the bytes of a message of tensors of these sizes. Each starts at a multiple of 16 bytes."""
+    """Return the bytes of a message of tensors of these sizes. Each tensor starts at a multiple of 16 bytes."""
     sizes = [codec.encoded_size(numel, torch.float32) if numel else 0 for numel in numels]
     return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 

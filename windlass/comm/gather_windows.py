@@ -38,7 +38,8 @@ class GatherWindows:
 
     Args:
         blocks: Bytes of every window of every rank, `[window][rank]`.
-        counters, base: Shared counters, of which the windows use `COUNTERS` from `base` on.
+        counters: Shared counters.
+        base: Index of the first of the `COUNTERS` counters that the windows use.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class GatherWindows:
         self._started = self._taken = 0
 
     def gather(self, buffer: TransportBuffer, ready: Pending, elements: int) -> Pending:
-        """Start a gather of `buffer`. This rank's shard is in place once `ready`."""
+        """Start a gather of `buffer`. This rank's shard is in place once `ready` has completed."""
         self._started += 1
         self._queue.append(_WindowGather(self._started, buffer, ready, elements))
         self.advance(self._started, wait=False)
@@ -83,7 +84,7 @@ class GatherWindows:
         # The window may be larger than this shard.
         _like(self._blocks[window][self._group.index], own).copy_(own)
         self._counters.set(self._base + 2 + window, one.buffer.key)
-        # Set last: it makes the window visible to peers.
+        # Set last: this counter makes the window visible to peers.
         self._counters.raise_to(self._base, one.number)
         one.shown = True
         return True
@@ -100,8 +101,9 @@ class GatherWindows:
             # The key detects ranks that gather in different orders, before wrong values are used.
             if self._counters.read(index, self._base + 2 + window) != one.buffer.key:
                 raise CommunicationError(
-                    f"rank {self._group.ranks[index]} and this rank {self._group.ranks[self._group.index]} gather "
-                    "parameters in different orders, against [Note: agreed order]: please report this"
+                    f"rank {self._group.ranks[index]} and this rank {self._group.ranks[self._group.index]} "
+                    "all-gather parameters in different orders, which is an error of windlass; start the run again "
+                    "from its last checkpoint, and report this message"
                 )
             into = local_shard(one.buffer.local, index, self._group.size)
             into.copy_(_like(self._blocks[window][index], into))

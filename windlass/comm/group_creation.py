@@ -54,7 +54,7 @@ def new_process_group(
             )
     except CommunicationError:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)  # the other ranks wait for the check of this one
+            dist.destroy_process_group(group)  # ends the wait of the other ranks in `_wait_for_all_checks`
         raise
     _wait_for_all_checks(group)
     return group
@@ -63,7 +63,8 @@ def new_process_group(
 def _wait_for_all_checks(group: Any) -> None:
     """Wait until all ranks of a gloo group have checked their connections.
 
-    An end that a rank closed before this would look like that of another user. The sum sends no pickled object.
+    A connection that its peer closed before the check would look like a connection to another user. An all-reduce is
+    used because it sends no pickled object.
 
     Raises:
         CommunicationError: a rank has left the group, perhaps because its connections lead to another user.

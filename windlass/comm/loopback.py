@@ -19,7 +19,7 @@ _BACKLOG = 2048  # maximum number of connections that wait to be accepted
 
 
 def bind_gloo_to_loopback() -> None:
-    """Make gloo groups of this process listen at the loopback interface, unless the user set another one."""
+    """Make gloo groups of this process listen at the loopback interface, unless the user set another interface."""
     os.environ.update(gloo_at_loopback(os.environ))
 
 
@@ -31,7 +31,7 @@ def loopback_store(address: str, port: int, rank: int, world: int, timeout: time
     if rank == 0:
         # If the port is in use, `TCPStore` below reuses the store of this process on that port, or raises.
         with contextlib.suppress(OSError), socket.create_server((address, port), backlog=_BACKLOG) as listening:
-            number = listening.detach()  # the store closes it
+            number = listening.detach()  # the store closes the socket
             return TCPStore(
                 address, port, world, is_master=True, timeout=timeout, multi_tenant=True, master_listen_fd=number
             )

@@ -1,9 +1,9 @@
 """Lossy codecs: one bit, 4 and 8 bits and fp8 in blocks with a scale, and only the largest elements.
 
-A block is a run of elements of the flat tensor; the last one may be shorter. Each has one float32 scale, and the scales
-precede the codes. All round deterministically, so none is unbiased by itself: error feedback of the caller makes the
-sum of all messages equal the sum of all tensors, up to the last error. A tensor with a value that is not finite is
-refused before anything is written. The code of this file is the reference; native code does the same on the CPU.
+A block is a run of elements of the flat tensor; the last block may be shorter. Each block has one float32 scale, and
+the scales precede the codes. Rounding is deterministic, so a single message is biased: error feedback of the caller
+makes the sum of all messages equal the sum of all tensors, up to the last error. `encode` raises if a value is not
+finite, before anything is written. The code of this file is the reference; native code does the same on the CPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from windlass.comm.bit_packing import pack_nibbles, pack_signs, unpack_nibbles, 
 from windlass.kernels import message_codes
 
 SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_CHUNK = 1 << 17  # elements that a CPU encodes or decodes at once, a multiple of every block: they stay in its cache
+_CHUNK = 1 << 17  # elements that a CPU encodes or decodes at once, few enough for its cache; a multiple of every block
 _LEAST = torch.finfo(torch.float32).tiny  # lower bound of a scale, so that its reciprocal is finite
-_MOST_PLACES = 1 << 31  # element indices that fit in 32 bits
+_MOST_PLACES = 1 << 31  # number of element indices that int32 can represent
 
 
 def require_finite(name: str, values: torch.Tensor, sums: torch.Tensor) -> None:
-    """Raise CodecError if `sums`, one number for each block, shows that one of `values` is not finite."""
+    """Raise CodecError if one of `sums`, a number for each block of `values`, is NaN or infinite.
+
+    Either a value is not finite, or a block sums to more than float32 holds.
+    """
     if bool(torch.isfinite(sums).all()):
         return
     bad = (~torch.isfinite(values)).nonzero()
@@ -75,15 +78,15 @@ class ScaledCodec:
         raise NotImplementedError
 
     def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the scale of each row `[blocks, elements]` of float32."""
+        """Return the scales `[blocks]` of the rows of `whole`, `[blocks, elements]` float32."""
         raise NotImplementedError
 
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write the codes of `[n]` float32 values, which must not be changed."""
+        """Write the codes of `values`, `[n]` float32, to `codes`, and leave `values` unchanged."""
         raise NotImplementedError
 
     def read_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """Write float32 values, still without their scales, to `out`."""
+        """Write the float32 values of the codes to `out`, without the factor of their scales."""
         raise NotImplementedError
 
     def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
@@ -164,17 +167,17 @@ class ScaledCodec:
                 part.copy_(values)
 
 
-_COLUMNS = 256  # sums of a block of signs: of every 256th element
+_COLUMNS = 256  # number of partial sums of a block of `SignCodec`, each over every 256th element
 
 
 class SignCodec(ScaledCodec):
-    """Codec of one bit for each element, and the mean absolute value of each block of 2048.
-
-    The order of the sum is part of the codec, so that every processor makes the same bits: 256 columns are summed row
-    by row, then the second half of the columns is added to the first, until one is left.
+    """Codec of one sign bit for each element, and the mean absolute value of each block of 2048 as its scale.
 
     This scale minimizes the squared error, so that a message with error feedback is a contraction (Karimireddy et al.,
     "Error Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as positive. Bytes: n / 8 and 4 for each block.
+
+    The order of summation is part of the codec, so that every processor computes the same bits: 256 columns are summed
+    row by row, then the second half of the columns is added to the first half, until one column is left.
     """
 
     name = "sign"
@@ -204,14 +207,14 @@ class SignCodec(ScaledCodec):
 
 
 class FineSignCodec(SignCodec):
-    """Codec of one bit for each element, and the mean absolute value of each block of 256. Bytes: n / 8 and n / 64."""
+    """`SignCodec` with blocks of 256. Bytes: n / 8 for the signs and n / 64 for the scales."""
 
     name = "fine_sign"
     block = 256
 
 
 class _IntegerCodec(ScaledCodec):
-    """Codec of integers in [-highest, highest]; the scale is the largest absolute value of a block over `highest`.
+    """Codec of integers in [-highest, highest], where a scale is the largest absolute value of its block / `highest`.
 
     Rounds to nearest, ties to even: the error of an element is at most half the scale of its block.
     """
@@ -260,9 +263,9 @@ class Int4Codec(_IntegerCodec):
 
 
 class Fp8Codec(_IntegerCodec):
-    """Codec of float8_e4m3fn values in blocks of 256, scaled so that the largest one is 448. Bytes: as int8.
+    """Codec of float8_e4m3fn values in blocks of 256, scaled so that the largest is 448. Bytes: n and 4 for each block.
 
-    The error of an element is at most 1/16 of it, and at most 2**-10 of the scale below the least normal number.
+    The error is at most 1/16 of an element, or 2**-10 of the scale for elements below the smallest normal number.
     """
 
     name = "fp8"
@@ -281,7 +284,7 @@ class Fp8Codec(_IntegerCodec):
 
 
 class TopKCodec:
-    """Codec of the elements of largest absolute value, exact in float32, with their places; all others become 0.
+    """Codec of the elements of largest absolute value, exact in float32, with their indices; all others become 0.
 
     Bytes: 8 for each of the `ceil(n / divisor)` elements that are sent. `encoded_size` refuses tensors of more than
     2**31 elements.
@@ -297,7 +300,7 @@ class TopKCodec:
         return dtype in SOURCES
 
     def kept(self, numel: int) -> int:
-        """Return the number of elements that are sent of `numel`."""
+        """Return the number of elements that are sent for a tensor of `numel` elements."""
         return -(-numel // self._divisor)
 
     def encoded_size(self, numel: int, dtype: torch.dtype) -> int:

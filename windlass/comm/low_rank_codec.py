@@ -12,12 +12,12 @@ _PASSES = 2  # passes of subspace iteration
 
 
 class LowRankCodec:
-    """Codec of P Q^T, where a tensor of `n` elements is read as a matrix of `ceil(sqrt(n))` columns, padded by zeros.
+    """Codec of P Q^T for a tensor of `n` elements as a matrix with `ceil(sqrt(n))` columns, padded by zeros.
 
     P is an orthonormal basis of the range of the matrix times a constant random matrix, after two passes of subspace
-    iteration (Halko et al., arXiv:0909.4061, algorithm 4.4), and Q the transposed matrix times P. The decoded tensor is
-    a projection, so that an error is never larger than the tensor. Bytes: `4 rank` for each row and column, or those of
-    the tensor in float32 where that is less.
+    iteration (Halko et al., arXiv:0909.4061, algorithm 4.4). Q is the transposed matrix times P. The decoded tensor is
+    a projection, so that the norm of the error never exceeds that of the tensor. Bytes: `4 rank` for each row and
+    column, or `4 n` if that is less; the tensor is then sent in float32.
 
     A codec has neither the shape of a parameter nor the basis of the previous message. `PowerSGD` uses both.
     """
@@ -41,8 +41,8 @@ class LowRankCodec:
         if message.numel() == values.numel():
             message.copy_(values)
             return
-        # A power of two, which rounds nothing: the iteration multiplies by the matrix squared, which would overflow for
-        # elements above 1e19 and vanish for those below 1e-19.
+        # Scale by a power of two, which is exact: the iteration multiplies by the squared matrix, which would overflow
+        # for elements above 1e19 and underflow for elements below 1e-19.
         scale = torch.ldexp(torch.ones((), device=values.device), torch.frexp(values.abs().amax()).exponent - 1)
         values = values / scale
         matrix = torch.nn.functional.pad(values, (0, rows * columns - values.numel())).view(rows, columns)

@@ -23,7 +23,7 @@ _alone: list[Any] = []  # group of this rank alone, if it exists: torch creates 
 def _own(rank: int, timeout: timedelta | None) -> Any:
     """Return the process group of this rank alone. It is destroyed with the default group."""
     if _alone:
-        with contextlib.suppress(ValueError):  # it was destroyed together with its default group
+        with contextlib.suppress(ValueError):  # the group was destroyed together with the default group
             if dist.get_rank(_alone[0]) == 0 and dist.get_process_group_ranks(_alone[0]) == [rank]:
                 return _alone[0]
         _alone.clear()
@@ -40,7 +40,7 @@ class _GroupMaker:
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
         self._found: dict[tuple[tuple[tuple[int, ...], ...], bool], RankGroup] = {}
-        # Otherwise CPU tensors need a separate group.
+        # True if the default back end sends CPU tensors; otherwise these need a separate group.
         self._talks = any(name in dist.get_backend_config() for name in ("gloo", MPI_BACKEND))
 
     @property
@@ -138,7 +138,7 @@ class Mesh:
     def gather_from_world(self, value: Any) -> list[Any]:
         """All-gather a plain Python value from all ranks.
 
-        If `only_data`, all ranks have the same value, so return only this one. Collective.
+        If `only_data`, all ranks have the same value, so return only this rank's. Collective.
         """
         if self.only_data:
             return [value]

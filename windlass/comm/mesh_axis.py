@@ -113,7 +113,10 @@ class MeshAxis:
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0] // self.size] * self.size
         if sum(lengths) != moved.shape[0]:
-            raise ValueError(f"{moved.shape[0]} rows cannot be split into parts of {lengths} over {self.name}")
+            raise ValueError(
+                f"{moved.shape[0]} rows cannot be split into parts of {lengths} over {self.name}; pass sizes that add "
+                "up to the rows"
+            )
         longest, row = max(lengths), moved[:1].numel()
         self._count("reduce_scatter", lengths[self.index] * row * tensor.element_size() * (self.size - 1))
         full = moved.contiguous()
@@ -145,7 +148,9 @@ class MeshAxis:
         sends = list(sends) if sends is not None else [tensor.shape[0] // self.size] * self.size
         receives = list(receives) if receives is not None else list(sends)
         if sum(sends) != tensor.shape[0]:
-            raise ValueError(f"{tensor.shape[0]} rows can't be sent as {sends} over {self.name}")
+            raise ValueError(
+                f"{tensor.shape[0]} rows can't be sent as {sends} over {self.name}; pass sends that add up to the rows"
+            )
         out = tensor.new_empty((sum(receives), *tensor.shape[1:]))
         row = tensor.element_size() * tensor.shape[1:].numel()
         self._count("all_to_all", (sum(receives) - receives[self.index]) * row)
@@ -185,7 +190,7 @@ class MeshAxis:
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Broadcast the values of the rank at index `source` into `tensor`, in place. It must be contiguous."""
+        """Broadcast the values of the rank at index `source` into `tensor`, which must be contiguous, in place."""
         if self.size > 1:
             run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
@@ -199,7 +204,7 @@ class MeshAxis:
         run_pending_checks()
         return self._gather_objects(value)
 
-    # Communication, which `PlannedAxis` replaces: it sends nothing.
+    # Communication. `PlannedAxis` overrides these methods and sends nothing.
 
     def _start_sum(self, tensor: torch.Tensor, op: Any) -> Pending:
         return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())

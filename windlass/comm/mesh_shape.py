@@ -10,7 +10,7 @@ from itertools import product
 from windlass.base.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")
-"""Axes, outermost first. Neighbouring ranks, which share a node, differ along the last ones."""
+"""Axes, outermost first. Neighbouring ranks, which share a node, differ along the last axes."""
 
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "sp")
 """Axes over which gradients of dense parameters are reduced: their ranks process different tokens."""
@@ -28,8 +28,8 @@ tp read the same samples.
 class MeshShape:
     """Sizes of all axes, and the arithmetic of ranks.
 
-    Ranks are numbered along the axes of `AXES` like digits, tp fastest. `ep` is a part of the data ranks: dense
-    parameters are reduced over it, experts are not.
+    Ranks are numbered along the axes of `AXES` like digits, tp fastest. `ep` is one of the data-parallel axes:
+    gradients of dense parameters are reduced along it, gradients of experts are not.
     """
 
     pp: int = 1
@@ -42,7 +42,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         for axis in AXES:
             if self.size(axis) < 1:
-                raise ConfigError(f"the axis {axis} has {self.size(axis)} ranks; an axis has at least 1")
+                raise ConfigError(f"the axis {axis} has {self.size(axis)} ranks; give it at least 1")
 
     @cached_property
     def world(self) -> int:
@@ -73,7 +73,7 @@ class MeshShape:
             ValueError: the rank is not in the mesh.
         """
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} is not in a world of {self.world}")
+            raise ValueError(f"rank {rank} is not in a world of {self.world}; ranks are numbered from 0")
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.size(axis))
@@ -87,14 +87,16 @@ class MeshShape:
         """
         for axis, place in places.items():
             if axis not in AXES or not 0 <= place < self.size(axis):
-                raise ValueError(f"{axis} = {place} is out of range: the axes are {self}")
+                raise ValueError(
+                    f"{axis} = {place} is not an index on the axes {self}; pass one from 0 to the size minus 1"
+                )
         rank = 0
         for axis in AXES:
             rank = rank * self.size(axis) + places.get(axis, 0)
         return rank
 
     def data_loading_rank(self, rank: int) -> int:
-        """Return the data-loading index of a rank. Ranks along pp, sp and tp share it and read the same samples."""
+        """Return the data-loading index of a rank. Ranks along pp, sp and tp have the same index and samples."""
         places, number = self.coordinates(rank), 0
         for axis in DATA_LOADING_AXES:
             number = number * self.size(axis) + places[axis]
@@ -107,7 +109,7 @@ class MeshShape:
         return tuple(self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*spans))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return all ranks in groups that differ only along these axes, ordered by their first rank."""
+        """Return the partition of all ranks into groups that differ only along these axes, ordered by first rank."""
         others = [range(self.size(axis)) if axis not in axes else (0,) for axis in AXES]
         firsts = (self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*others))
         return [self.along(first, *axes) for first in firsts]

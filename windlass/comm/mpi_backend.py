@@ -63,7 +63,7 @@ def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | Non
 
 
 def store_over_mpi(place: RankEnvironment, own_address: str, timeout: timedelta) -> tuple[TCPStore, str, int]:
-    """Create the rendezvous store at a free port of rank 0, which rank 0 broadcasts by MPI. Collective.
+    """Create the rendezvous store at a free port of rank 0. Rank 0 broadcasts address and port by MPI. Collective.
 
     Returns:
         The store, and its address and port.
@@ -75,7 +75,7 @@ def store_over_mpi(place: RankEnvironment, own_address: str, timeout: timedelta)
     if place.rank == 0:
         with socket.create_server((HERE if one_host else "", 0), backlog=_BACKLOG) as listening:
             address, port = HERE if one_host else own_address, int(listening.getsockname()[1])
-            number = listening.detach()  # the store closes it
+            number = listening.detach()  # the store closes the socket
         server = TCPStore(
             address,
             port,
@@ -100,7 +100,7 @@ def _create_group(options: Any, _: Any) -> MpiProcessGroup:
     ranks = list(options.global_ranks_in_group)
     world, index, size = mpi.COMM_WORLD, options.group_rank, options.group_size
     with MPI_LOCK:
-        if not ranks:  # torch's way to name all ranks
+        if not ranks:  # torch passes no ranks for the group of all ranks
             if not dist.is_initialized():
                 check_world(mpi, "torch.distributed", index, size)
                 _check_job(mpi, options.store, index)

@@ -38,7 +38,7 @@ class MpiElements:
 
     Attributes:
         memory: contiguous flat tensor, in host memory unless the library is CUDA-aware.
-        finish: moves what arrived to the tensors; None if they own the memory.
+        finish: function that copies the received data to the tensors; None if `memory` is the tensors' own memory.
     """
 
     memory: torch.Tensor
@@ -52,7 +52,7 @@ def is_usable(tensor: torch.Tensor, cuda_aware: bool) -> bool:
 
 
 def bytes_to_send(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Tensor:
-    """Return the bytes of the tensors, one after the other: their own memory if it is one tensor that MPI may read."""
+    """Return the bytes of the tensors, one after the other. A single tensor that MPI may read is not copied."""
     parts = [_as_bytes(_staged(tensor.detach(), cuda_aware)) for tensor in tensors]
     memory = parts[0] if len(parts) == 1 else torch.cat(parts)
     _synchronize(memory)
@@ -76,9 +76,10 @@ def bytes_to_receive(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> MpiEl
 
 
 def elements_to_reduce(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Tensor:
-    """Return the elements of the tensors, one after the other, in a dtype of MPI: the tensor's own memory if possible.
+    """Return the elements of the tensors, one after the other, in a dtype that MPI reduces.
 
-    16-bit and 8-bit floats are reduced in float32, so the result is rounded once.
+    A single tensor that MPI may access and reduce is not copied. 16-bit and 8-bit floats are reduced in float32, so the
+    result is rounded once.
     """
     parts = [_staged(tensor.detach(), cuda_aware).reshape(-1).to(reduce_dtype(tensor.dtype)) for tensor in tensors]
     memory = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -98,13 +99,13 @@ def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def write_result(memory: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any, ranks: int) -> None:
-    """Write a reduction's result to the tensors, after the division of an average."""
+    """Write a reduction's result to the tensors; divide by `ranks` first if the operator is an average."""
     if op_name(op) == "AVG":
         if memory.dtype.is_floating_point or memory.dtype.is_complex:
             memory = memory / ranks
         elif memory.dtype.is_signed or memory.dtype == torch.uint8:
             memory = torch.div(memory, ranks, rounding_mode="trunc")
-        else:  # torch divides no wider unsigned integers
+        else:  # torch cannot divide unsigned integers of more than 8 bits
             memory = torch.from_numpy(memory.cpu().numpy() // ranks).to(memory.device)
     parts = memory.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
@@ -122,15 +123,15 @@ def mpi_operator(mpi: Any, op: Any, dtype: torch.dtype) -> Any:
     """Return MPI's operator for torch's.
 
     Raises:
-        CommunicationError: MPI has none for elements of this dtype.
+        CommunicationError: MPI has no such operator for elements of this dtype.
     """
     name = op_name(op)
     fractional = dtype.is_floating_point or dtype.is_complex
     table = _BOOLEAN if dtype is torch.bool else _OPS if fractional else {**_OPS, **_BITWISE}
     if name not in table or (dtype.is_complex and name in ("MIN", "MAX")):
         raise CommunicationError(
-            f"MPI has no operator ReduceOp.{name} for {dtype} tensors; windlass.compat.collectives composes those that "
-            "a back end lacks"
+            f"MPI has no operator ReduceOp.{name} for {dtype} tensors; use an operator or a dtype that MPI has, or "
+            "windlass.compat.collectives, which computes further operators"
         )
     return getattr(mpi, table[name])
 
@@ -156,7 +157,7 @@ def _staged(tensor: torch.Tensor, cuda_aware: bool) -> torch.Tensor:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))  # one element of a strided tensor keeps its stride
+    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))  # a single element may keep another stride than 1
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Process group of `torch.distributed` over MPI, by mpi4py: the calls that torch makes of every back end.
+"""Process group of `torch.distributed` over MPI, by mpi4py: the methods that torch calls on every back end.
 
 Data are sent as bytes, so every dtype can be sent. Every operation is non-blocking ([Note: one MPI call at a time]).
 GPU tensors travel through host memory unless the library is CUDA-aware.
@@ -37,8 +37,8 @@ class MpiProcessGroup(_TorchProcessGroup):
 
     Args:
         mpi: the module `mpi4py.MPI`.
-        communicator: owned by the group.
-        cuda_aware: the library reads and writes GPU memory.
+        communicator: MPI communicator, which the group frees in `shutdown`.
+        cuda_aware: True if the library reads and writes GPU memory.
         timeout: longest wait of an operation for the other ranks.
         group_name: torch's name of the group.
     """
@@ -63,9 +63,9 @@ class MpiProcessGroup(_TorchProcessGroup):
         return self._group_name
 
     def shutdown(self) -> None:
-        """Free the communicator, for `destroy_process_group`: MPI has some thousands. Collective, as MPI's call is.
+        """Free the communicator, for `destroy_process_group`. Collective.
 
-        Operations in flight end as usual.
+        MPI libraries allow only some thousands of communicators. Operations in flight end as usual.
         """
         with MPI_LOCK:
             if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():
@@ -334,7 +334,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         )
 
     def _require_own(self, name: str, parts: Tensors, own: torch.Tensor) -> None:
-        """Check the number of parts, and that this rank's fits its own tensor."""
+        """Check that there is a part for each rank, and that this rank's part has the size and dtype of `own`."""
         if len(parts) != self.size():
             raise CommunicationError(
                 f"{name} over MPI: {len(parts)} tensors for {self.size()} ranks; pass one for each"
@@ -371,7 +371,7 @@ def _first(tensors: Any) -> torch.Tensor:
 
 
 def _lists(tensors: Any) -> list[list[torch.Tensor]]:
-    """Return lists of tensors: torch passes them as `[[a, b]]`, and its shorter forms as `[a, b]`."""
+    """Return a list of lists of tensors. torch passes `[[a, b]]`, or `[a, b]` in short overloads of a method."""
     return [list(tensors)] if isinstance(tensors[0], torch.Tensor) else [list(each) for each in tensors]
 
 
@@ -391,8 +391,8 @@ def _require(name: str, one: torch.Tensor, other: torch.Tensor, fits: bool) -> N
     """
     if not fits or one.dtype != other.dtype:
         raise CommunicationError(
-            f"{name} over MPI: {list(one.shape)} {one.dtype} does not fit {list(other.shape)} {other.dtype}; give both "
-            "one dtype, and the tensor for all ranks a part of equal size for each rank"
+            f"{name} over MPI: a tensor of shape {list(one.shape)} and {one.dtype} does not fit one of shape "
+            f"{list(other.shape)} and {other.dtype}; give both the same dtype, and every rank a part of equal size"
         )
 
 
@@ -400,7 +400,8 @@ def _row_bytes(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
     """Return the bytes of the rows for each rank.
 
     Raises:
-        CommunicationError: the splits are not `size` numbers that add up to the rows, or `size` does not divide these.
+        CommunicationError: the splits are not `size` numbers that add up to the rows; or there are no splits, and
+            `size` does not divide the rows.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     counts = list(splits) if splits else [rows // size] * size

@@ -28,12 +28,12 @@ def release_abandoned(mpi: Any) -> None:
 def _has_ended(mpi: Any, requests: list[Any]) -> bool:
     try:
         return bool(mpi.Request.Testall(requests))
-    except mpi.Exception:  # no caller waits for it
+    except mpi.Exception:  # no caller waits for this operation
         return True
 
 
 class MpiWork(dist.Work):
-    """Requests in flight, with a callback that moves what arrived into the caller's tensors.
+    """Requests in flight, with a callback that copies the received data to the caller's tensors.
 
     The operation progresses when any thread of this process polls any operation, since MPI has no thread of its own.
 
@@ -42,10 +42,10 @@ class MpiWork(dist.Work):
         what: operation, group and rank, for messages.
         requests: MPI's requests.
         outputs: tensors that hold the result.
-        finish: called once, when all requests have completed.
-        keeps: objects whose memory MPI reads or writes meanwhile.
+        finish: function that is called once, when all requests have completed.
+        keeps: objects whose memory MPI reads or writes until then.
         timeout: longest wait for the other ranks.
-        parts: works that are parts of this one, which completes when all of them have.
+        parts: other works; this work completes when all of them have completed.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class MpiWork(dist.Work):
         super().__init__()
         self._mpi, self._what, self._requests, self.outputs = mpi, what, list(requests), list(outputs)
         self._finish, self._keeps, self._timeout, self._parts = finish, list(keeps), timeout, list(parts)
-        self._lock = threading.RLock()  # the thread of a future and the caller's may poll at once
+        self._lock = threading.RLock()  # the caller and the thread of a future may poll at the same time
         self._done, self._source = False, -1
         self._error: CommunicationError | None = None
 
     def __del__(self) -> None:
-        # A script may drop the work of a send, and a wait may time out: MPI uses the memory all the same.
+        # A script may drop the work of a send, and a wait may time out: MPI still uses the memory.
         if self._requests:
             _abandoned.append((self._requests, self._keeps))
 
@@ -118,7 +118,7 @@ class MpiWork(dist.Work):
         return self._error
 
     def synchronize(self) -> None:
-        """Wait, as torch's works do for the current stream."""
+        """Wait until the result is in the outputs. The works of NCCL block only the current stream here."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ class MpiWork(dist.Work):
         return self.outputs
 
     def source_rank(self) -> int:
-        """Return the rank in the group of the sender of a completed receive."""
+        """Return the group rank of the sender, once a receive has completed."""
         return self._source
 
     def _source_rank(self) -> int:
@@ -164,7 +164,9 @@ class MpiWork(dist.Work):
             except self._mpi.Exception as error:
                 codes = [status.Get_error() for status in statuses] + [error.Get_error_code()]
                 text = self._mpi.Get_error_string(next(code for code in codes if code != self._mpi.SUCCESS))
-                self._error = CommunicationError(f"{self._what} over MPI failed: {text.strip().splitlines()[0]}")
+                self._error = CommunicationError(
+                    f"{self._what} over MPI failed: {text.strip().splitlines()[0]}; see the output of the other ranks"
+                )
                 raise self._error from error
             if len(statuses) == 1:
                 self._source = statuses[0].Get_source()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-CHUNK = 1 << 16  # in elements: three float32 chunks fit in a core's cache, and a dot product of one is accurate to 1e-7
+CHUNK = 1 << 16  # elements: three float32 chunks fit in a core's cache, and their dot products are accurate to 1e-7
 LARGEST = 1 << 30  # maximum chunk on an accelerator, in elements: torch.dot rejects more than 2^31 - 1
 
 
@@ -31,7 +31,7 @@ def ordered_sum(
     step = CHUNK if out.device.type == "cpu" else min(max(out.numel(), 1), LARGEST)
     scratch = torch.empty(min(step, out.numel()), dtype=wide, device=out.device)
     squares: list[torch.Tensor] = []
-    # With more parts, `out` may be a part that is not read yet.
+    # With more than two parts, writing to `out` could overwrite a part before it is read.
     direct = not add and out.dtype == wide and len(parts) <= 2
     for start in range(0, out.numel(), step):
         target = out[start : start + step]
@@ -64,7 +64,7 @@ def ordered_sum(
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of `flat` `[n]` as a float64 scalar tensor.
 
-    On a CPU it is bitwise equal to that of `ordered_sum`.
+    On a CPU the result is bitwise equal to that of `ordered_sum`.
     """
     wide = flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float32
     if flat.device.type != "cpu":

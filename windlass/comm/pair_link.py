@@ -1,7 +1,7 @@
 """Connection of two processes over gloo that does not depend on any other process.
 
-A process group ends for all of its ranks when one of them ends. A link is a group of two, so processes may come and go:
-only their own links end. Messages are tensors; nothing is pickled.
+A process group ends for all of its ranks when one of them ends. A link is a group of two processes, so the end of a
+process ends only its own links. Messages are tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from windlass.comm.peer_owners import ClosedPeerError, require_own_peers
 HEADER = 8
 """Number of integers at the head of a message."""
 _ACCEPT_S = 2.0
-_TICK = 0.001  # gloo waits for whole milliseconds
-_CHUNK = 1 << 24  # bytes: `idle` limits the time of a chunk, so that a large tensor may take longer
+_TICK = 0.001  # seconds: gloo waits for whole milliseconds
+_CHUNK = 1 << 24  # bytes of a chunk: `idle` limits the time of one chunk, so that a large tensor may take longer
 
 
 class LinkClosedError(CommunicationError):
@@ -31,20 +31,21 @@ class LinkClosedError(CommunicationError):
 
 
 class LinkSilentError(LinkClosedError):
-    """End of a link whose other side sent or took nothing for `idle`. The process may still run."""
+    """End of a link whose other side sent or received nothing for `idle`. The other process may still run."""
 
 
 class PairLink:
-    """Link between two processes. Each side receives on one thread at a time; messages may be sent from several.
-    `idle` may be changed later.
+    """Link between two processes.
+
+    Each side receives on one thread at a time, and may send on several threads. `idle` may be changed later.
 
     Args:
-        store: rendezvous store, whose waits do not hold up its other users (`PollingStore`).
+        store: rendezvous store in which a wait does not block calls of other threads (`PollingStore`).
         name: name of the link, equal on both sides and used once.
         first: True on one side, False on the other.
         peer: description of the other side, for messages.
         connect: longest wait for the other side to connect.
-        idle: longest wait for a message, or for the other side to take one.
+        idle: longest wait for a message, or for the other side to receive one.
 
     Raises:
         LinkClosedError: the other side does not connect in time.
@@ -130,12 +131,12 @@ class PairLink:
                 self.close()
                 if time.monotonic() - began + _TICK >= self.idle.total_seconds():
                     raise LinkSilentError(
-                        f"{self.peer} gave no sign of life for {self.idle.total_seconds():.0f} s"
+                        f"{self.peer} sent or received nothing for {self.idle.total_seconds():.0f} s"
                     ) from error
                 raise LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}") from error
 
     def _start(self, operation: str, chunk: torch.Tensor) -> Any:
-        group = self._group  # not kept during the transfer: `close` on another thread frees it
+        group = self._group  # a local name, gone before the transfer: `close` on another thread then frees the group
         if group is None:
             raise LinkClosedError(f"the connection with {self.peer} is closed")
         return getattr(group, operation)([chunk], self._other, 0)

@@ -4,14 +4,14 @@
 connect to a rank's port before the rank that is expected there, or write an address of its own to the store, and ranks
 unpickle what their peers send. Over loopback Linux lists both ends of a connection with the users that own them
 (`/proc/net/tcp`), and no user can change the owner of a socket. So the owners are compared after the connections of a
-process group are made and before anything is received over them. The superuser is accepted, since no check holds
-against it. Connections with other hosts are not checked: their other ends are not listed here.
+process group are made and before anything is received over them. The superuser is accepted, since no check could stop
+it. Connections with other hosts are not checked: their other ends are not listed here.
 
 A process on a busy machine may take seconds to accept a connection, which then has no owner yet. The check
 waits for such a connection, but not for one whose owner has closed it.
 
 Reading the list takes milliseconds, and a run creates many groups. So each connection is looked up by itself first
-(`socket_diagnosis`), and the list is read where this does not show that all of them are of the same user.
+(`socket_diagnosis`). The list is read only if these look-ups do not show that all connections lead to the same user.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ForeignPeer:
 
     Attributes:
         uid: the other user; None if no process has the other end open.
-        is_queued: the other end is not accepted yet.
+        is_queued: True if the other process has not accepted the connection yet.
     """
 
     local: str
@@ -91,7 +91,7 @@ def require_own_peers(purpose: str, accept_s: float = ACCEPT_S) -> Iterator[None
 
 
 def open_sockets() -> dict[int, int]:
-    """Return a descriptor of each of this process's sockets, by inode; none if the system does not list them."""
+    """Return a descriptor of each of this process's sockets, by inode; empty if the system does not list sockets."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
@@ -105,7 +105,7 @@ def open_sockets() -> dict[int, int]:
 def have_own_peers(opened: Mapping[int, int]) -> bool:
     """Return True if the kernel shows that all loopback connections among these sockets lead to the same user.
 
-    False also if it cannot determine this.
+    False also if the kernel cannot determine this.
 
     Args:
         opened: descriptors of sockets by inode.
@@ -147,7 +147,7 @@ def read_connections(tables: Iterable[str] = _TABLES) -> Connections:
 
 
 def foreign_peers(inodes: Collection[int], connections: Connections) -> list[ForeignPeer]:
-    """Return the connections over loopback of the sockets `inodes` whose other end is not of the same user."""
+    """Return the loopback connections of the sockets `inodes` whose other end does not belong to the same user."""
     found = []
     for (local, remote), own in connections.items():
         if own.inode not in inodes or not _is_loopback(remote):

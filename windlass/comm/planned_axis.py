@@ -14,8 +14,9 @@ from windlass.comm.mesh_axis import MeshAxis
 class PlannedAxis(MeshAxis):
     """Axis whose other ranks do not exist.
 
-    Results have the shapes, dtypes and memory of those of a `MeshAxis`, and undefined values. Bytes are counted as by
-    a `MeshAxis`. For models on the meta device or of `FakeTensor`s, and for partitioning one rank's part of a model.
+    Results have the shapes, dtypes and memory sizes of the results of a `MeshAxis`; their values are undefined. Bytes
+    are counted as by a `MeshAxis`. Used for models on the meta device or of `FakeTensor`s, and for partitioning one
+    rank's part of a model.
     """
 
     def _start_sum(self, tensor: torch.Tensor, op: Any) -> Pending:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from windlass.comm.rank_group import RankGroup
 
-IndexedTensors = Sequence[tuple[int, torch.Tensor]]  # with the group index of the peer
+IndexedTensors = Sequence[tuple[int, torch.Tensor]]  # pairs of a peer's group index and a tensor
 
 
 def exchange_tensors(group: RankGroup, sends: IndexedTensors, receives: IndexedTensors) -> int:

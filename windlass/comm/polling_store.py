@@ -1,4 +1,4 @@
-"""Store on the connection of another one, whose waits do not hold up the other users of the connection."""
+"""Store that polls for keys over another store's connection, so that a wait does not block other threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PAUSE = 0.005
 class PollingStore(Store):
     """View of a store for the construction of a process group while other threads use the store.
 
-    A wait of `TCPStore` occupies its connection until the key is written. Opening a connection for each group instead
-    can take seconds: torch looks up the name of the address, on machines where no name server may answer.
+    A wait of `TCPStore` occupies its connection until the key is written. A new connection for each group instead could
+    take seconds, because torch resolves the name of the address, and on some machines no name server answers.
 
     Args:
         store: store whose operations can be called from several threads.
@@ -39,18 +39,18 @@ class PollingStore(Store):
         return bytes.fromhex(self._store.get(key).decode())
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, and return it."""
+        """Add to a counter, and return its new value."""
         return int(self._store.add(key, value))
 
     def check(self, keys: list[str]) -> bool:
-        """Return True if all keys are there."""
+        """Return True if all keys exist."""
         return bool(self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for all keys.
 
         Raises:
-            RuntimeError: a key is not written in time, as from torch's stores, or never will be.
+            RuntimeError: a key is not written in time, as in torch's stores, or `is_over` returned True.
         """
         limit = self._longest if timeout is None else timeout
         until = time.monotonic() + limit.total_seconds()

@@ -29,7 +29,7 @@ class QuantizedGradients:
 
     Attributes:
         inside, across: codecs inside a node, and between nodes.
-        loco: error feedback; None: there is none.
+        loco: options of error feedback; None: no error feedback.
     """
 
     inside: str = "int8"
@@ -38,7 +38,7 @@ class QuantizedGradients:
 
 
 class LaneErrors:
-    """Error feedback of one lane.
+    """Error feedback of one lane of a transport: of the reductions of one gradient.
 
     Attributes:
         flat: `[numel]` in float32, the error of each element of the buffer: a rank sends each element of the other
@@ -52,7 +52,7 @@ class LaneErrors:
         self._parts: list[slice] = [slice(None)]
 
     def divide(self, parts: list[slice]) -> None:
-        """Count the reductions of some parts separately, because a checkpoint may hold other numbers for each."""
+        """Count the reductions of these parts separately, because a checkpoint may hold a different number for each."""
         if self._parts != parts:
             self._parts, self.reductions = parts, self.reductions[:1].repeat(len(parts))
 
@@ -78,7 +78,7 @@ class LaneErrors:
 
 
 def ranks_of_node(group: RankGroup, node_size: int) -> int:
-    """Return the number of ranks of `group` on a node; the size of `group` if nodes do not divide it."""
+    """Return the ranks of `group` on a node: `node_size` if it divides the group's size, else the group's size."""
     return node_size if group.size % node_size == 0 else group.size
 
 

@@ -4,8 +4,8 @@
 codec for weights; all ranks, the owner included, use the decoded values, so that they compute with the same weights. A
 gradient is reduced in two hops: each rank receives the parts of the ranks of its node, for its own shard and for those
 of its counterparts on other nodes, and sums them; then it receives the sums of its counterparts for its own shard. Each
-hop has a codec. A rank adds its own part as it is, since no other rank has it. Shards are encoded one by one, and sums
-are in rank order.
+hop has a codec. A rank adds its own part without encoding, since no other rank uses it. Shards are encoded one by one,
+and sums are in rank order.
 
 A block with a value that is not finite is decoded as values that are not finite, so that every rank finds them in the
 norm; error feedback ignores such a message.
@@ -86,8 +86,8 @@ class QuantizedReduction:
     Args:
         flat: `[numel]`, the gradient of this rank.
         out: `[numel / size]`, to which the sum is written or added.
-        errors: error feedback of the lane, if the options have it.
-        tags: tags of both hops.
+        errors: error feedback of the lane; None without `options.loco`.
+        tags: message tags of the first and the second hop.
         node_size: see `WireOptions.node_size`.
         eager: start the second hop at once, in the order of the stream, instead of in `wait`.
     """
@@ -207,7 +207,7 @@ class QuantizedReduction:
         return shards * _aligned(codec.encoded_size(self._out.numel(), torch.float32))
 
     def _message(self, codec: Codec, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Encode parts in float32, by the shard that they are for, and update their errors."""
+        """Encode the part for each shard as float32, one after the other, and update the errors of these shards."""
         message = torch.empty(self._nbytes(codec, len(parts)), dtype=torch.uint8, device=self._flat.device)
         size = codec.encoded_size(self._out.numel(), torch.float32)
         for number, (shard, part) in enumerate(parts.items()):

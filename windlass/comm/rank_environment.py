@@ -65,7 +65,8 @@ def rank_environment(environ: Environment, *, others: bool = True) -> RankEnviro
         return None
     if not 0 <= found.rank < found.world:
         raise CommunicationError(
-            f"{found.source} sets rank {found.rank} of {found.world}; ranks go from 0 to {found.world - 1}"
+            f"{found.source} sets rank {found.rank} of {found.world}; ranks go from 0 to {found.world - 1}: correct "
+            "the rank or the number of ranks"
         )
     return _cloud(environ, replace(found, **_given(environ)))
 
@@ -100,7 +101,8 @@ def _other(environ: Environment) -> RankEnvironment | None:
     step = _slurm(environ)
     for family in _MPI:
         place = _of_mpi(family, environ)
-        # Slurm's own PMI has less information than Slurm. MPI's proxies are tasks of a step too, but with other ranks.
+        # If both give the same rank, prefer Slurm's variables, which have more information than Slurm's PMI. Under
+        # mpirun they differ: the tasks of the Slurm step are MPI's proxies, not the ranks.
         if place is not None and family.of_slurm_too and step is not None:
             return step if (step.rank, step.world) == (place.rank, place.world) else place
         if place is not None:
@@ -113,7 +115,7 @@ class _MpiFamily:
     """Environment variables of one kind of MPI. Among several names for one value, the first that is set is used.
 
     Args:
-        of_slurm_too: Slurm sets some of these names too, so that a rank without a world size is not a rank of MPI.
+        of_slurm_too: True if Slurm sets some of these names too; a rank without a world size is then not MPI's.
     """
 
     source: str
@@ -152,7 +154,7 @@ def _of_mpi(family: _MpiFamily, environ: Environment) -> RankEnvironment | None:
     if world is None:
         raise CommunicationError(half([family.world[0]]))
     local_world = _first(environ, family.local_world)
-    # mpirun fills the hosts of a job in their order, beginning with the first, so rank 0 is there.
+    # mpirun fills the hosts of a job in their order, so rank 0 is on the first host.
     master = HERE if local_world == world else next(iter(slurm.allocated_hosts(environ)), None)
     return RankEnvironment(family.source, rank, world, _first(environ, family.local_rank), local_world, master)
 
@@ -201,7 +203,7 @@ def _cloud(environ: Environment, place: RankEnvironment) -> RankEnvironment:
 
 
 def _given(environ: Environment) -> dict[str, Any]:
-    """Return the values that are valid with any launcher."""
+    """Return the fields whose variables are the same for all launchers: `master`, `port` and `local_rank`."""
     given: dict[str, Any] = {}
     if environ.get("MASTER_ADDR"):
         given["master"] = environ["MASTER_ADDR"]

@@ -2,9 +2,9 @@
 
 [Note: collectives start in comm] Code outside `windlass/comm` and `windlass/compat` does not call collectives of
 `torch.distributed`: it calls the methods of `RankGroup`, `MeshAxis` and `Mesh`, and the functions of
-`comm/point_to_point`. So the process group of a call is always that of a `RankGroup`, and the hang report sees each
-wait: it classifies the frames of `windlass/comm` as waits for other ranks (`watchdog/thread_location`), and takes the
-name of the operation from the surrounding `WaitScope`, or from the method.
+`comm/point_to_point`. So the process group of a call is always that of a `RankGroup`, and the hang report recognizes
+each wait: it classifies the frames of `windlass/comm` as waits for other ranks (`watchdog/thread_location`), and takes
+the name of the operation from the surrounding `WaitScope`, or from the method.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankGroup:
     these.
 
     The methods are collective over the group, except the point-to-point ones. In a group of one rank they send nothing.
-    Ranks are given as indices in the group. Objects are pickled, and those received are copies.
+    Ranks are given as indices in the group. Objects are pickled; received objects are copies.
     """
 
     process_group: dist.ProcessGroup
@@ -42,7 +42,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> RankGroup:
-        """Wrap an existing process group, of which this rank must be a member."""
+        """Wrap an existing process group that contains this rank."""
         ranks = tuple(dist.get_process_group_ranks(process_group))
         return cls(process_group, ranks, dist.get_rank(process_group))
 
@@ -72,7 +72,7 @@ class RankGroup:
     def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Any:
         """Start a broadcast of a contiguous tensor, which must not change before the end of the returned operation.
 
-        `wait_for_transfers` of `comm/point_to_point` waits for it. None in a group of one rank.
+        `wait_for_transfers` of `comm/point_to_point` waits for the operation. Returns None in a group of one rank.
         """
         if self.size == 1:
             return None
@@ -157,7 +157,7 @@ def close_process_groups(*process_groups: dist.ProcessGroup | None) -> None:
     """Close the sockets of process groups that are still open."""
     for process_group in process_groups:
         if process_group is not None:
-            with contextlib.suppress(ValueError):  # it was destroyed with the default group, or earlier
+            with contextlib.suppress(ValueError):  # the group was destroyed with the default group, or earlier
                 dist.destroy_process_group(process_group)
 
 

@@ -111,7 +111,7 @@ class SharedMemory:
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
-    """Return what identifies an open file on this host."""
+    """Return the device and inode numbers, which identify an open file on this host."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
@@ -121,11 +121,11 @@ def _open_descriptor(pid: int, descriptor: int) -> int:
 
 
 def _map(file: int, pid: int, size: int, identity: tuple[int, int]) -> mmap.mmap:
-    """Map the block of process `pid`, opened as `file`, which is closed."""
+    """Map the block of process `pid`, which is open as the descriptor `file`, and close the descriptor."""
     try:
         # In another PID namespace (a container) the number of a process refers to another process, e.g. to this one.
         if _identity(file) != identity:
-            raise OSError(f"process {pid} is another one here: the ranks are in different PID namespaces")
+            raise OSError(f"the number {pid} is another process here: the ranks are in different PID namespaces")
         if os.fstat(file).st_size != size:
             raise OSError(f"block of process {pid} has {os.fstat(file).st_size} bytes, not {size}")
         return mmap.mmap(file, size)
@@ -170,7 +170,10 @@ class Counters:
         self.set(counter, value)
 
     def set(self, counter: int, value: int) -> None:
-        """Set one of this rank's counters without a fence. Peers read it only after another counter was raised."""
+        """Set one of this rank's counters without a fence.
+
+        Peers may read the counter only after this rank has raised another counter.
+        """
         if self._rest is not None and counter >= self._count:
             self._rest.set(counter - self._count, value)
         else:
@@ -254,7 +257,9 @@ class Counters:
             rank, pid = self._group.ranks[index], self._memory.pids[index]
             # Read the counter again: the peer may have raised it before it ended.
             if not is_alive(pid) and view[counter] < value:
-                raise CommunicationError(f"rank {rank} (process {pid}) ended while {what} was waiting for it")
+                raise CommunicationError(
+                    f"rank {rank} (process {pid}) ended while {what} was waiting for it; see its output for the reason"
+                )
             if waited > self._timeout:
                 raise CommunicationError(
                     f"rank {rank} (process {pid}) did not join {what} within {self._timeout:.0f} s; "

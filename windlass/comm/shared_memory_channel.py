@@ -15,12 +15,12 @@ WINDOW_BYTES = 1 << 22  # bytes for each pair of ranks; pages are allocated at t
 
 
 class SharedMemoryChannel:
-    """Channel through one window for each ordered pair of ranks, and one of each rank that all its peers read.
+    """Channel through one window for each ordered pair of ranks, and one window of each rank that all its peers read.
 
-    A message is split into chunks of the size of a window. The writer of a window waits until its readers took the
-    chunk before, then copies the next one and raises its `written` counter; a reader copies the chunk out and raises
-    `taken`. A message that fits in one window returns to its sender at once; a longer one needs the receiver meanwhile.
-    Construction is collective.
+    A message is split into chunks of the size of a window. The writer of a window waits until its readers have taken
+    the previous chunk, then copies the next chunk and raises its `written` counter; a reader copies the chunk out and
+    raises `taken`. A sender waits for the receiver only while the window holds a chunk that was not taken: a message
+    that fits in a free window is sent without waiting. Construction is collective.
 
     Args:
         group: CPU ranks of one host.
@@ -39,8 +39,8 @@ class SharedMemoryChannel:
         size = group.size
         memory = SharedMemory(group, (size + 1) * window)
         self._blocks = memory.blocks
-        # counters of each rank: chunks written for each peer, read from each peer, broadcast, and read from each
-        # broadcast
+        # Counters of each rank, in chunks: written for each peer, read from each peer, written for all peers, and read
+        # from each peer's window for all.
         self._taken, self._public, self._public_taken = size, 2 * size, 2 * size + 1
         self._counters = Counters(group, 3 * size + 1, timeout)
         self._sent, self._received = [0] * size, [0] * size  # chunks so far, by peer
@@ -51,7 +51,7 @@ class SharedMemoryChannel:
         run_pending_checks()
         outgoing = {peer: list(tensor.split(self._window)) for peer, tensor in sends.items() if tensor.numel()}
         incoming = {peer: list(tensor.split(self._window)) for peer, tensor in receives.items() if tensor.numel()}
-        # chunk by chunk in both directions: two ranks that send each other long messages take turns
+        # Chunk by chunk in both directions, so that two ranks that send each other long messages do not deadlock.
         for number in range(_rounds(outgoing, incoming)):
             for peer, chunks in outgoing.items():
                 if number < len(chunks):
@@ -117,7 +117,7 @@ class SharedMemoryChannel:
         self._counters.raise_to(self._public_taken + peer, chunk_number)
 
     def _slot(self, owner: int, reader: int, nbytes: int) -> torch.Tensor:
-        """Return the first bytes of the window that `owner` writes for `reader`; the last window is for all."""
+        """Return the first bytes of the window that `owner` writes for `reader`; `reader` = size means all peers."""
         return self._blocks[owner][reader * self._window :][:nbytes]
 
 

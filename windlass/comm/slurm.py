@@ -28,10 +28,10 @@ def expand_hosts(text: str) -> list[str]:
     for name in re.split(r",(?![^\[]*\])", text.strip()):
         parts = re.split(r"\[([^\[\]]*)\]", name)  # alternately text and the content of brackets
         if not name or not all(re.fullmatch(r"[\w.-]*", part) for part in parts[::2]):
-            raise CommunicationError(f"{text!r} is not a Slurm host list, at {name!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm host list, at {name!r}; write one like n[01-03,7],b1")
         choices = [_numbers(part, text) if at % 2 else [part] for at, part in enumerate(parts)]
         if math.prod(map(len, choices)) + len(found) > MAX_HOSTS:
-            raise CommunicationError(f"{text!r} names more than {MAX_HOSTS:,} hosts")
+            raise CommunicationError(f"{text!r} names more than {MAX_HOSTS:,} hosts; name fewer")
         found += map("".join, itertools.product(*choices))
     return found
 
@@ -55,12 +55,12 @@ def expand_counts(text: str) -> list[int]:
 
 
 def is_step(environ: Environment) -> bool:
-    """Return True if srun started this process. A batch script has the variables of a first task, but is not one."""
+    """Return True if srun started this process; False for a batch script, which has a first task's variables too."""
     return any(environ.get(name) for name in _STEP)
 
 
 def hosts_of_step(environ: Environment) -> list[str]:
-    """Return the hosts of this process's step, or else of its job. Empty if Slurm names none.
+    """Return the hosts of this process's step, or else of its job. Empty if Slurm sets neither host list.
 
     Raises:
         CommunicationError: the variable is not a host list.
@@ -82,7 +82,7 @@ def allocated_hosts(environ: Environment) -> dict[str, int]:
     """Return the hosts of this process's job, with the number of ranks for each: its tasks, else its GPUs, else 1.
 
     Returns:
-        An empty dict outside of a job.
+        `{host: number of ranks}`; empty outside of a job.
 
     Raises:
         CommunicationError: a variable is not a list of hosts or counts.
@@ -110,6 +110,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
         first, dash, last = part.partition("-")
         begin, end = parse_int(first), parse_int(last or first)
         if begin is None or end is None or (dash and not last) or not 0 <= begin <= end < begin + MAX_HOSTS:
-            raise CommunicationError(f"{text!r} is not a Slurm host list, at {part!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm host list, at {part!r}; write one like n[01-03,7],b1")
         found += [str(number).zfill(len(first)) for number in range(begin, end + 1)]
     return found

@@ -1,7 +1,7 @@
 """Owners of single TCP sockets, through the socket diagnosis interface of Linux (sock_diag(7)).
 
-The kernel finds one socket by its two ends in its hash table. `/proc/net/tcp` lists the same owners, but every reading
-of it walks through the whole table, which takes milliseconds even where nothing is connected.
+The kernel finds one socket by its two ends in its hash table. `/proc/net/tcp` lists the same owners, but reading that
+file walks through the whole table, which takes milliseconds even without any connection.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Self
 _NETLINK_SOCK_DIAG = 4
 _BY_FAMILY = 20  # type of a request, and of its answer
 _ERROR = 2  # type of an answer without a socket
-_REQUEST = 1  # flag
-_LISTENING = 10  # the lookup falls back to a listener of the local end
-CONNECTED_STATES = (1, 3)  # established, and the last step before it
+_REQUEST = 1  # flag of a request
+_LISTENING = 10  # state of a listener, which the kernel returns if no connected socket has these ends
+CONNECTED_STATES = (1, 3)  # TCP_ESTABLISHED and TCP_SYN_RECV
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, sender
 _ENDS = "HH16s16sIII"  # ports and addresses of both ends in network order, interface, cookie
 _QUERY = struct.Struct("=BBBxI")  # family, protocol, extensions, states
-_ANSWER = struct.Struct(f"=BBBB{struct.calcsize('=' + _ENDS)}sIIIII")  # ends, then timer, queues, user and inode
+_ANSWER = struct.Struct(f"=BBBB{struct.calcsize('=' + _ENDS)}sIIIII")  # state, timer, ends, queues, user, inode
 _ANY_COOKIE = 0xFFFFFFFF
 
 
@@ -34,8 +34,8 @@ class SocketOwner:
 
     Attributes:
         uid: user that owns the socket.
-        inode: 0 if no process has it open.
-        is_queued: the connection waits in the queue of a listener, which has not accepted it yet.
+        inode: inode of the socket; 0 if no process has the socket open.
+        is_queued: True if the connection waits in the queue of a listener, which has not accepted it yet.
     """
 
     uid: int
@@ -44,7 +44,7 @@ class SocketOwner:
 
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
-"""Address and port of one end of a connection. An IPv4 address of an IPv6 socket is one of IPv4 here."""
+"""Address and port of one end of a connection. An IPv4-mapped IPv6 address is given as an IPv4 address."""
 
 
 def endpoints(descriptor: int) -> tuple[Endpoint, Endpoint] | None:
@@ -82,7 +82,7 @@ class SocketDiagnosis:
         self._kernel.setblocking(False)  # the kernel answers within `send`
 
     def owner(self, local: Endpoint, remote: Endpoint) -> SocketOwner | None:
-        """Return the owner of the socket with these ends, or None if there is none.
+        """Return the owner of the socket with these ends, or None if no socket has them.
 
         Raises:
             OSError: the kernel does not answer such a request.

@@ -35,7 +35,7 @@ class StoreNotes:
         self._store().set(key, text)
 
     def read(self, key: str) -> str:
-        """Return the note under `key`, which must be there."""
+        """Return the note under `key`, which must exist."""
         return str(self._store().get(key).decode())
 
     def wait_for_keys(self, keys: Iterable[str], what: str, seconds: float | None = None) -> str:

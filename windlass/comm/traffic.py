@@ -12,7 +12,7 @@ _observer: Callable[[str, int], None] | None = None
 def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
     """Call `observer` for every collective of every engine of this process; None removes the observer.
 
-    Its arguments are the operation and the number of bytes that this rank read from others.
+    The observer's arguments are the operation and the number of bytes that this rank read from others.
     """
     global _observer
     _observer = observer
@@ -24,7 +24,7 @@ class Traffic:
 
     payload: Counter[str] = field(default_factory=Counter)  # parameter elements, by operation
     bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank read from others, by operation
-    # the part of these bytes that came from other nodes (ZeRO++)
+    # part of `bytes_moved` that came from other nodes, for quantized messages (ZeRO++)
     across_nodes: Counter[str] = field(default_factory=Counter)
     control: int = 0  # elements of the small control reductions
 

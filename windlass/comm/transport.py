@@ -26,8 +26,9 @@ class WireOptions:
         use_all_gather: Gather all shards in one collective; else one broadcast per rank (`allgather_partitions`).
         rotate_peers: Each rank starts with a different peer (`round_robin_gradients`).
         quantizes: True if some messages pass through a lossy codec; shared memory is then not used.
-        node_size: Consecutive ranks of a group that are one node, for quantized messages.
-        host_size: Consecutive ranks of the world that are one host, if a node is a host; 0: `node_size` applies.
+        node_size: Number of consecutive ranks of a group on one node, for quantized messages.
+        host_size: Number of consecutive ranks of the world on one host, from which each group's `node_size` is
+            computed; 0: use the given `node_size`.
         gradients: Codecs of reductions; None: gradients are sent in the dtype of the call.
     """
 
@@ -51,7 +52,7 @@ class BufferRequest:
         dtype: Dtype of the elements.
         shared: One buffer for the whole group, in which each rank owns its shard, if the transport supports it.
         transient: The memory will be freed and allocated again.
-        codec: Registered name of the codec of its all-gathers, on a wire transport; None: they are exact.
+        codec: Registered name of the codec of the buffer's all-gathers, on a wire transport; None: exact all-gathers.
     """
 
     numel: int
@@ -78,12 +79,12 @@ class TransportBuffer:
         parts: Every rank's `local` in group order; empty if peers cannot be read.
         shared: `local` is the same memory on all ranks.
         key: Key of the buffer's counters.
-        published: Number of times that its shards were published.
-        ring: `parts` of all buffers of its ring, including this one.
-        ring_index: Index in `ring`. Ranks may have the same gradient at different indices.
+        published: Number of times that this rank's shard was published.
+        ring: `parts` of all buffers of the ring that this buffer belongs to; empty without a ring, or without `parts`.
+        ring_index: Index of this buffer in `ring`. Ranks may have the same gradient at different indices.
         mark: Mark of the last reduction, common to all slices of one buffer.
-        codec: Codec of its all-gathers, as requested.
-        pages: Memory of `local` if it is freed and allocated again and belongs to this rank alone; else None.
+        codec: Codec of the buffer's all-gathers, as requested.
+        pages: Memory of `local` if the buffer is transient and belongs to this rank alone; else None.
     """
 
     local: torch.Tensor
@@ -118,6 +119,7 @@ class Transport(Protocol):
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         """Allocate zeroed buffers for `needs`, and `lanes` lanes for reductions.
 
+        A lane is the sequence of reductions of one gradient; one reduction of a lane is in flight at a time.
         Collective; called once, with equal arguments on all ranks.
         """
         ...
@@ -150,7 +152,7 @@ class Transport(Protocol):
         ...
 
     def error_feedback(self, lane: int) -> LaneErrors | None:
-        """Return the error feedback of a lane's reductions; None if they have none."""
+        """Return the error feedback of a lane's reductions; None if the options have no error feedback."""
         ...
 
     def publish(self, buffer: TransportBuffer) -> None:
@@ -160,8 +162,8 @@ class Transport(Protocol):
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
         """All-gather the shards of `buffer`.
 
-        This rank's shard is in place once `ready`. The call publishes the shard of a transient buffer; other buffers
-        are published before it.
+        This rank's shard is in place once `ready` has completed. The call publishes the shard of a transient buffer;
+        other buffers must be published before the call.
         """
         ...
 
@@ -183,7 +185,7 @@ class Transport(Protocol):
 
 
 class Reduction(Protocol):
-    """Reduction in flight. `squares` is the sum of squares of `out` once it is finished (float64 scalar), or None."""
+    """Reduction in flight. `squares`: sum of squares of `out` as a float64 scalar; None until the reduction ends."""
 
     squares: torch.Tensor | None
 

@@ -44,7 +44,7 @@ class _WireTransport:
         self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
         self._waiting: deque[ChainedPending] = deque()
-        self._errors: dict[int, LaneErrors] = {}  # by lane: error feedback of quantized reductions
+        self._errors: dict[int, LaneErrors] = {}  # error feedback of quantized reductions, by lane
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         return [TransportBuffer(_flat(need, device), codec=need.codec) for need in needs]
@@ -93,13 +93,13 @@ class _WireTransport:
 
     def _begin_reduction(self, buffer: TransportBuffer, elements: int, wire: torch.dtype) -> None:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
-        # Peers start these gathers before this reduction, so this rank must too.
+        # Peers start their waiting gathers before this reduction, so this rank must too.
         self._begin_waiting()
 
     def _reduce_quantized(
         self, lane: int, buffer: TransportBuffer, out: torch.Tensor, add: bool, factor: float, elements: int
     ) -> Reduction | None:
-        """Start a reduction whose messages pass through codecs; None: the options have none, or there are no peers."""
+        """Start a reduction whose messages pass through codecs. None without such codecs, or without peers."""
         options = self.ways.gradients
         if options is None or self.group.size == 1:
             return None
@@ -127,13 +127,14 @@ class _WireTransport:
 
     @property
     def _reduces_whole(self) -> bool:
-        """True if each rank receives the whole sum, of which it keeps its shard."""
+        """True if each rank receives the whole sum and keeps only its shard."""
         return not self.ways.use_reduce_scatter and self.group.size > 1
 
     def _begin_waiting(self) -> None:
-        """Start deferred gathers whose local shard was not ready yet.
+        """Start the gathers that wait until this rank's shard is ready.
 
-        Only for transports that match messages by order: all ranks must start their collectives in one order.
+        Transports without tags match messages by order, so all ranks must start their collectives in one order. With
+        tags the gathers start by themselves.
         """
         while self._waiting:
             first = self._waiting.popleft()
@@ -158,7 +159,7 @@ class _WireTransport:
         return FinishingPending(None, lambda: _wait(works), lambda: None)
 
     def _next_tag(self) -> int:
-        """Return a tag for one operation. Equal on all ranks, because all ranks start operations in one order."""
+        """Return a tag for one operation. All ranks get the same tag, because they start operations in one order."""
         self._tag = (self._tag + 1) % (1 << 20)
         return self._tag
 
@@ -168,7 +169,7 @@ class _WireTransport:
 
 
 class GlooTransport(_WireTransport):
-    """Transport over gloo: each pair of ranks exchanges exactly the shards that the other one owns.
+    """Transport over gloo: each rank sends each peer only the data that the peer needs.
 
     Gloo's own reduce-scatter sends twice as many bytes as its all-reduce. A pairwise exchange with an ordered sum sends
     (size - 1) / size of the buffer, and gives bitwise the same result on every transport.
@@ -243,7 +244,7 @@ class GlooReduction:
         self.squares: torch.Tensor | None = None
         self._group, self._flat, self._out, self._tag = group, flat, out, tag
         self._add, self._factor, self._wire, self._rotate = add, factor, wire, ways.rotate_peers
-        # Chunks bound the memory of the receive buffers, of which there is one per peer.
+        # Chunks bound the memory of the receive buffers, one for each peer.
         self._span = max(1, min(out.numel(), ways.reduce_chunk // group.size))
         self._works: list[dist.Work] = []
         self._parts: list[torch.Tensor] = []
@@ -286,7 +287,7 @@ class GlooReduction:
                 break
             self.start(begin)
         self._works, self._parts, self._sent = [], [], []
-        # Sums of squares of chunks would be rounded at other places than on other transports.
+        # Adding up the chunks' sums of squares would round differently than other transports do.
         self.squares = squares if whole else sum_of_squares(self._out)
 
 
@@ -370,7 +371,7 @@ class NcclReduction(_NcclSum):
 
 
 class WholeReduction(_NcclSum):
-    """All-reduce of the full buffer, of which this rank keeps its shard (`reduce_scatter: false`)."""
+    """All-reduce of the full buffer; this rank keeps only its shard (`reduce_scatter: false`)."""
 
     def __init__(
         self, group: RankGroup, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype

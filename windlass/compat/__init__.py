@@ -1,6 +1,6 @@
 """Stand-in for DeepSpeed: with the folder `path` first on `sys.path`, `import deepspeed` imports windlass.
 
-Reading order:
+Start with:
 - stand_in_entry, not_built: a table entry for one name; the error for names that windlass does not implement.
 - tables, stand_in_names: maps from DeepSpeed's dotted names to windlass's; all maps combined.
 - module_finder: import hook that creates `deepspeed.*` modules from the maps.

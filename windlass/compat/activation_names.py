@@ -72,7 +72,7 @@ def configure(
 
     Args:
         mpu_: object whose `get_tensor_model_parallel_group()`, or an older name of it, returns the group of the ranks
-            that share a tensor; None: that of the call before.
+            that share a tensor; None: the object of the previous call.
         deepspeed_config: a configuration; its section `activation_checkpointing` applies where an argument is None.
         more: arguments of `windlass.checkpointing.configure` that DeepSpeed lacks, such as `nvme_path`.
 

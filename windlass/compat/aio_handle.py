@@ -28,7 +28,7 @@ class aio_handle:
         intra_op_parallelism: number of threads that share one tensor.
 
     Raises:
-        StorageError: a size is not positive.
+        StorageError: the block size, the queue depth or the number of threads is below 1.
     """
 
     def __init__(
@@ -205,7 +205,8 @@ def _read_all(file: int, data: memoryview, offset: int, name: str) -> int:
         got = os.preadv(file, [data[done:]], offset + done)
         if got == 0:
             raise StorageError(
-                f"{name} ends at byte {offset + done}, but the tensor needs {len(data) - done} bytes more"
+                f"{name} ends at byte {offset + done}, but the tensor needs {len(data) - done} bytes more; pass a "
+                "smaller tensor, or restore the file"
             )
         done += got
     return done

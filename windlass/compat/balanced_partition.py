@@ -23,10 +23,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Return bounds, as `partition_uniform` does, that minimize the weight of the heaviest part.
 
-    Computed by dynamic programming.
-
-    Among equally good partitions, choose the one whose lightest part is heaviest, then the one whose last parts are
-    shortest.
+    The bounds are computed by dynamic programming over prefixes of `weights`. Of two equally good splits of a prefix,
+    the one with the heavier lightest part is kept, then the one with the shorter last part.
 
     Source: the linear partition problem, Skiena, "The Algorithm Design Manual", section 10.7.
     """

@@ -63,7 +63,7 @@ PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
-    """Return the path of a model-state file of stages 0 to 2. It exists if `checkpoint.format` is "deepspeed"."""
+    """Return the path of a model-state file of stages 0 to 2, which `checkpoint.format` "deepspeed" writes."""
     return os.path.join(base_folder, f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
 
 

@@ -22,7 +22,7 @@ def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
     """Return the layout stored in the model-state files, or else the layout inferred from the number of files.
 
     Raises:
-        LayoutError: only some files store a layout, they store different ones, or the number of files does not fit it.
+        LayoutError: only some files store a layout, files store different layouts, or the number of files does not fit.
     """
     files = [path for path in Path(dir).rglob("*") if path.is_file()]
     models = _with_prefix(files, names.MODEL_FILE_PREFIX)
@@ -37,9 +37,13 @@ def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
     else:
         key = names.CHECKPOINT_PARALLEL_DIMS
         if silent:
-            raise LayoutError(f"{key} is missing from model-state files of {dir}: {', '.join(silent)}")
+            raise LayoutError(
+                f"{key} is missing from model-state files of {dir}: {', '.join(silent)}; keep files of one checkpoint"
+            )
         if len(found) > 1:
-            raise LayoutError(f"{key} disagrees across model-state files of {dir}: {sorted(found)}")
+            raise LayoutError(
+                f"{key} disagrees across model-state files of {dir}: {sorted(found)}; keep files of one checkpoint"
+            )
         stages, tensor = found.pop()
         if len(models) != stages * tensor or len(optimizers) % (stages * tensor):
             raise LayoutError(
@@ -53,7 +57,7 @@ class ZeROCheckpoint:
     """Optimizer-state files in a directory, by the ranks that wrote them.
 
     Raises:
-        LayoutError: the directory has no such files, or see `get_model_3d_descriptor`.
+        LayoutError: the directory has no optimizer-state files, or as for `get_model_3d_descriptor`.
     """
 
     def __init__(self, dir: str | os.PathLike[str], source_3d: model_3d_desc | None = None) -> None:
@@ -88,7 +92,7 @@ class ZeROCheckpoint:
 
     def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
         """Return the indices in `file_list` of the files that make up a rank's states."""
-        assert dp_index < len(self._maps), f"dp_index {dp_index} of {len(self._maps)}"
+        assert dp_index < len(self._maps), f"dp_index is {dp_index}; pass a number below {len(self._maps)}"
         return self._maps[dp_index].get_data(pp_index, tp_index)
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
@@ -101,7 +105,7 @@ class ZeROCheckpoint:
         Raises:
             NotBuiltError: always.
         """
-        raise NotBuiltError("ZeROCheckpoint.get_state_for_rank: states are read by load_checkpoint and zero_to_fp32")
+        raise NotBuiltError("ZeROCheckpoint.get_state_for_rank: not built; use load_checkpoint or zero_to_fp32")
 
 
 def _with_prefix(files: list[Path], prefix: str) -> list[Path]:

@@ -101,6 +101,8 @@ class model_3d_desc:
 
 def _equal_parts(items: Sequence[int], parts: int) -> list[Sequence[int]]:
     """Split a sequence into contiguous parts of equal length."""
-    assert len(items) % parts == 0, f"{len(items)} cannot be split into {parts} equal parts"
+    assert len(items) % parts == 0, (
+        f"{len(items)} ranks of an axis do not split into {parts} equal parts; choose a divisor"
+    )
     size = len(items) // parts
     return [items[at : at + size] for at in range(0, len(items), size)]

@@ -15,7 +15,7 @@ from windlass.comm.collective_bandwidth import calc_bw_log
 from windlass.compat import collectives
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
-"""Operations that can be measured; pt2pt sends from rank 0 to rank 1 and back, and its time is half of that."""
+"""Operations that can be measured. pt2pt sends from rank 0 to rank 1 and back; its time is half the round trip."""
 _LOG_NAMES = {
     "all_gather": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter_tensor",
@@ -28,8 +28,8 @@ class CollectiveSettings:
     """Operations, sizes and dtypes to measure.
 
     Attributes:
-        sizes: bytes of a rank's message, rounded up to whole elements, as many as the ranks divide.
-        warmups, trials: untimed and timed calls of each.
+        sizes: bytes of a rank's message, rounded up to a number of elements that the number of ranks divides.
+        warmups, trials: number of untimed and of timed calls for each operation, dtype and size.
         async_op: start the operation, then wait for it.
     """
 
@@ -62,10 +62,8 @@ class CollectiveRow:
 def measure_collectives(settings: CollectiveSettings) -> Iterator[CollectiveRow]:
     """Yield a row for each operation, dtype and size. Collective over all ranks, with the same settings.
 
-    An operation that the back end does not support for a dtype is left out on all ranks.
-
     Raises:
-        CommunicationError: an operation is unknown, or pt2pt is asked for with one rank.
+        CommunicationError: an operation is unknown, or pt2pt is requested with one rank.
     """
     ranks = collectives.get_world_size()
     for operation in settings.operations:

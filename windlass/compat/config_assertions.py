@@ -1,4 +1,7 @@
-"""Combinations that `deepspeed.initialize` refuses with AssertionError, as DeepSpeed does, and windlass could run."""
+"""Combinations of keys that the stand-in's `deepspeed.initialize` refuses with AssertionError, as DeepSpeed does.
+
+Most of the combinations work with `windlass.initialize`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ TESTED_OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 """Optimizer classes that `zero_allow_untested_optimizer: false` allows."""
 
 NCCL_START_ALIGNMENT_FACTOR = 2
-"""Number of elements of which DeepSpeed's buckets are multiples at stages 1 and 2."""
+"""Number of elements that must divide DeepSpeed's `allgather_bucket_size` at stages 1 and 2."""
 
 
 class CombinationError(ConfigError, AssertionError):

@@ -16,7 +16,8 @@ from windlass.compat.rank_logging import logger
 class DeepSpeedConfigModel(BaseModel):
     """Base class of configuration sections.
 
-    Unknown keys are errors, and assignments are validated. The value "auto" means the default unless `strict`.
+    Unknown keys are errors, and assignments are validated. Unless `strict`, the value "auto" means the default, except
+    for the key `replace_method`.
 
     A field whose `json_schema_extra` sets `deprecated` is forwarded to the field named in `new_param` (dotted for a
     nested section), converted by `new_param_fn`. Setting both raises AssertionError.
@@ -78,7 +79,7 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     Raises:
         AssertionError: the field does not exist, or it has no default.
     """
-    assert field_name in config.model_fields, f"{field_name!r} is not a field of {config.__name__}"
+    assert field_name in config.model_fields, f"{field_name!r} is not a field of {config.__name__}; see model_fields"
     assert not config.model_fields[field_name].is_required(), f"{field_name!r} of {config.__name__} has no default"
     return config.model_fields[field_name].get_default()
 

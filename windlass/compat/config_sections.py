@@ -143,7 +143,10 @@ _SHORT_KEYS = (
 
 
 class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
-    """Section `ZeroConfig` that also accepts stage-3 keys without `stage3_`. Some defaults depend on other keys."""
+    """Section `ZeroConfig` that also accepts stage-3 keys without `stage3_`.
+
+    `overlap_comm` is true by default at stage 3 only.
+    """
 
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
@@ -163,7 +166,10 @@ class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
         if found.get("overlap_comm") is None:
             found["overlap_comm"] = int(found.get("stage", 0)) == 3
         if found.get("elastic_checkpoint") and int(found.get("stage", 0)) == 3:
-            logger.warning("elastic checkpointing is deprecated at stage 3: checkpoints load on any number of ranks")
+            logger.warning(
+                "zero_optimization.elastic_checkpoint: elastic checkpointing is deprecated at stage 3, since "
+                "checkpoints load on any number of ranks; delete the key"
+            )
         return found
 
 

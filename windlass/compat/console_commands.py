@@ -1,7 +1,8 @@
 """Console commands of DeepSpeed: `deepspeed`, `ds_report`, `ds_bench`, `ds_io`, `ds_nvme_tune`, `ds_elastic`, `ds_ssh`.
 
-Aliases are DeepSpeed's: `ds` and `deepspeed.pt`, and `dsr` for `ds_report`. They run windlass unless the real DeepSpeed
-is installed and the stand-in's folder is not on the path.
+Aliases are DeepSpeed's: `ds` and `deepspeed.pt` for `deepspeed`, and `dsr` for `ds_report`. The commands run windlass.
+If the real DeepSpeed is installed and the stand-in's folder is not on the path, `deepspeed`, `ds_report` and `ds_io`
+run DeepSpeed's commands instead.
 """
 
 from __future__ import annotations

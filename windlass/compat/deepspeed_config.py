@@ -26,7 +26,7 @@ class DeepSpeedConfig:
     """Configuration, with the batch sizes that it yields for the current number of ranks.
 
     Args:
-        config: dict, path or base64.
+        config: dictionary, path of a JSON file, or JSON as base64 text.
         mpu: optional object whose parallel sizes give the number of ranks that share a sample.
         mesh_device: optional torch device mesh with a dimension `data_parallel`, used for the same purpose.
 

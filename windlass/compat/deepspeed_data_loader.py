@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WORKERS_PER_DEVICE = 2
 """Default number of worker processes per device. Two cases use none: a daemonic process, which may not have children,
-and an iterable dataset, of which each worker would yield all samples.
+and an iterable dataset, because each worker would yield all its samples.
 """
 
 
@@ -34,7 +34,8 @@ class DeepSpeedDataLoader:
     Args:
         dataset: map-style dataset with a length. An iterable dataset is read in its order, and in full on every rank.
         batch_size: samples in a micro-batch.
-        local_rank: negative: do not split samples over ranks; RandomSampler draws the order.
+        local_rank: negative if one process uses all devices of the host. Samples are then not split over ranks,
+            RandomSampler draws their order, and a batch has `batch_size` samples for each device.
         tput_timer: timer started at each batch, or None.
         data_sampler: sampler used instead of torch's DistributedSampler.
 
@@ -62,7 +63,7 @@ class DeepSpeedDataLoader:
             raise NotBuiltError("DeepSpeedDataLoader: curriculum learning is not built; pass a data_sampler")
         iterable = isinstance(dataset, IterableDataset)
         if not iterable and len(dataset) == 0:
-            raise DataError("training_data is empty: its length is 0")
+            raise DataError("training_data is empty: its length is 0; pass a dataset with samples")
         if data_sampler is None and not iterable:
             data_sampler = (
                 DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)
@@ -119,7 +120,7 @@ def make_engine_loader(
 ) -> DeepSpeedDataLoader:
     """Create a loader of an engine's micro-batches.
 
-    The order is shuffled for `route="train"`, and the dataset's for "eval" and "predict".
+    The order is shuffled for `route="train"`, and that of the dataset for "eval" and "predict".
 
     Raises:
         DataError: the dataset is empty.

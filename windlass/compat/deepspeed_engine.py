@@ -85,13 +85,13 @@ REFUSED_METHODS = {
     "print_forward_breakdown": "experts are not timed individually; use torch.profiler",
     "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
     "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
-    "random_ltd_initialize": "random layer-token dropping is not built",
+    "random_ltd_initialize": "random layer-token dropping is not built; train on all tokens",
     "register_compile_pass": "DeepCompile is not built; engine.compile() compiles the module",
     "sparse_allreduce": _DENSE_GRADIENT_REASON,
     "sparse_allreduce_bucket": _DENSE_GRADIENT_REASON,
     "sparse_allreduce_no_retain": _DENSE_GRADIENT_REASON,
     "sparse_all_gather": _DENSE_GRADIENT_REASON,
-    "load_moe_state_dict": "load_checkpoint loads experts too, saved on any number of ranks",
+    "load_moe_state_dict": "call load_checkpoint, which also loads experts that any number of ranks saved",
 }
 
 
@@ -117,7 +117,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     _running_engine_backward = False
     _advances_schedule = True
     scale_wrt_gas = True
-    use_ds_comm = False  # collectives are torch.distributed's and windlass's transports
+    use_ds_comm = False  # windlass uses torch.distributed and its own transports
     warn_unscaled_loss = True
     dont_change_device = False
     first_dataloader_check = False
@@ -165,7 +165,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
         if isinstance(self.training_dataloader, DeepSpeedDataLoader):
             self.training_dataloader.tput_timer = self.tput_timer
-        self._compiled: list[tuple[nn.Module, Any]] = []  # with the `forward` that a script set on the object, or None
+        self._compiled: list[tuple[nn.Module, Any]] = []  # module, and the `forward` that a script set on it or None
         if self._optimizer is not None:
             self._add_optimizer_attributes(self._optimizer)
         elif self.zero_optimization_stage() == 3:
@@ -175,7 +175,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         return {DEEPSPEED_KEY: {"ds_config": self._saved_config, "ds_version": VERSION}}
 
     def _loaded_client_state(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return the client state with the keys of DeepSpeed's file that its engine leaves in it."""
+        """Return the client state with the keys that DeepSpeed adds: `ds_config`, `ds_version` and `global_samples`."""
         known = plain.get(DEEPSPEED_KEY)
         known = known if isinstance(known, Mapping) else {}
         return {
@@ -248,7 +248,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def _override_loss_scale(self, loss_scale: float) -> None:
         """Scale losses by a constant from the next step on, in place of the scale of the configuration."""
         optimizer: Any = self._optimizer
-        former, self._scaler = self._scaler, StaticLossScale(self._scaler.scale)  # `min_loss_scale` is for dynamic ones
+        former, self._scaler = self._scaler, StaticLossScale(self._scaler.scale)  # may be below `min_loss_scale`
         try:
             optimizer.loss_scale = loss_scale
         except Exception:
@@ -257,9 +257,12 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, loss_scale
 
     def gradient_clipping(self) -> float:
-        """Return the norm above which gradients are clipped: `optimizer.clip_grad`, which a script may change."""
-        optimizer: Any = self._optimizer  # not `self.optimizer`, in place of which scripts put a wrapper
-        own = getattr(optimizer, KIND, "basic") == "basic"  # then a `clip_grad` is that of the script's class
+        """Return the norm above which gradients are clipped.
+
+        It is `optimizer.clip_grad`, which a script may change; for an optimizer of kind "basic", the configuration's.
+        """
+        optimizer: Any = self._optimizer  # not `self.optimizer`, which scripts replace by a wrapper
+        own = getattr(optimizer, KIND, "basic") == "basic"  # its attribute `clip_grad` belongs to the script's class
         return self._config.gradient_clipping if own else float(optimizer.clip_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +301,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         if not self._running_engine_backward:
             raise DirectBackwardError(
                 "Direct calls to tensor.backward() are not supported by DeepSpeed at stage 0: call "
-                f"engine.backward(loss), or unset {VARIABLE}, without which this works"
+                f"engine.backward(loss), or unset {VARIABLE}, so that windlass allows them"
             )
 
     @property
@@ -320,7 +323,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             self._publish_groups()
 
     def _publish_groups(self) -> None:
-        """Make this engine's process groups those that `deepspeed.utils.groups` returns."""
+        """Let `deepspeed.utils.groups` return this engine's process groups."""
         if isinstance(self.module, PipelineSequential) or self.mesh.pp.size > 1:
             self.pipeline_parallelism = True
         self._groups = groups_of_engine(self, self.mpu, has_experts=self.has_moe_layers)
@@ -331,8 +334,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Declare whether the next `step` ends an accumulation. Not allowed without managed accumulation."""
         assert self._config.managed_gradient_accumulation, (
-            "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() ends a "
-            "step; call step() where one ends, or write true"
+            "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() "
+            "updates the parameters; delete this call, or set the key to true"
         )
         super().set_gradient_accumulation_boundary(is_boundary)
 
@@ -355,8 +358,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         Collective. After an exception in the context nothing is reduced.
 
         Raises:
-            NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs the backward passes.
-            AssertionError: nested in another such context, or `managed_gradient_accumulation` is false.
+            NotBuiltError: the stage is 0, which has `no_sync`; a pipeline runs the backward passes; or DeepSpeed's
+                optimizer would be the one for bf16 with float32 accumulation.
+            AssertionError: the context is nested in another one, or `managed_gradient_accumulation` is false.
         """
         if self.zero_optimization_stage() == 0:
             raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
@@ -368,10 +372,12 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         if self.pipeline_parallelism:
             raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
         assert self.managed_gradient_accumulation(), (
-            "coalesce_grad_reduction with managed_gradient_accumulation false: then every engine.step() applies all "
+            "coalesce_grad_reduction: managed_gradient_accumulation is false, so every engine.step() applies all "
             "backward passes since the last step; remove the context"
         )
-        assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
+        assert not self.inside_no_sync_ctxt, (
+            "coalesce_grad_reduction cannot be nested inside another no_sync context: exit the outer one first"
+        )
         with self._without_reductions():
             yield
         if self.zero_optimization_stage() == 3:
@@ -384,7 +390,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         self._sharded.reduce_accumulated()
         optimizer.micro_step_id += 1
 
-    # DeepSpeed has one for each kind of optimizer, and scripts replace either.
+    # DeepSpeed has a method for each kind of optimizer, and scripts replace either.
     _flush_coalesced_reduction_zero12 = _flush_coalesced_reduction
     _flush_coalesced_reduction_zero3 = _flush_coalesced_reduction
 
@@ -414,7 +420,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         Raises:
             AssertionError: the loss is not a scalar.
         """
-        assert loss.numel() == 1, f"engine.scale takes a scalar tensor, not one of shape {tuple(loss.shape)}"
+        assert loss.numel() == 1, f"engine.scale: loss has shape {tuple(loss.shape)}; pass a scalar, e.g. loss.mean()"
         return super().scale(loss, retain_graph)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -437,7 +443,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
         DeepSpeed's stage 0 steps with the contents of `.grad`. Collective if a script assigned any.
         """
-        self._sharded.runtime.end_failed_backwards()  # what they left in `.grad` is not assigned by the script
+        self._sharded.runtime.end_failed_backwards()  # their gradients in `.grad` are not the script's
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         given = [(parameter, gradient) for parameter in trained if (gradient := raw_grad(parameter)) is not None]
         if not given:
@@ -471,7 +477,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of `torch_autocast`, ignoring any autocast around the call, as DeepSpeed does."""
         if torch.is_autocast_enabled() and not self._config.torch_autocast.enabled:
-            self._reporter.log_once("autocast", "torch.autocast around the engine is ignored: enable torch_autocast")
+            self._reporter.log_once(
+                "autocast", "torch.autocast around the engine is ignored: set torch_autocast.enabled to use it"
+            )
             return torch.autocast(self.device.type, enabled=False)
         return super()._autocast()
 
@@ -486,7 +494,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def get_global_grad_norm(self) -> Any:
         """Return `grad_norm`; at stages 1 to 3 as a scalar tensor, because scripts call its `item()`.
 
-        The norm is infinite instead of NaN if the step was skipped.
+        A NaN is returned as infinity.
         """
         norm = self.grad_norm()
         if norm is not None and math.isnan(norm):
@@ -515,7 +523,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def monitor(self) -> Any:
         """Monitor that writes to TensorBoard, W&B and CSV files.
 
-        An engine without an optimizer writes nothing by itself, and opens them at the first access.
+        An engine without an optimizer writes nothing by itself, and opens the writers at the first access.
         """
         if self._reporter.monitor is not None:
             return self._reporter.monitor
@@ -603,8 +611,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         micro, ranks = self.train_micro_batch_size_per_gpu(), self.dp_world_size
         if train_batch_size % (micro * ranks) or train_batch_size <= 0:
             raise ConfigError(
-                f"train_batch_size {train_batch_size} is not a multiple of {micro} samples a micro-batch x {ranks} "
-                f"ranks = {micro * ranks}"
+                f"train_batch_size is {train_batch_size}; pass a positive multiple of {micro} samples a micro-batch x "
+                f"{ranks} ranks = {micro * ranks}"
             )
         self.set_batch_sizes(train_batch_size, micro, train_batch_size // (micro * ranks))
 
@@ -634,7 +642,10 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             NotBuiltError: a DeepCompile schedule, or compiled autograd, is requested.
         """
         if schedule is not None or compiled_autograd_enabled:
-            raise NotBuiltError("engine.compile: schedules of DeepCompile and compiled autograd are not built")
+            raise NotBuiltError(
+                "engine.compile: schedules of DeepCompile and compiled autograd are not built; leave out schedule and "
+                "compiled_autograd_enabled"
+            )
         if self.is_compiled:
             return
         options = {**(compile_kwargs or {}), "backend": backend}
@@ -659,7 +670,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         super().destroy()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Do nothing: gradients are reduced during the backward pass, and the last of them by `step`."""
+        """Do nothing: the engine starts reductions during the backward, and completes them by the end of `step`."""
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
         """Make a file executable. If the file system does not allow it, log that and continue."""

@@ -155,7 +155,7 @@ def _check_local_rank(args: Any) -> None:
     if asked is None or here is None:
         return
     if asked >= 0 and asked != int(here):
-        raise ArgumentError(f"args.local_rank is {asked}, but the environment sets LOCAL_RANK={here}")
+        raise ArgumentError(f"args.local_rank is {asked}, but the environment sets LOCAL_RANK={here}; make them equal")
     args.local_rank = int(here)
 
 

@@ -33,7 +33,11 @@ def build_node_parser() -> argparse.ArgumentParser:
     text = "base64 of the JSON {host: [slot, ...]}, hosts in the order of ranks"
     parser.add_argument("--world_info", required=True, metavar="TEXT", help=text)
     parser.add_argument(
-        "--save_pid", type=int, default=0, metavar="PID", help="accepted; the `deepspeed` command saves it"
+        "--save_pid",
+        type=int,
+        default=0,
+        metavar="PID",
+        help="accepted and ignored; the `deepspeed` command writes the PID file",
     )
     parser.set_defaults(node_rank=0, master_addr="127.0.0.1", master_port=DEFAULT_MASTER_PORT)
     return parser
@@ -48,7 +52,8 @@ def node_plan_from_args(args: argparse.Namespace) -> LaunchPlan:
     hosts = tuple(Host(name, tuple(slots)) for name, slots in decode_world_info(args.world_info).items())
     if not 0 <= args.node_rank < len(hosts) or not hosts[args.node_rank].slots:
         raise LaunchError(
-            f"--node_rank {args.node_rank}: --world_info has no slots for this host; it has {len(hosts)} hosts"
+            f"--node_rank {args.node_rank}: --world_info has no slots for this host; pass the number of one of its "
+            f"{len(hosts)} hosts, counted from 0"
         )
     args.give_local_rank = not args.no_local_rank
     return LaunchPlan(

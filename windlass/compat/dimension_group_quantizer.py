@@ -39,7 +39,7 @@ class DimensionGroups:
         dim, size = self.config["group_dim"], self.config["group_size"]
         if tensor.shape[dim] % size:
             raise GroupQuantizationError(
-                f"dimension {dim} of shape {tuple(tensor.shape)} is not a multiple of group_size {size}"
+                f"dimension {dim} of shape {tuple(tensor.shape)} is not a multiple of group_size {size}; set a divisor"
             )
         divided: torch.Tensor = tensor.unflatten(dim, (-1, size))
         return divided

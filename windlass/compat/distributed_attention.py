@@ -26,7 +26,7 @@ class DistributedAttention(nn.Module):
         sequence_process_group: the ranks along sp.
         scatter_idx, gather_idx: the dimensions of heads and of tokens: 2 and 0, or 2 and 1.
         sp_stream: ignored.
-        num_kv_heads: ignored: the keys of each call have their number.
+        num_kv_heads: ignored; the keys of each call give the number.
 
     Raises:
         ConfigError: other dimensions are given.
@@ -46,7 +46,8 @@ class DistributedAttention(nn.Module):
         super().__init__()
         if scatter_idx != 2 or gather_idx not in (0, 1):
             raise ConfigError(
-                f"scatter_idx = {scatter_idx}, gather_idx = {gather_idx}: heads lie along 2, tokens along 0 or 1"
+                f"scatter_idx = {scatter_idx}, gather_idx = {gather_idx}: pass 2, the dimension of heads, and 0 or 1, "
+                "that of tokens"
             )
         del sp_stream, num_kv_heads
         self.local_attn = local_attention
@@ -76,7 +77,7 @@ class DistributedAttention(nn.Module):
         """
         if rotary_pos_emb is not None:
             raise ConfigError(
-                "DistributedAttention applies no rotary_pos_emb; apply it to the tokens of each rank before"
+                "DistributedAttention applies no rotary_pos_emb; apply it to each rank's tokens before the call"
             )
         batch = 1 - self.gather_idx if batch_dim_idx is None else batch_dim_idx
         tokens_first = batch == 1
@@ -109,16 +110,17 @@ def vocab_sequence_parallel_cross_entropy(
     """Compute the cross entropy of the tokens of all ranks along sp, on every rank. Collective.
 
     Args:
-        vocab_parallel_logits: `[local tokens, samples, vocabulary]`, or the part of the vocabulary of a rank of
-            `tp_group`.
+        vocab_parallel_logits: `[local tokens, samples, vocabulary]`; with `tp_group`, the last dimension is this rank's
+            part of the vocabulary.
         target: `[local tokens, samples]`.
-        sp_group: the ranks along sp; None, only without `gather_sequence_loss`: the tokens are those of this rank.
-        tp_group: the ranks over which the vocabulary is sharded, in its order.
-        vocab_start_index, vocab_end_index: this rank's part of the vocabulary, checked against the logits of all ranks.
+        sp_group: the ranks along sp. None, allowed only without `gather_sequence_loss`: sequences are not sharded.
+        tp_group: the ranks over which the vocabulary is sharded, in the order of the parts; None: it is not sharded.
+        vocab_start_index, vocab_end_index: this rank's part of the vocabulary, checked against the logits of all ranks;
+            None: not checked.
         ignore_index: label of tokens whose loss is 0.
         reduction: "none", or without `gather_sequence_loss` "sum" or "mean" over the tokens of all ranks along sp.
         gather_sequence_loss: return the losses of the tokens of all ranks along sp, instead of those of this rank.
-        backend: "torch".
+        backend: must be "torch".
 
     Returns:
         `[tokens, samples]`, in fp32, or a scalar. The backward keeps the gradient of the local tokens and does not sum
@@ -164,7 +166,7 @@ def _vocabulary_sizes(axis: MeshAxis, logits: torch.Tensor, start: int | None, s
     rows = axis.all_gather(torch.tensor([[logits.shape[1], *bounds]], device=logits.device)).tolist()
     sizes = [size for size, _, _ in rows]
     if 0 in sizes:
-        raise ConfigError(f"rank {sizes.index(0)} of tp_group has logits of no words; shard over fewer ranks")
+        raise ConfigError(f"rank {sizes.index(0)} of tp_group has logits of 0 words; shard over fewer ranks")
     for rank, (size, first, last) in enumerate(rows):
         here = sum(sizes[:rank])
         if (first, last) not in ((-1, -1), (here, here + size)):

@@ -27,9 +27,9 @@ _COPIES = 4  # assumed number of copies of a message in an operation's buffers, 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `ds_bench`."""
     parser = argparse.ArgumentParser("ds_bench", description="Measure collectives between ranks.")
-    parser.add_argument("--local_rank", type=int, help="accepted; ranks find their place in their environment")
-    parser.add_argument("--trials", type=int_between(1, _MOST_CALLS), default=50, help="timed calls of each [50]")
-    parser.add_argument("--warmups", type=int_between(0, _MOST_CALLS), default=5, help="untimed calls before them [5]")
+    parser.add_argument("--local_rank", type=int, help="accepted and ignored; ranks read LOCAL_RANK")
+    parser.add_argument("--trials", type=int_between(1, _MOST_CALLS), default=50, help="timed calls of each size [50]")
+    parser.add_argument("--warmups", type=int_between(0, _MOST_CALLS), default=5, help="untimed calls before [5]")
     parser.add_argument(
         "--maxsize", type=int_between(1, 40), default=24, help="log2 of the elements of the largest message [24]"
     )
@@ -37,13 +37,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bw-unit", choices=("Gbps", "GBps"), default="Gbps", help="unit of bandwidths [Gbps]")
     parser.add_argument("--backend", choices=("nccl", "ccl", "mpi", "gloo"), help="back end [nccl on GPUs, else gloo]")
     parser.add_argument(
-        "--dist", choices=("deepspeed", "torch"), default="deepspeed", help="accepted; both are torch's"
+        "--dist", choices=("deepspeed", "torch"), default="deepspeed", help="accepted and ignored; both use torch"
     )
-    parser.add_argument("--scan", action="store_true", help="all sizes up to the largest")
-    parser.add_argument("--raw", action="store_true", help="numbers without units")
+    parser.add_argument(
+        "--scan", action="store_true", help="measure all powers of 2 up to --maxsize, not only the largest"
+    )
+    parser.add_argument("--raw", action="store_true", help="print sizes in bytes and times in us, without units")
     parser.add_argument("--dtype", default="float", help="dtype of the elements [float]")
     parser.add_argument("--mem-factor", type=float, default=0.3, help="share of the free memory for buffers [0.3]")
-    parser.add_argument("--device", default="cuda", help="accepted; ranks use GPUs where there are any, else the CPU")
+    parser.add_argument("--device", default="cuda", help="accepted and ignored; ranks use GPUs if there are any")
     parser.add_argument("--debug", action="store_true", help="print the settings")
     for operation in OPERATIONS:
         parser.add_argument(f"--{operation.replace('_', '-')}", action="store_true", help=f"measure {operation}")
@@ -54,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 def ds_bench(argv: Sequence[str] | None = None) -> int:
     """Run `ds_bench`. Return the exit code.
 
-    Without a launcher's variables in the environment it starts a rank for each GPU, or two on the CPU, and runs there.
+    Without a launcher's variables in the environment, the command starts a rank for each GPU, or two ranks on the CPU.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     asked = build_parser().parse_args(words)

@@ -22,7 +22,7 @@ def ds_elastic(argv: Sequence[str] | None = None) -> int:
     """Print the result for a configuration. Return the exit code: 1 if the configuration or a world size does not fit.
 
     Args:
-        argv: `-c CONFIG`, `-w WORLD_SIZE`. [arguments of the command line]
+        argv: `-c CONFIG` and `-w WORLD_SIZE`; None: the arguments of the command line.
     """
     parser = argparse.ArgumentParser(
         "ds_elastic", description="Compute the batch size of an elastic configuration, and the ranks that it fits."

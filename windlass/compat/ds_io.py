@@ -28,7 +28,7 @@ from windlass.storage.disk_sweep import (
 
 _LOG_FILE = "windlass_disk_rates.json"
 _MOST = 1 << 20  # upper bound of the numbers of processes, requests, threads and loops
-_INERT = "accepted; windlass submits requests while others complete, from aligned memory, with its own I/O engine"
+_INERT = "accepted and ignored; windlass's I/O engine always overlaps requests, from aligned memory"
 
 
 def parse_size(text: str, source: str) -> int:
@@ -43,7 +43,7 @@ def parse_size(text: str, source: str) -> int:
         size = 0
     if size < 1:
         raise StorageError(
-            f"{source}: {text!r} is not a positive number; write one, of bytes with K, M or G, such as 64M"
+            f"{source}: {text!r} is not a positive number; write one, such as 8, or for bytes 64M (K, M or G)"
         )
     return size
 
@@ -64,7 +64,9 @@ def build_io_parser() -> argparse.ArgumentParser:
     parser.add_argument("--queue_depth", type=int_between(1, _MOST), default=32, help="requests in flight [32]")
     parser.add_argument("--io_parallel", type=int_between(1, _MOST), help="threads, if the I/O engine uses threads [1]")
     parser.add_argument("--loops", type=int_between(1, _MOST), default=3, help="runs; the best counts [3]")
-    parser.add_argument("--validate", action="store_true", help="accepted; every page that is read is checked anyway")
+    parser.add_argument(
+        "--validate", action="store_true", help="accepted and ignored; every page that is read is checked"
+    )
     for flag in ("--single_submit", "--sequential_requests", "--slow_bounce_buffer", "--torch_legacy_save"):
         parser.add_argument(flag, action="store_true", help=_INERT)
     for flag in ("--use_accelerator_pin_memory", "--include_warmup_time", "--different_file_each_iteration"):
@@ -75,7 +77,7 @@ def build_io_parser() -> argparse.ArgumentParser:
         "--warmup_loops",
         type=int_between(0, _MOST),
         default=1,
-        help="accepted; space is written once before it is timed",
+        help="accepted and ignored; the file is written once before the timed runs",
     )
     parser.add_argument("--gpu", action="store_true", help="refused: only host memory is measured")
     parser.add_argument("--use_gds", action="store_true", help="refused: GPUDirect Storage is not built")
@@ -105,7 +107,7 @@ def ds_io(argv: Sequence[str] | None = None) -> int:
     rate = found.read_rate if asked.read else found.write_rate
     print_escaped(f"engine: {found.engine}")
     print_escaped(
-        f"{kind}: {rate / 1e9:.3f} GB/s of {asked.io_size} by {len(folders)} processes, block size {asked.block_size}, "
+        f"{kind}: {rate / 1e9:.3f} GB/s of {asked.io_size}, processes {len(folders)}, block size {asked.block_size}, "
         f"queue depth {asked.queue_depth}"
     )
     return 0
@@ -123,7 +125,9 @@ def build_tune_parser() -> argparse.ArgumentParser:
     parser.add_argument("--io_size", default="400M", help="bytes to move with each setting [400M]")
     parser.add_argument("--gpu", action="store_true", help="refused: only host memory is measured")
     parser.add_argument("--gds", action="store_true", help="refused: GPUDirect Storage is not built")
-    parser.add_argument("--flush_page_cache", action="store_true", help="accepted; direct I/O bypasses the page cache")
+    parser.add_argument(
+        "--flush_page_cache", action="store_true", help="accepted and ignored; direct I/O bypasses the page cache"
+    )
     parser.add_argument("--log_dir", default="_aio_bench_logs", help="folder of the measured rates [_aio_bench_logs]")
     parser.add_argument("--loops", type=int_between(1, _MOST), default=1, help="passes; the best counts [1]")
     parser.add_argument("--verbose", action="store_true", help="print every setting")
@@ -141,7 +145,7 @@ def ds_nvme_tune(argv: Sequence[str] | None = None) -> int:
             raise StorageError("ds_nvme_tune: --no_read and --no_write leave nothing to measure; drop one of them")
         settings = read_sweep(Path(asked.sweep_config)) if asked.sweep_config else list(DEFAULT_SETTINGS)
         log = Path(asked.log_dir) / _LOG_FILE
-        log.parent.mkdir(parents=True, exist_ok=True)  # before a sweep of minutes
+        log.parent.mkdir(parents=True, exist_ok=True)  # an error here comes before the sweep of minutes
         found = sweep(
             settings,
             [Path(folder) for folder in asked.nvme_dir],

@@ -48,7 +48,7 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
     """Print the report. Return the exit code, 0.
 
     Args:
-        argv: `--hide_operator_status`, `--hide_errors_and_warnings`. [arguments of the command line]
+        argv: `--hide_operator_status` and `--hide_errors_and_warnings`; None: the arguments of the command line.
     """
     parser = argparse.ArgumentParser(
         "ds_report", description="Print the native operators and the environment of windlass."
@@ -103,7 +103,7 @@ def _operator_lines(warnings: bool) -> Iterator[str]:
     for operator in NATIVE_OPERATORS:
         why = _import_problem(operator.module)
         if why and warnings:
-            yield f"[WARNING] {operator.name}: {why}; {operator.fallback} instead"
+            yield f"[WARNING] {operator.name}: {operator.fallback} are used instead, because {why}"
         yield _operator_row(operator.name, "[NO]" if why else "[YES]", "[OKAY]")
 
 
@@ -116,9 +116,9 @@ def _import_problem(module: str) -> str:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError:
-        return "native code was not built when windlass was installed (no C++20 compiler was found)"
+        return "native code was not built when windlass was installed; install a C++20 compiler and reinstall windlass"
     except ImportError as error:
-        return f"the native module does not load: {error}"
+        return f"the native module does not load: {error}; reinstall windlass"
     return ""
 
 

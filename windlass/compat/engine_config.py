@@ -26,7 +26,7 @@ class EngineConfig(Config):
             super().__setattr__(name, value)
         else:
             way = _SETTERS.get(name, "write it in the configuration")
-            raise NotBuiltError(f"engine._config.{name} = {value!r}: the engine is built with the former value; {way}")
+            raise NotBuiltError(f"engine._config.{name} = {value!r}: the engine was built with the former value; {way}")
 
     def record_batch(self, batch: BatchSizes) -> None:
         """Set the three batch sizes."""
@@ -61,8 +61,8 @@ class EngineConfig(Config):
     def zero_enabled(self) -> bool:
         """True if the ZeRO stage is above 0, unless the script assigned a value.
 
-        Scripts assign False around `load_checkpoint`, so that DeepSpeed reads no optimizer files. Here the arguments
-        of `load_checkpoint` alone decide what it reads, and nothing else follows the value.
+        Scripts assign False around `load_checkpoint`, so that DeepSpeed reads no optimizer files. In windlass the value
+        has no effect: only the arguments of `load_checkpoint` select the states to read.
         """
         return self._zero_enabled
 

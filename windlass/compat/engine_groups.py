@@ -1,4 +1,4 @@
-"""Process groups of the most recently built engine, which answer module-level queries of `deepspeed.utils.groups`."""
+"""Process groups of the most recently built engine, for the module-level queries of `deepspeed.utils.groups`."""
 
 from __future__ import annotations
 

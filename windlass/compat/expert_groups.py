@@ -38,7 +38,7 @@ def _known() -> dict[str, _Groups]:
 def _groups(group_name: str) -> _Groups:
     known = _known()
     if group_name not in known:
-        hint = f"known groups: {', '.join(map(repr, known))}" if known else "no engine has MoE layers"
+        hint = f"pass one of {', '.join(map(repr, known))}" if known else "first initialize an engine with MoE layers"
         raise AssertionError(f"there is no expert-parallel group {group_name!r}: {hint}")
     return known[group_name]
 
@@ -131,7 +131,7 @@ def _get_expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
 def _get_max_expert_size() -> int:
     sizes = [groups.spread.size for groups in _known().values()]
     if not sizes:
-        raise AssertionError("there is no expert-parallel group: no engine has MoE layers")
+        raise AssertionError("there is no expert-parallel group: first initialize an engine with MoE layers")
     return max(sizes)
 
 
@@ -148,7 +148,9 @@ def _get_expert_model_parallel_world_size() -> int:
 
 
 def _get_local_all_to_all_group() -> NoReturn:
-    raise AssertionError("there are no all-to-all groups: gradients between nodes are not quantized")
+    raise AssertionError(
+        "there are no all-to-all groups, since gradients between nodes are not quantized: delete the call"
+    )
 
 
 def _get_expert_parallel_ranks(
@@ -169,7 +171,7 @@ def _get_expert_parallel_ranks(
     model_parallel_size = tensor_parallel_size_ * pipeline_parallel_size_
     assert world_size % (model_parallel_size * expert_parallel_size_) == 0, (
         f"{world_size} ranks are not a multiple of tensor {tensor_parallel_size_} x pipeline {pipeline_parallel_size_} "
-        f"x expert {expert_parallel_size_}"
+        f"x expert {expert_parallel_size_}; choose sizes whose product divides the ranks"
     )
     stage = world_size // pipeline_parallel_size_
     spread, same = [], []

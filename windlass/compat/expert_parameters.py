@@ -66,7 +66,8 @@ def split_params_into_different_moe_groups_for_optimizer(
     and returned.
 
     Args:
-        max_group_size: most elements in a group of experts, unless one parameter is larger; None: unlimited.
+        max_group_size: largest number of elements in a group of experts (a single larger parameter has a group of its
+            own); None: unlimited.
 
     Raises:
         ValueError: the argument is neither a group nor a sequence of groups.

@@ -36,7 +36,7 @@ class FlopsProfiler:
     Args:
         model: the model; parts of parameters and ZeRO's placeholders are counted in full.
         ds_engine: engine of the model, for the summary.
-        recompute_fwd_factor: forwards that the backward repeats, for the rates of the report.
+        recompute_fwd_factor: number of forwards that the backward recomputes, used for the rates in the report.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -51,7 +51,7 @@ class FlopsProfiler:
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
         """Begin to count; earlier counts are dropped. Modules of the types in `ignore_list` are left out.
 
-        A dispatch mode that is entered after this call must be left before `stop_profile`.
+        A `TorchDispatchMode` that is entered after this call must be left before `stop_profile`.
         """
         self.end_profile()
         self._ignored = tuple(ignore_list or ())
@@ -172,7 +172,7 @@ class FlopsProfiler:
 
 
 class EngineFlopsProfiler(FlopsProfiler):
-    """Profiler of an engine: without a profile of its own it has that of the engine's `flops_profiler` section.
+    """Profiler of an engine. Until `start_profile` is called, `profile` is that of the engine's profiled step.
 
     Args:
         step_profile: returns the profile of the engine's profiled step, or None before it.

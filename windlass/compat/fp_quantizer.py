@@ -10,7 +10,7 @@ from windlass.base.errors import ModelError
 from windlass.kernels.grouped_formats import MinifloatWeightFormat, code_bytes, pack_codes, unpack_codes
 
 MANTISSA_BITS = {4: 1, 6: 2, 8: 3, 12: 4}
-"""Bits of mantissa for each number of bits."""
+"""Number of mantissa bits of a float, by its total number of bits."""
 
 _SCALE_BYTES = 4
 
@@ -55,7 +55,7 @@ def selective_dequantize(
     q_mantisa_bits: int = 3,
     q_bits: int = 8,
 ) -> torch.Tensor:
-    """Write the values of some groups into `values`, one after the other; all without `index`."""
+    """Write the values of the groups `index` into `values`, one after the other; None: of all groups."""
     form = _format(q_bits, q_mantisa_bits, group_size)
     rows = packed.view(-1, code_bytes(group_size, q_bits) + _SCALE_BYTES)
     rows = rows if index is None else rows[index]
@@ -70,7 +70,7 @@ class FloatQuantizer:
     """Base class of quantizers of tensors.
 
     Args:
-        group_size: elements with one scale.
+        group_size: number of elements that share a scale.
     """
 
     def __init__(self, group_size: int = 512) -> None:
@@ -112,9 +112,9 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         """Pack a tensor.
 
         Args:
-            q_mantisa_bits: None: those of `MANTISSA_BITS`.
-            return_meta_tensor: return the pair of codes and scales, in place of one tensor that has both. Codes of 8
-                bits have the shape of the tensor.
+            q_mantisa_bits: number of mantissa bits; None: that of `MANTISSA_BITS`.
+            return_meta_tensor: return the pair `(codes, scales)` instead of one tensor with both. Codes of 8 bits have
+                the shape of `input`, others `[groups, bytes]`; scales are float32 as bytes, uint8 `[groups, 4]`.
 
         Raises:
             ModelError: there are no floats of `q_bits`.
@@ -138,8 +138,8 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         """Return the values of a packed tensor, in the shape and dtype of the last `quantize`, or in `fp_out`.
 
         Args:
-            scale: second result of `quantize(..., return_meta_tensor=True)`, or that of `get_scales`; None: `input_q`
-                has it.
+            scale: second result of `quantize(..., return_meta_tensor=True)`, or the result of `get_scales`; None:
+                `input_q` contains the scales.
         """
         return self.selective_dequantize(input_q, None, fp_out, q_bits, q_mantisa_bits, scale)
 
@@ -152,7 +152,7 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         q_mantisa_bits: int | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the values of some rows of the tensor, whose rows are whole groups; all with `indexes` None.
+        """Return the values of the rows `indexes` of the quantized tensor, each of whole groups; None: of all rows.
 
         Raises:
             ModelError: nothing was quantized and there is no `fp_out`, or groups cross rows.
@@ -167,7 +167,7 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
             if shape is None or len(shape) < 1 or (shape.numel() // shape[0]) % self.group_size:
                 raise ModelError(
                     f"FP_Quantize.selective_dequantize: rows of a tensor of shape {tuple(shape or ())} are not whole "
-                    f"groups of {self.group_size}; use another group_size"
+                    f"groups of {self.group_size}; call quantize first, or use another group_size"
                 )
             each = shape.numel() // shape[0] // self.group_size
             groups = (indexes.view(-1, 1) * each + torch.arange(each, device=indexes.device)).view(-1)
@@ -199,7 +199,8 @@ def matmul_fp8(
     """Return `inp @ weight`, where `weight` `[in, out]` is packed in 8 bits by `quantizer`.
 
     Args:
-        weight, scale: results of `quantizer.quantize(..., return_meta_tensor=True)`; or `quantizer.get_scales()`.
+        weight, scale: results of `quantizer.quantize(..., return_meta_tensor=True)`; `scale` may also be the result of
+            `quantizer.get_scales()`.
     """
     if quantization_group_size != quantizer.group_size:
         raise ModelError(

@@ -33,7 +33,7 @@ class GradientUnscaling:
         self._optimizer, self._takes_gradients = optimizer, takes_gradients
 
     def __call__(self, *args: Any, apply_scale: bool = True, **kwargs: Any) -> float:
-        """Divide gradients by the combined scale in place, and return it.
+        """Divide gradients by the combined scale in place, and return the scale.
 
         Args:
             args: `(grad_groups_flat, total_norm)`, or `(total_norm,)` for the unfused optimizer of stage 0.
@@ -48,7 +48,7 @@ class GradientUnscaling:
             if not self._takes_gradients:
                 raise NotBuiltError(
                     "optimizer.unscale_and_clip_grads: engine.step() unscales and clips gradients itself; pass "
-                    "apply_scale=False for the factor"
+                    "apply_scale=False to get only the factor"
                 )
             for gradient in _flatten(given["grad_groups_flat"]):
                 gradient.detach().mul_(1.0 / scale)

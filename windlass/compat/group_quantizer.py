@@ -26,8 +26,8 @@ def quantize(values: torch.Tensor, groups: int, num_bits: int, quant_type: int) 
     """Quantize a tensor in groups of successive elements, to the nearest integers.
 
     Returns:
-        `(codes, parameters)`: int8 of the tensor's shape, where 4-bit codes share a byte and halve the last dimension;
-            fp32 `[groups, 1]`, a scale, or `[groups, 2]`, scale and minimum, if asymmetric.
+        `(codes, parameters)`: int8 codes of the tensor's shape; two 4-bit codes share a byte, which halves the last
+            dimension. Parameters are fp32: the scale `[groups, 1]`, or if asymmetric scale and minimum `[groups, 2]`.
 
     Raises:
         GroupQuantizationError: `groups` does not divide the number of elements, or `num_bits` is neither 8 nor 4.
@@ -48,14 +48,14 @@ def quantize(values: torch.Tensor, groups: int, num_bits: int, quant_type: int) 
 def dequantize(
     codes: torch.Tensor, parameters: torch.Tensor, groups: int, num_bits: int, quant_type: int
 ) -> torch.Tensor:
-    """Return the values of `quantize` in fp16."""
+    """Return the values of the results of `quantize`, in fp16."""
     return dequantize_fp32(codes, parameters, groups, num_bits, quant_type).half()
 
 
 def dequantize_fp32(
     codes: torch.Tensor, parameters: torch.Tensor, groups: int, num_bits: int, quant_type: int
 ) -> torch.Tensor:
-    """Return the values of `quantize` in fp32."""
+    """Return the values of the results of `quantize`, in fp32."""
     whole = codes if num_bits == 8 else _unpack(codes)
     _check(whole.numel(), groups, num_bits)
     rows, known = whole.reshape(groups, -1).float(), parameters.view(groups, -1)
@@ -65,7 +65,7 @@ def dequantize_fp32(
 
 
 def check_bits(num_bits: int) -> None:
-    """Raise GroupQuantizationError for another number of bits than 4 and 8."""
+    """Raise GroupQuantizationError unless `num_bits` is 4 or 8."""
     if num_bits not in (4, 8):
         raise GroupQuantizationError(f"num_bits is {num_bits}; write 8 or 4")
 
@@ -77,7 +77,9 @@ def even_and_odd(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         GroupQuantizationError: the last dimension has an odd size.
     """
     if codes.shape[-1] % 2:
-        raise GroupQuantizationError(f"4-bit codes need a last dimension of even size; it is {codes.shape[-1]}")
+        raise GroupQuantizationError(
+            f"4-bit codes need a last dimension of even size, not {codes.shape[-1]}; use 8 bits"
+        )
     return codes[..., ::2], codes[..., 1::2]
 
 
@@ -105,7 +107,7 @@ class CUDAQuantizer:
     """Quantizer of parameters to 8 bits, in groups of at most 8000 elements.
 
     Attributes:
-        quantizer_cuda_module: the op that computes; a script may replace it. Another op than windlass's gets fp16.
+        quantizer_cuda_module: the op that quantizes. A script may replace it; the replacement gets tensors in fp16.
     """
 
     target_group_size = _MAX_GROUP
@@ -135,7 +137,7 @@ class CUDAQuantizer:
         """Return the values in `dtype`, by default fp16."""
         op = self.quantizer_cuda_module
         values: torch.Tensor
-        if op is sys.modules[__name__]:  # no range of fp16 in between
+        if op is sys.modules[__name__]:  # not through fp16, whose range is small
             values = op.dequantize_fp32(quantized_param, scale, scale.numel(), 8, op.Symmetric)
             return values.to(dtype or torch.float16)
         values = op.dequantize(quantized_param, scale, scale.numel(), 8, op.Symmetric)
@@ -149,6 +151,8 @@ class CUDAQuantizer:
                 (count for count in range(max(first, 1), max(numel // 8, 1) + 1) if numel % (8 * count) == 0), None
             )
             if chosen is None:
-                raise GroupQuantizationError(f"{numel} elements are not a multiple of 8, of which groups consist")
+                raise GroupQuantizationError(
+                    f"{numel} elements do not divide into groups whose sizes are multiples of 8; pass groups"
+                )
             self.group_size_cache[numel] = chosen
         return self.group_size_cache[numel]

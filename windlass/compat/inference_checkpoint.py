@@ -32,14 +32,14 @@ def load_inference_checkpoint(
     """Load weights into a module in place, also into one on the meta device. Each rank reads all weights.
 
     Args:
-        module: a model of transformers, whose files may have the names of any of its versions, or any other module.
+        module: any module. For a model of transformers, the files may have tensor names of older versions.
         checkpoint: a description `{"type", "checkpoints", "version"}` or the path of its JSON file, a file of weights,
             a directory of a transformers model, or a checkpoint directory of DeepSpeed or windlass.
-        base_dir: directory of the files with relative names; the description's own `base_dir` goes before.
+        base_dir: directory of the files with relative names; `base_dir` of the description takes precedence.
         dtype: dtype of the parameters of a module on the meta device.
 
     Returns:
-        names of tensors that the module lacks.
+        Names of the checkpoint's tensors that the module lacks.
 
     Raises:
         ConfigError: the description is wrong, or lists parts of tensors.
@@ -51,7 +51,7 @@ def load_inference_checkpoint(
     missing, unexpected, mismatched = load(module, values, dtype)
     if missing or mismatched:
         problems = [f"lacks {_some(missing)}"] if missing else []
-        problems += [f"has other shapes of {_some(mismatched)}"] if mismatched else []
+        problems += [f"has other shapes for {_some(mismatched)}"] if mismatched else []
         raise ModelError(
             f"init_inference: checkpoint = {source} {' and '.join(problems)} of {type(module).__name__}; list all its "
             "files, and build the model from their configuration"
@@ -119,8 +119,8 @@ def _read_files(files: Sequence[Path]) -> dict[str, torch.Tensor]:
         for name, tensor in _read_file(path).items():
             if name in found and not torch.equal(found[name], tensor):
                 raise ConfigError(
-                    f"init_inference: {origin[name]} and {path} have other values of {name}, so that they are parts of "
-                    "tensors or other models; merge parts first, e.g. with windlass export"
+                    f"init_inference: {origin[name]} and {path} have different values of {name}, so they hold parts of "
+                    "tensors, or different models; merge the parts first, e.g. with windlass export"
                 )
             found[name], origin[name] = tensor, path
     return found
@@ -134,11 +134,13 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
             return dict(load_file(path))
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
-        raise ModelError(f"init_inference: {path} cannot be read: {one_line(str(error), 200)}") from error
-    except Exception as error:  # pickle raises its own type, and torch adds a hint to load code of any file
+        raise ModelError(
+            f"init_inference: {path} cannot be read: {one_line(str(error), 200)}; save it again"
+        ) from error
+    except Exception as error:  # pickle's own error type; torch's hint to load with code is dropped
         reason = str(error).split("WeightsUnpickler error:")[-1]
         raise ModelError(
-            f"init_inference: {path} has other objects than tensors: {one_line(reason, 200)}; save only "
+            f"init_inference: {path} contains objects that are not tensors: {one_line(reason, 200)}; save only "
             "model.state_dict() in it"
         ) from error
     inner = next((data[key] for key in _WRAPPERS if isinstance(data, dict) and isinstance(data.get(key), dict)), data)
@@ -152,12 +154,12 @@ _Loaded = tuple[list[str], list[str], list[str]]  # names that are missing, unex
 
 
 def _is_pretrained(module: nn.Module) -> bool:
-    """Return True for models of transformers, of which a module on the meta device lacks tables that no file holds."""
+    """Return True for a model of transformers. It may have tables that no file contains, e.g. of rotary embeddings."""
     return hasattr(type(module), "from_pretrained") and hasattr(module, "config")
 
 
 def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: torch.dtype) -> _Loaded:
-    """Load a second model by transformers, which maps former names and tied weights, and move its tensors."""
+    """Load a second model by transformers, which maps former and tied names, and move its tensors to `module`."""
     own = next((one.dtype for one in module.parameters() if one.is_floating_point() and not one.is_meta), dtype)
     loaded, facts = type(module).from_pretrained(
         None,
@@ -165,7 +167,7 @@ def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: t
         state_dict=values,
         dtype=own,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in `facts`
+        ignore_mismatched_sizes=True,  # `facts` lists the mismatched keys
         trust_remote_code=False,
     )
     mismatched = [one[0] for one in facts["mismatched_keys"]]
@@ -176,7 +178,7 @@ def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: t
 
 
 def _move_tensors(source: nn.Module, target: nn.Module) -> None:
-    """Give a model the parameters, buffers and other tensors of one of the same class and configuration."""
+    """Assign the tensors of `source` to `target`, a model of the same class and configuration."""
     parts = dict(source.named_modules())
     for name, part in target.named_modules():
         other = parts.get(name)
@@ -209,7 +211,7 @@ def _load_by_name(module: nn.Module, values: dict[str, torch.Tensor], dtype: tor
 
 
 def _tie(module: nn.Module, tied: dict[str, str]) -> None:
-    """Let assigned parameters be shared as those that they replace were."""
+    """Assign the parameter `other` under its tied names too: loading has replaced it under one name only."""
     for name, other in tied.items():
         path, _, key = name.rpartition(".")
         module.get_submodule(path)._parameters[key] = module.get_parameter(other)

@@ -48,7 +48,9 @@ class InferenceEngine(InferenceModel):
         if config.checkpoint is not None:
             unexpected = load_inference_checkpoint(model, config.checkpoint, config.base_dir, dtype)
             if unexpected:
-                logger.warning("init_inference: the checkpoint has tensors that the model lacks: %s", unexpected)
+                logger.warning(
+                    "init_inference: tensors of the checkpoint that the model lacks are ignored: %s", unexpected
+                )
         quantize_weights(model, section)
         options: dict[str, Any] = {"weights": weights} if weights else {}
         if "max_tokens" in config.model_fields_set and hasattr(model, "config"):
@@ -65,7 +67,7 @@ class InferenceEngine(InferenceModel):
         """Record the time of each call of `forward` and `generate` from now on, for `model_times`.
 
         Args:
-            use_cuda_events: not used; a call ends when its result is on the host.
+            use_cuda_events: not used; the host's clock measures a call until the device has finished.
         """
         self._times = []
 
@@ -155,7 +157,7 @@ def _read(config: Any) -> dict[str, Any]:
 
 
 def _parse_dtype(name: str) -> tuple[torch.dtype, str | None]:
-    """Return the dtype of the parameters, and the format of packed weights."""
+    """Return the dtype of the parameters, and the format of packed weights; None: weights are not packed."""
     short = name.removeprefix("torch.")
     if short == "int8":
         return torch.float32 if local_device().type == "cpu" else torch.float16, "int8"

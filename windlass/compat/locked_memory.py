@@ -54,7 +54,7 @@ class LockedMemoryHandle:
                 f"`ulimit -l`, or unset {BACKEND_VARIABLE}"
             )
         self._sizes[address] = nbytes
-        finalize(memory, self._sizes.pop, address, None)  # when the last view of it has ended
+        finalize(memory, self._sizes.pop, address, None)  # runs when the last view of the memory is deleted
         track_pinned_memory(nbytes)
         return tensor
 
@@ -136,7 +136,7 @@ def get_active_native_pinned_memory() -> NativePinnedMemory | None:
 
 
 def _find_builder() -> Callable[[], Any]:
-    """Return the class `PinMemoryBuilder`, also one with which a script has replaced it."""
+    """Return the class `PinMemoryBuilder`, or the class that a script has assigned in its place."""
     module: Any = sys.modules.get("deepspeed.ops.op_builder") or op_builders
     found: Callable[[], Any] = module.PinMemoryBuilder
     return found
@@ -148,4 +148,4 @@ def _replace_shared(value: NativePinnedMemory | None) -> None:
 
 
 LIVE: dict[str, Callable[[Any], None]] = {"_shared_native_pins": _replace_shared}
-"""See [Note: live names]."""
+"""Setters of the globals that scripts may assign; see [Note: live names]."""

@@ -72,11 +72,11 @@ class LossScalerView:
 
     Args:
         scale: the loss scale of the configuration.
-        optimizer: its `loss_scale` is the engine's, another one after `override_loss_scale`.
+        optimizer: optimizer of the engine. Its attribute `loss_scale` is the current scale.
         progress: the engine's counters.
         section: section `fp16` of the configuration.
         scale_loss: multiplies a loss by the scale, and prepares the engine for its backward.
-        update_scale: updates the scale at the end of a step; True: after an overflow.
+        update_scale: updates the scale at the end of a step; its argument is True after an overflow.
     """
 
     def __init__(

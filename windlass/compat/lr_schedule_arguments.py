@@ -96,7 +96,7 @@ def known_warmup(warmup_type: Any) -> Any:
 
 
 class _LenientWarmup:
-    """Base of warmups, before windlass's schedule: an unknown `warmup_type` means "log"."""
+    """Base class of warmups, first in the bases: an unknown `warmup_type` means "log"."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -157,7 +157,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add `--lr_schedule` and one argument for each parameter of a schedule. Return the parser."""
     group = parser.add_argument_group("Convergence Tuning", "learning-rate schedules and their parameters")
     group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help="one of " + ", ".join(VALID_LR_SCHEDULES))
-    group.add_argument("--cycle_momentum", action="store_true", default=False, help="of OneCycle")
+    group.add_argument("--cycle_momentum", action="store_true", default=False, help="argument of OneCycle")
     added: set[str] = set()
     for schedule, arguments in _SCHEDULE_ARGUMENTS.items():
         for name, default in arguments.items():
@@ -166,21 +166,26 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
             added.add(name)
             if isinstance(default, bool):
                 group.add_argument(
-                    f"--{name}", type=_parse_bool, nargs="?", const=True, default=default, help=f"of {schedule}"
+                    f"--{name}",
+                    type=_parse_bool,
+                    nargs="?",
+                    const=True,
+                    default=default,
+                    help=f"argument of {schedule}",
                 )
             else:
-                group.add_argument(f"--{name}", type=type(default), default=default, help=f"of {schedule}")
+                group.add_argument(f"--{name}", type=type(default), default=default, help=f"argument of {schedule}")
     return parser
 
 
 def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false; write one of these")
     return text.lower() in ("true", "1")
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Parse these arguments from the command line. Return them and the remaining arguments."""
+    """Parse the schedules' arguments of the command line. Return `(parsed, remaining arguments)`."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -261,4 +266,4 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found
-    raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer and wraps none")
+    raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer and wraps none; pass one")

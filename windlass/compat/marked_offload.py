@@ -42,7 +42,7 @@ class CheckpointActivationOffloadStats:
 
 
 class _Held:
-    """Placeholder of a marked tensor in the graph: on the device until newer ones are marked, then on the host."""
+    """Placeholder in the graph for a marked tensor, which is on the device until newer tensors replace it there."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.nbytes
@@ -68,7 +68,7 @@ class PooledHostStore(HostStore):
         self._free: dict[BufferKey, list[torch.Tensor]] = {}
 
     def key_of(self, tensor: torch.Tensor) -> BufferKey:
-        """Return the key of the buffers that fit a tensor. They are contiguous, so its strides do not matter."""
+        """Return the key of the buffers that fit a tensor. Buffers are contiguous, so the key has no strides."""
         return tuple(tensor.shape), tensor.dtype, tensor.layout, self._uses_pinned_memory
 
     def allocate_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, BufferKey]:
@@ -80,7 +80,7 @@ class PooledHostStore(HostStore):
         return get_accelerator().pin_memory(buffer, make_copy=False) if self._uses_pinned_memory else buffer, key
 
     def release(self, key: BufferKey, buffer: torch.Tensor) -> None:
-        """Keep a buffer that nothing reads or writes any more."""
+        """Keep a buffer that is no longer in use, unless `max_free_buffers` buffers are free already."""
         if sum(map(len, self._free.values())) < self._max_free_buffers:
             self._free.setdefault(key, []).append(buffer)
 
@@ -112,13 +112,14 @@ class _PooledActivation:
     def fetch(self) -> PendingCopy:
         self._copy.wait()
         fetched = start_copy_to_device(self._copy.value, self._device)
-        if fetched.value is self._copy.value:  # one memory: the caller may hold the result longer than the buffer
+        if fetched.value is self._copy.value:  # host memory: the caller may keep the result after the buffer is reused
             return CompletedCopy(fetched.value.clone())
         self._fetches.append(ref(fetched))
         return fetched
 
     def __del__(self) -> None:
-        # A buffer that a copy still uses is freed when that copy ends. Later work waits for deleted copies.
+        # A buffer that a copy still uses is not reused, but freed with the copy. Fetches that were deleted need no
+        # check: the current stream waits for them.
         fetches = [fetch for reference in self._fetches if (fetch := reference()) is not None]
         if self._copy.poll() and all(fetch.poll() for fetch in fetches):
             self._store.release(self._key, self._copy.value)

@@ -1,4 +1,4 @@
-"""`mii.serve` and `mii.client`: a deployment that lives in this process and answers many threads at once."""
+"""`mii.serve` and `mii.client`: a deployment in this process, which several threads may use at once."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _check_processes(settings: dict[str, Any]) -> None:
         )
     kind = settings.pop("deployment_type", "local")
     if getattr(kind, "value", kind) != "local":
-        raise ConfigError(f"deployment_type is {kind!r}; a deployment is 'local'")
+        raise ConfigError(f"deployment_type is {kind!r}; write 'local', the only type")
     for ignored in _IGNORED:
         settings.pop(ignored, None)
 
@@ -115,8 +115,8 @@ def client(model_or_deployment_name: str | Path) -> MiiClient:
         if name in _deployments:
             return _deployments[name]
     raise ConfigError(
-        f"there is no deployment {given!r} in this process; running are {', '.join(sorted(_deployments)) or 'none'}. "
-        "Servers of `windlass serve` answer OpenAI's clients"
+        f"there is no deployment {given!r} in this process; running: {', '.join(sorted(_deployments)) or 'none'}. "
+        "Start it with mii.serve, or use OpenAI's client for a server of `windlass serve`"
     )
 
 
@@ -143,8 +143,9 @@ class MiiClient:
         """Generate one response for each prompt.
 
         Args:
-            streaming_fn: called in this thread with a list of one response, whose text is new since the call before;
-                nothing is returned then. It requires a single prompt. An error that it raises ends the request.
+            streaming_fn: function called in this thread with a list of one response, which has the text generated since
+                the previous call. `generate` then takes a single prompt and returns None. An error raised by the
+                function ends the request.
             settings: `return_full_text`, and those of `make_sampling_params`.
 
         Raises:
@@ -199,7 +200,7 @@ class MiiClient:
             return found
 
         shown = 0
-        while (output := self._wait_for(read())) is not None:  # an error or interrupt in here closes the stream
+        while (output := self._wait_for(read())) is not None:  # an error or interrupt here closes the stream
             try:
                 response = make_response(output, output.outputs[0], full=full)
                 text = response.generated_text
@@ -210,10 +211,10 @@ class MiiClient:
                 raise
 
     def _start(self, coroutine: Coroutine[Any, Any, Result]) -> Any:
-        if os.getpid() != self._process:  # a fork has no engine: its threads stayed behind
+        if os.getpid() != self._process:  # a forked process lacks the engine's threads
             coroutine.close()
             raise ConfigError(
-                f"the deployment {self._name!r} runs in process {self._process}, and this is a fork of it, "
+                f"the deployment {self._name!r} runs in process {self._process}, but was called in its fork "
                 f"{os.getpid()}; call it from threads of that process, or start `windlass serve` for clients in other "
                 "processes"
             )

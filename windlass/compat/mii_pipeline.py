@@ -37,8 +37,8 @@ class MiiResponse:
 
     Attributes:
         generated_text: text of the answer; with `return_full_text`, the prompt and the answer.
-        prompt_length: tokens of the prompt.
-        generated_length: tokens of the answer.
+        prompt_length: number of tokens of the prompt.
+        generated_length: number of tokens of the answer.
         finish_reason: `"stop"` or `"length"`; None while the answer streams.
     """
 
@@ -69,7 +69,7 @@ def pipeline(
 
     Args:
         model_name_or_path: directory, name on the hub, or a module.
-        model_config: the same settings as a dict.
+        model_config: dict with some of the settings that `settings` lists.
         all_rank_output: all ranks return the responses; else every rank but the first returns an empty list.
         settings: `tensor_parallel` (ranks; None: all that were launched), `tokenizer`, `max_length` (tokens of a prompt
             and its answer; None: the model's window), `inference_engine_config` (a `RaggedInferenceEngineConfig`),
@@ -134,7 +134,7 @@ def use_engine_config(settings: dict[str, Any]) -> None:
 
 
 def engine_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the engine.
+    """Return the options of `windlass.LLM` that MII's settings stand for.
 
     Raises:
         ConfigError: a setting is not supported.
@@ -221,7 +221,7 @@ def make_sampling_params(tokenizer: Any, prompts: Sequence[str], window: int, **
     """Return the sampling parameters of each prompt, from MII's settings with MII's defaults.
 
     Args:
-        window: tokens of a prompt and its answer, where `max_length` is not set.
+        window: maximum number of tokens of a prompt and its answer if `max_length` is not set.
         settings: `max_new_tokens`, `max_length` (with the prompt; the smaller of both counts), `min_new_tokens`,
             `ignore_eos`, `do_sample` (True), `top_p` (0.9), `top_k`, `temperature`, `stop`, `seed`.
 

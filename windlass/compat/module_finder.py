@@ -60,7 +60,7 @@ class StandInModule(ModuleType):
 
     def __delattr__(self, name: str) -> None:
         before = self.__dict__.get("_values_before", {})
-        if name in before:  # pytest's monkeypatch deletes what was not in the module's own dict before
+        if name in before:  # pytest's monkeypatch deletes a name that the module's own dict lacked
             _live(self.__name__)[name](before.pop(name))
             return
         super().__delattr__(name)
@@ -81,14 +81,14 @@ def _missing_name_message(module: str, name: str) -> str:
         return f"module {module!r} has no attribute {name!r}"
     return (
         f"module {module!r} has no attribute {name!r}: windlass stands in for DeepSpeed here and has no such name; "
-        "docs/compat.md lists its names"
+        "see docs/compat.md for the names that exist"
     )
 
 
 def _folder_of(package: str) -> str:
-    """Return the folder in which scripts find the files of a package's modules, or an empty one.
+    """Return the folder in which scripts find the files of a package's modules, else the folder of the root package.
 
-    Python never imports from it, because this finder comes first and knows every module of the folder.
+    Python never imports from this folder, because this finder comes first and finds every module of the folder.
     """
     own = Path(__file__).parent / package.rpartition(".")[2]
     modules = [file.stem for file in own.glob("*.py") if file.stem != "__init__"]
@@ -139,7 +139,9 @@ class StandInFinder(MetaPathFinder, Loader):
         """
         target_module = STAND_IN_NAMES[fullname].target if is_whole_module(fullname) else ""
         if not target_module or not callable(getattr(importlib.import_module(target_module), "main", None)):
-            raise ImportError(f"{fullname} is not a program: windlass stands in for DeepSpeed here (docs/compat.md)")
+            raise ImportError(
+                f"{fullname} is not a program of windlass, which stands in for DeepSpeed; see docs/compat.md"
+            )
         return compile(f"import sys\nfrom {target_module} import main\nsys.exit(main())", target_module, "exec")
 
     def is_package(self, fullname: str) -> bool:

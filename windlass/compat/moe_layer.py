@@ -22,9 +22,9 @@ class MoE(experts.MixtureOfExperts):
     """MoE layer like `windlass.MoE`, with DeepSpeed's conventions.
 
     Expert parameters are marked by `parameter.allreduce` and `parameter.group_name`, and `ep_size` must divide the
-    number of experts. The layer is constructed with all experts; `initialize` keeps only each rank's own. Before that,
-    `load_state_dict` also accepts only the experts of this rank, which DeepSpeed numbers from 0 on every rank; then
-    every rank loads its own, and `initialize` exchanges them.
+    number of experts. The layer is constructed with all experts; `initialize` keeps only each rank's own. Before
+    `initialize`, `load_state_dict` also accepts a state dict with only this rank's experts, which DeepSpeed numbers
+    from 0 on every rank; `initialize` then exchanges them between the ranks.
 
     Attributes:
         expert_group_name: name of the group of ranks over which experts are spread.
@@ -34,7 +34,7 @@ class MoE(experts.MixtureOfExperts):
         ConfigError: inconsistent numbers.
     """
 
-    has_only_local_experts = False  # True after a state dict of this rank's experts was loaded, until `initialize`
+    has_only_local_experts = False  # True from the load of a state dict with only this rank's experts to `initialize`
 
     def __init__(
         self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, *args: Any, **kwargs: Any
@@ -56,7 +56,7 @@ class MoE(experts.MixtureOfExperts):
 
 
 def _number_local_experts(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Let a state dict that has only one rank's experts fill the places of all experts."""
+    """Extend a state dict with only one rank's experts to all experts, by repeating them under the other numbers."""
     assert isinstance(module, MoE)
     held = module.deepspeed_moe["experts"]
     if not isinstance(held, Experts) or held.axis.size > 1:
@@ -72,7 +72,7 @@ def _number_local_experts(module: nn.Module, state_dict: Any, prefix: str, *_: A
 
 
 def exchange_local_experts(model: nn.Module, config_dict: Mapping[str, Any], mpu: Any, port: int) -> None:
-    """Give all ranks the experts that each rank loaded for itself. Collective if a layer has `ep_size` above 1.
+    """Broadcast the experts that each rank loaded for itself to all ranks. Collective if a layer has `ep_size` above 1.
 
     Args:
         config_dict: configuration, which determines how many neighbouring ranks hold the same experts.
@@ -92,8 +92,8 @@ def exchange_local_experts(model: nn.Module, config_dict: Mapping[str, Any], mpu
     if mpu is not None or loaded.count(loaded[0]) != len(loaded):
         others = [rank for rank, flags in enumerate(loaded) if flags != loaded[0]]
         raise ModelError(
-            f"MoE layers of {type(model).__name__} loaded only one rank's experts "
-            + (f"on rank 0 otherwise than on ranks {others}" if others else "before initialize with an mpu")
+            f"MoE layers of {type(model).__name__}: state dicts of only one rank's experts were loaded "
+            + (f"on ranks {others} into other layers than on rank 0" if others else "before initialize with an mpu")
             + "; load a state dict of all experts on all ranks"
         )
     neighbours = _count_neighbours(config_dict)

@@ -7,10 +7,10 @@ from typing import Any
 MODEL_AXES = ("model", "tensor_model", "slice", "pipeline_model", "pipe", "expert_model", "expert")
 """Axes along which ranks hold different parameters, by the names in an mpu's methods."""
 TOKEN_AXES = ("sequence", "context")
-"""Axes along which ranks hold other tokens of the same samples."""
+"""Axes along which ranks hold different tokens of the same samples."""
 
 
 def spans_ranks(mpu: Any, axes: tuple[str, ...] = MODEL_AXES + TOKEN_AXES) -> bool:
-    """Return True if `mpu` has more than one rank along one of the axes. An axis that it does not name has one."""
+    """Return True if `mpu` has more than one rank along one of the axes. An axis without a method has one rank."""
     sizes = [getattr(mpu, f"get_{axis}_parallel_world_size", None) for axis in axes]
     return any(size is not None and size() > 1 for size in sizes)

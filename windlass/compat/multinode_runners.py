@@ -93,7 +93,7 @@ class PDSHRunner(MultiNodeRunner):
         return "pdsh"
 
     def parse_user_args(self) -> list[str]:
-        """Return the arguments. Those with spaces are quoted, because the remote shell splits the line again."""
+        """Return the arguments. Arguments with spaces are quoted, because the remote shell splits the line again."""
         return [_quoted(word) for word in self.args.user_args]
 
     def get_cmd(
@@ -165,7 +165,8 @@ class _MPIRunner(MultiNodeRunner):
         counts = set(self.resource_pool.values())
         if len(counts) != 1:
             raise ValueError(
-                f"--launcher {self.label} needs the same number of slots on every host: {dict(self.resource_pool)}"
+                f"--launcher {self.label} needs the same number of slots on every host, not {dict(self.resource_pool)}"
+                "; change the hostfile"
             )
         return counts.pop()
 
@@ -263,12 +264,14 @@ class SlurmRunner(MultiNodeRunner):
                 raise ValueError(f"slurm cannot choose slots {given} of {host}; filter whole hosts, or the first slots")
         if len({len(given) for given in slots.values()}) > 1:
             counts = {host: len(given) for host, given in slots.items()}
-            raise ValueError(f"slurm needs the same number of slots on every host: {counts}")
+            raise ValueError(f"slurm needs the same number of slots on every host, not {counts}; change the hostfile")
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]) -> list[str]:
         """Return the command. srun exports the whole environment."""
         args = self.args
-        assert not getattr(args, "detect_nvlink_pairs", False), "slurm does not remap visible devices"
+        assert not getattr(args, "detect_nvlink_pairs", False), (
+            "slurm does not remap visible devices; drop --detect_nvlink_pairs"
+        )
         self.validate_active_resources(active_resources)
         total = sum(len(_slots(given)) for given in active_resources.values())
         words = ["srun", "-n", str(total), *split(args.launcher_args)]
@@ -308,7 +311,7 @@ class MVAPICHRunner(_MPIRunner):
         """Return True if MVAPICH2-GDR is installed; warn if it is not."""
         found = is_installed("mvapich")
         if not found:
-            warnings.warn("mpiname is missing or does not name MVAPICH2-GDR", stacklevel=2)
+            warnings.warn("mpiname is missing or does not name MVAPICH2-GDR; install MVAPICH2-GDR", stacklevel=2)
         return found
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]) -> list[str]:

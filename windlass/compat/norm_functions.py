@@ -1,7 +1,7 @@
 """Norms of gradients, weights and tensors, clipping by norm, and overflow checks.
 
 If a script passes a model-parallel unit (`mpu`), norms and checks are also reduced over its model-parallel group.
-Otherwise the ranks have no model parallelism here.
+Without an `mpu`, nothing is reduced over model-parallel ranks.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def get_flattened_grad_norm(
 ) -> float:
     """Return the norm of the gradients of flat buffers as one vector; -1 if it is not finite.
 
-    Every rank counts its buffers, whose parameters are not marked.
+    Every rank counts all its buffers, because a flat buffer has no marks of replicated parameters.
 
     Raises:
-        NotImplementedError: a mask is given. It is not needed: flat buffers here hold each parameter once.
+        NotImplementedError: a mask is given. A mask is not needed: flat buffers here hold each parameter once.
     """
     if grad_norm_mask is not None:
         raise NotImplementedError("get_flattened_grad_norm: grad_norm_mask is not built; pass each parameter once")
@@ -104,15 +104,17 @@ def get_global_norm_of_tensors(
     """Return the norm of all tensors as one vector, a float32 scalar; -1 if it is not finite.
 
     Args:
-        moe_ep_group: the tensors belong to experts, which are spread over this group: the norm is also that over the
-            group, and over the pipeline stages of `mpu` instead of all of its model-parallel ranks, unless experts are
-            sharded by tensor parallelism.
+        moe_ep_group: group over which experts are spread, if the tensors belong to experts. The norm is then also
+            reduced over this group, and over the pipeline stages of `mpu` instead of all its model-parallel ranks
+            (unless experts are sharded by tensor parallelism). None: the tensors are dense.
 
     Raises:
         AssertionError: an item is not a tensor.
     """
     tensors = list(input_tensors)
-    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors), "every item must be a tensor"
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors), (
+        "get_global_norm_of_tensors: an item is not a tensor; pass only tensors"
+    )
     norm = _total_norm(tensors, norm_type, mpu, moe_ep_group)
     return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
 
@@ -237,7 +239,7 @@ def _gradients(parameters: Tensors) -> list[torch.Tensor]:
 def _counted_parameters(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
     """Return the parameters that this rank counts.
 
-    Only the first rank of a model-parallel group counts replicated ones, and only the stage that owns it a parameter
+    Only the first rank of a model-parallel group counts replicated parameters. Only the owning stage counts a parameter
     that lies on several stages.
     """
     first = bwc_tensor_model_parallel_rank(mpu) == 0
@@ -304,6 +306,6 @@ def _scale_to_max_norm(
     tensors: list[torch.Tensor], max_norm: float, norm: float | torch.Tensor, eps: float = 1e-6
 ) -> None:
     factor = float(max_norm / (float(norm) + eps))
-    if 0 <= factor < 1:  # negative: the norm is -1, that of gradients that are not finite
+    if 0 <= factor < 1:  # the factor is negative if the norm is -1, i.e. a gradient is not finite
         for tensor in tensors:
             tensor.detach().mul_(factor)

@@ -35,7 +35,7 @@ def parse_range(rng: str) -> list[int]:
         raise ValueError(f"{rng!r} is not a range of cores; write 3 or 2-5")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
-        raise ValueError(f"the range of cores {rng!r} ends before it begins")
+        raise ValueError(f"the range of cores {rng!r} ends before it begins; write the smaller number first")
     return list(range(first, last + 1))
 
 
@@ -49,7 +49,9 @@ def parse_range_list(range_str: str) -> list[int]:
     for part in range_str.split(",") if range_str.strip() else ():
         own = parse_range(part)
         if cores and own[0] <= cores[-1]:
-            raise ValueError(f"the ranges of cores {range_str!r} overlap or are out of order")
+            raise ValueError(
+                f"the ranges of cores {range_str!r} overlap or are out of order; write each core once, in order"
+            )
         cores += own
     return cores
 
@@ -78,7 +80,7 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
         cores = one_thread_per_core(threads)
     each = len(cores) // num_local_procs
     if each < 1:
-        raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: each rank needs at least one")
+        raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: start fewer ranks, or list more cores")
     own = cores[local_rank * each : (local_rank + 1) * each]
     return each, ["numactl", *_memory_binding(own, nodes), "-C", _format_ranges(own)]
 

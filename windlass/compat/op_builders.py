@@ -24,13 +24,13 @@ class OpBuilder:
 
     Attributes:
         TARGET_MODULE: dotted name of the module that `load` returns; empty if windlass does not have the op.
-        UNAVAILABLE_REASON: if the op is missing, what to use instead.
+        UNAVAILABLE_REASON: text of the error if the op is missing: the reason, or what to use instead.
     """
 
     NAME = "not_implemented"
     BUILD_VAR = ""
     TARGET_MODULE = ""
-    UNAVAILABLE_REASON = "there is no such native code in windlass"
+    UNAVAILABLE_REASON = "windlass has no such native code: use torch's operators"
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
@@ -88,7 +88,7 @@ class OpBuilder:
         Raises:
             NotBuiltError: always.
         """
-        raise NotBuiltError(f"{type(self).__name__}.builder: windlass's native code is compiled at installation")
+        raise NotBuiltError(f"{type(self).__name__}.builder: windlass compiles native code at installation; use load()")
 
 
 class _CPUOptimizerBuilder(OpBuilder):
@@ -200,11 +200,11 @@ _UNAVAILABLE_BUILDERS = {
     "GDSBuilder": ("gds", "GPUDirect Storage is not used, NVMe I/O goes through host memory: use AsyncIOBuilder"),
     "TransformerBuilder": ("transformer", "windlass has no transformer layers: use torch.nn, or a transformers model"),
     "StochasticTransformerBuilder": ("stochastic_transformer", "windlass has no transformer layers: use torch.nn"),
-    "InferenceBuilder": ("transformer_inference", "windlass.LLM and init_inference have their own kernels"),
-    "InferenceCoreBuilder": ("inference_core_ops", "windlass.LLM and init_inference have their own kernels"),
-    "InferenceCutlassBuilder": ("cutlass_ops", "windlass.LLM and init_inference have their own kernels"),
-    "RaggedOpsBuilder": ("ragged_device_ops", "windlass.LLM and init_inference have their own kernels"),
-    "RaggedUtilsBuilder": ("ragged_ops", "windlass.LLM and init_inference have their own kernels"),
+    "InferenceBuilder": ("transformer_inference", "kernels are internal; use windlass.LLM or init_inference"),
+    "InferenceCoreBuilder": ("inference_core_ops", "kernels are internal; use windlass.LLM or init_inference"),
+    "InferenceCutlassBuilder": ("cutlass_ops", "kernels are internal; use windlass.LLM or init_inference"),
+    "RaggedOpsBuilder": ("ragged_device_ops", "kernels are internal; use windlass.LLM or init_inference"),
+    "RaggedUtilsBuilder": ("ragged_ops", "kernels are internal; use windlass.LLM or init_inference"),
     "SpatialInferenceBuilder": (
         "spatial_inference",
         "diffusion models have no layers to replace: use the model itself",
@@ -213,8 +213,11 @@ _UNAVAILABLE_BUILDERS = {
     "EvoformerAttnBuilder": ("evoformer_attn", "use torch.nn.functional.scaled_dot_product_attention with a bias"),
     "FlashAttentionBuilder": ("flash_attn", "use torch.nn.functional.scaled_dot_product_attention"),
     "SparseAttnBuilder": ("sparse_attn", "block-sparse attention is not built: use torch's flex_attention"),
-    "CCLCommBuilder": ("deepspeed_ccl_comm", "CPU ranks communicate over gloo or shared memory; windlass chooses"),
-    "ShareMemCommBuilder": ("deepspeed_shm_comm", "CPU ranks of a host use shared memory without this op"),
+    "CCLCommBuilder": ("deepspeed_ccl_comm", "CPU ranks use gloo or shared memory without this op: delete the call"),
+    "ShareMemCommBuilder": (
+        "deepspeed_shm_comm",
+        "CPU ranks of a host use shared memory without this op: delete the call",
+    ),
     "DeepCompileBuilder": ("dc", "DeepCompile is not built: use engine.compile or torch.compile"),
 }
 

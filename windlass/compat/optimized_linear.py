@@ -25,7 +25,7 @@ class LoRAConfig:
     """Adapters of a layer.
 
     Attributes:
-        lora_r: their rank.
+        lora_r: rank of the adapters.
         lora_alpha: the adapters' output is multiplied by `lora_alpha / lora_r`.
         base_weight_sharding: has no effect: `zero_optimization.stage` 3 shards the base over all ranks.
         offload, offload_ratio: refused; `zero_optimization.offload_param` keeps shards in host memory.
@@ -49,10 +49,10 @@ class QuantizationConfig:
     """Floating-point format of a packed base weight.
 
     Attributes:
-        q_bits: 4, 6, 8 or 12.
-        mantissa_bits: number of mantissa bits among them.
-        group_size: successive weights with one scale.
-        q_dtype: torch.uint8.
+        q_bits: number of bits of a weight: 4, 6, 8 or 12.
+        mantissa_bits: number of these bits that are mantissa.
+        group_size: number of successive weights that share a scale.
+        q_dtype: has no effect: packed bytes are torch.uint8.
     """
 
     q_bits: int = 8
@@ -80,7 +80,7 @@ class PackedBytes:
     Attributes:
         scale: scales of the groups.
         sizes: shape of the original tensor.
-        dtype: its dtype.
+        dtype: dtype of the original tensor.
     """
 
     scale: torch.Tensor
@@ -89,7 +89,7 @@ class PackedBytes:
 
 
 class QuantizedParameter(nn.Parameter):
-    """Frozen parameter of the packed bytes of a tensor; `dequantized()` returns its values.
+    """Frozen parameter that holds the packed bytes of a tensor; `dequantized()` returns the tensor's values.
 
     `QuantizedParameter(p.data, **p.__dict__)` is a copy.
 
@@ -171,10 +171,10 @@ class QuantizedLinear(PackedLinear):
 class LoRAOptimizedLinear(nn.Module):
     """Frozen linear layer with low-rank adapters: `base(x) + lora_alpha / lora_r * lora_weight_2(lora_weight_1(x))`.
 
-    A state with a plain `weight` is loaded into the base.
+    `load_state_dict` loads the `weight` and `bias` of a plain linear layer into the base.
 
     Args:
-        base: the frozen layer, instead of a new one.
+        base: layer to freeze and adapt; None: a new layer.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class OptimizedLinear(nn.Module):
 
 
 class OptimizedLinearInit:
-    """Context in which `torch.nn.Linear(...)` makes an `OptimizedLinear`, in torch's default dtype.
+    """Context in which `torch.nn.Linear(...)` makes an `OptimizedLinear`, in torch's default dtype (strict mode: bf16).
 
     A model that transformers' `from_pretrained` or `from_config` returns has such layers instead of its own, with
     the values that were loaded; with adapters, all of its other parameters are frozen.

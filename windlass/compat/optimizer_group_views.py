@@ -106,10 +106,10 @@ class LocalStates(Mapping[str, torch.Tensor]):
 
 
 class TrainedStates(defaultdict[Any, Any]):
-    """Attribute `state` of the optimizer below an engine's: empty, because the engine holds the states.
+    """Attribute `state` of the optimizer that an engine's optimizer wraps: empty, because the engine holds the states.
 
-    `state[parameter]` answers with the `LocalStates` of a parameter that an engine trains, or of a flat tensor of
-    `MasterWeightGroups`. For any other key it behaves as torch's.
+    `state[key]` returns the `LocalStates` if the key is a parameter that an engine trains, or a flat tensor of
+    `MasterWeightGroups`. Any other key works as in torch.
 
     Args:
         others: states that the engine did not take over.

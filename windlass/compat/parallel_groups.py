@@ -50,7 +50,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
         DeprecatedException: always.
     """
     raise DeprecatedException(
-        "DeepSpeed removed groups.initialize(): experts get their groups from deepspeed.moe.layer.MoE"
+        "DeepSpeed removed groups.initialize(): delete the call; deepspeed.moe.layer.MoE creates the groups of experts"
     )
 
 
@@ -100,7 +100,9 @@ def _world_rank_group() -> RankGroup:
 
 
 def _raise_no_group(kind: str) -> NoReturn:
-    raise AssertionError(f"there is no {kind} group: all ranks are data ranks")
+    raise AssertionError(
+        f"there is no {kind} group, since all ranks are data-parallel: initialize an engine that has one first"
+    )
 
 
 # Data parallelism: data-loading ranks.
@@ -184,7 +186,7 @@ def set_tensor_model_parallel_rank(rank: int) -> None:
 
 
 def get_model_parallel_world_size() -> int:
-    """Return the number of ranks that hold one copy of the model."""
+    """Return the number of ranks that together hold one copy of the model."""
     return _overrides.get("world_size") or _size_of(_ask_mpu("model_parallel_world_size"), _model_group())
 
 
@@ -195,7 +197,7 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """Return this rank's index among the ranks that hold one copy of the model."""
+    """Return this rank's index among the ranks that together hold one copy of the model."""
     return _overrides["rank"] if "rank" in _overrides else _rank_in(_ask_mpu("model_parallel_rank"), _model_group())
 
 
@@ -231,7 +233,7 @@ def _dense_data_group() -> RankGroup:
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
     group = _process_group_of(_ask_mpu("sequence_parallel_group"), _sequence_group())
     if group is None:
-        raise KeyError("there is no sequence-parallel group: sequences are not sharded")
+        raise KeyError("there is no sequence-parallel group: initialize an engine that shards sequences first")
     return group
 
 

@@ -32,7 +32,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
         AssertionError: torch.distributed is not initialized, or the groups exist already.
     """
     assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
-    assert not _groups_exist(), "the sequence-parallel groups exist already"
+    assert not _groups_exist(), "the sequence-parallel groups exist already: call initialize_sequence_parallel once"
     _current[:] = [(dist.group.WORLD, SequenceParallelGroups(sequence_parallel_size))]
 
 
@@ -66,7 +66,7 @@ def get_sequence_data_parallel_rank() -> int:
     return _current_groups().data.index
 
 
-# DeepSpeed's names for a model-parallel unit (mpu) without another dimension
+# names of an mpu's methods, for a script whose only model parallelism is sequence parallelism
 get_model_parallel_group = get_sequence_parallel_group
 get_model_parallel_rank = get_sequence_parallel_rank
 get_model_parallel_world_size = get_sequence_parallel_world_size

@@ -2,8 +2,8 @@
 
 [Note: computed attributes] Nothing is stored on parameters, because stored attributes would break pickling and would
 follow a copy. Instead, `install_parameter_attributes` gives `nn.Parameter` a `__getattr__`, which Python calls only for
-missing attributes. It answers only for parameters that belong to an engine or to `zero.Init`. Stage-3 parameters keep
-their full shape in windlass, sharded or not; see [Note: strict mode].
+missing attributes. It has values only for parameters of an engine, of `zero.Init` or of experts. Stage-3 parameters
+keep their full shape in windlass, sharded or not; see [Note: strict mode].
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from windlass.zero.sharded_model import ShardedModel
 
 _id_counter = count()
 _ids: WeakIdKeyDictionary = WeakIdKeyDictionary()  # ids of parameters of sharded models
-# Ids of parameters under zero.Init have a range of their own: they are given at the first read, which may be on one
-# rank only, and must not change those of later models.
+# Ids of parameters under zero.Init have a range of their own: an id is assigned at its first read, which may be on one
+# rank only, and must not change the ids of later models.
 _init_id_counter = count(1 << 32)
 _sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _active_by_owner: WeakKeyDictionary[Any, WeakIdKeyDictionary] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ _external_parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = We
 _expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # name of the expert group, by parameter
 _used_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a module returned to another
 _stub_models: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` built
-_gathered_contexts: dict[int, GatheredParameters] = {}  # by id of a parameter that all_gather unsharded
+_gathered_contexts: dict[int, GatheredParameters] = {}  # contexts of `all_gather`, by id of the parameter
 
 
 def install_parameter_attributes() -> None:
@@ -59,17 +59,17 @@ def install_parameter_attributes() -> None:
 
 
 def enable_state_dict_stubs(model: ShardedModel) -> None:
-    """Make `state_dict()` return stubs for the sharded parameters of `model`; for other models it keeps raising."""
+    """Make `state_dict()` return stubs for the sharded parameters of `model`; it raises for other models."""
     _stub_models.add(model)
 
 
 def number_parameters(model: ShardedModel) -> None:
     """Give each parameter of `model` a `ds_id`, equal on all ranks if they call this for the same models.
 
-    A parameter that has one keeps it.
+    A parameter that has an id keeps it.
     """
     of_units = (parameter for unit in model.units for parameter in unit.parameters)
-    for parameter in (*model.model.parameters(), *of_units):  # a script may have taken one out of its module
+    for parameter in (*model.model.parameters(), *of_units):  # a script may have removed some from their modules
         if parameter not in _ids:
             _ids[parameter] = next(_id_counter)
 
@@ -92,7 +92,7 @@ def external_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _allows_stub(parameter: nn.Parameter) -> bool:
-    """Return True if `state_dict()` may return a stub, of which a script on one rank reads only the name.
+    """Return True if `state_dict()` may return a stub without values, so that one rank alone can read the names.
 
     Inside a forward, `detach` must return the values instead, so the parameter's unit gathers them.
     """
@@ -113,7 +113,7 @@ def _shard_under_construction(parameter: nn.Parameter) -> None:
 
 
 def _substitute_released(parameter: nn.Parameter, frame: FrameType) -> torch.Tensor | None:
-    """Return an empty tensor for a released parameter in strict mode, unless torch or windlass reads its shape."""
+    """Return an empty tensor for the shape of a sharded parameter that a script reads in strict mode, else None."""
     if not is_strict() or frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "windlass"):
         return None
     place, init_shard = find(parameter), initial_shard.find(parameter)
@@ -170,7 +170,7 @@ def _ds_id(parameter: nn.Parameter) -> int:
         if init_shard not in _sharded_init_ids:
             _sharded_init_ids[init_shard] = next(_init_id_counter)
         return _sharded_init_ids[init_shard]
-    if parameter not in _ids:  # the engine is one of `windlass.initialize`
+    if parameter not in _ids:  # an engine of `windlass.initialize` numbers no parameters
         number_parameters(place.model)
     found: int = _ids[parameter]
     return found
@@ -244,7 +244,7 @@ def _partition(parameter: nn.Parameter) -> Callable[..., None]:
         for one in [parameter] if param_list is None else list(param_list):
             context = _gathered_contexts.pop(id(one), None)
             if context is not None:
-                # On exit, GatheredParameters broadcasts the values of this rank; None discards changes.
+                # On exit, GatheredParameters broadcasts the values of rank `_rank`; None: it discards changes.
                 context._rank = 0 if has_been_updated else None
                 context.__exit__(None, None, None)
 

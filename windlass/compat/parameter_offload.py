@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class NoopHookHandle:
     """Handle of a hook that does nothing.
 
-    windlass's own hooks stay: inside `GatheredParameters` they find the parameters gathered.
+    windlass's own hooks are not removed: inside `GatheredParameters` they have nothing to gather.
     """
 
     def remove(self) -> None:
@@ -83,8 +83,8 @@ class ParameterOffload:
 class ZeROOrderedDict(OrderedDict[str, Any]):
     """Ordered dict of a module's parameters.
 
-    DeepSpeed replaces `module._parameters` by it to gather parameters that a forward reads. windlass gathers by other
-    means and never installs it; an instance made by a script only stores.
+    DeepSpeed replaces `module._parameters` by this class to gather parameters that a forward reads. windlass gathers by
+    other means and never installs this class; an instance made by a script only stores its entries.
 
     Args:
         parent_module: module that owns the parameters.

@@ -1,11 +1,11 @@
-"""Attribute `ds_tensor` of a parameter: this rank's part of it, divided over the ranks as DeepSpeed divides it.
+"""Attribute `ds_tensor` of a parameter: this rank's part, if the parameter is divided over ranks as in DeepSpeed.
 
 [Note: padded parts] DeepSpeed divides every parameter separately: of `n` elements on `r` ranks, rank `i` has
 `ceil(n / r)` elements from `i * ceil(n / r)` on, and zeros follow the last element. windlass divides units of several
 parameters, so such a part may lie on other ranks. A `PaddedShard` therefore holds no values. Its shape, dtype and
 device are read without communication. Reading its values gathers the parameter, and writing them exchanges the parts of
-all ranks and sets the parameter and its master weights. Both are collective: all ranks do the same to the same
-parameter. A rank that makes another call raises (see `CollectiveScheduler.sync`). Parameters constructed under
+all ranks and sets the parameter and its master weights. Both are collective: all ranks make the same access to the
+same parameter. A rank that makes another call raises (see `CollectiveScheduler.sync`). Parameters constructed under
 `zero.Init` are divided like this until `initialize`, so each rank reads and writes its parts independently.
 """
 
@@ -49,7 +49,7 @@ class PaddedShard(torch.Tensor):
     ds_numel: int
     _parameter: nn.Parameter
     _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    _layout: torch.Tensor  # on the meta device, with the strides of the values
+    _layout: torch.Tensor  # meta tensor with the shape and strides of the values
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class PaddedShard(torch.Tensor):
         layout: torch.Tensor,
         views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
     ) -> PaddedShard:
-        """Return the part of `parameter`, or the view of it that `views` lead to, as a tensor of this layout."""
+        """Return this rank's part of `parameter` after the given views, with the shape and strides of `layout`."""
         nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(layout.shape)
         with torch._C.DisableTorchFunctionSubclass():
             shard = torch.Tensor._make_subclass(cls, nothing, False)
@@ -96,14 +96,14 @@ class PaddedShard(torch.Tensor):
             values, given = tree_map_only(PaddedShard, lambda shard: shard._read(), (args, given))
         result = function(*values, **given)
         if own is not None and isinstance(result, torch.Tensor) and _are_views(result, values[0]):
-            raise NotBuiltError(f"{name} of parameter.ds_tensor: write through view or indexing, or use clone() first")
+            raise NotBuiltError(f"{name} of parameter.ds_tensor cannot return a view; use view, indexing or clone()")
         return result
 
     @classmethod
     def _change(
         cls, changed: list[PaddedShard], function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]
     ) -> Any:
-        """Call an in-place function on the values, and write them."""
+        """Call an in-place function on the values, and write the changed values to the parameters."""
         with torch.no_grad():
             parts = {id(shard): _read_part(shard._parameter) for shard in changed}
             seen = {id(shard): shard._through_views(parts[id(shard)]) for shard in changed}
@@ -207,13 +207,16 @@ def _write_part(parameter: nn.Parameter, values: torch.Tensor) -> None:
     if values.numel() != size:
         raise ModelError(
             f"parameter.ds_tensor.data: the value has {values.numel()} elements, this rank's part of the parameter of "
-            f"shape {tuple(parameter.shape)} has {size} (ds_numel, with padding)"
+            f"shape {tuple(parameter.shape)} has {size} (ds_numel, with padding); assign a tensor of that size"
         )
     start, stop = initial_shard.span(parameter.numel(), group.index, group.size)
     own = values.detach().reshape(-1)[: stop - start].to(parameter.dtype)
     if init_shard is not None:
         if not init_shard.row_major:
-            raise NotBuiltError("parameter.ds_tensor.data before `initialize`: the parameter is not in row-major order")
+            raise NotBuiltError(
+                "parameter.ds_tensor.data before `initialize`: the parameter is not in row-major order; assign it "
+                "afterwards"
+            )
         init_shard.shard = own.to(init_shard.shard.device, copy=True)
         return
     _sync(parameter, SyncPoint.STATE_CHANGE)

@@ -84,11 +84,12 @@ _INIT_SIGNATURE = signature(zero.Init.__init__)
 class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
     """Context `windlass.zero.Init` that accepts every configuration that `deepspeed.initialize` accepts.
 
-    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given, and in strict mode in fp16
-    without a configuration. They have DeepSpeed's parameter attributes, on a single rank too. An `mpu` is accepted if
-    its ranks all hold the same parameters; `sequence_data_parallel_group` means `data_parallel_group`. With
-    `memory_efficient_linear: true` in the configuration (without one: `mem_efficient_linear=True`), entering the
-    context replaces torch's linear function.
+    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given. In strict mode without a
+    configuration, the dtype is fp16, or bf16 if the device does not support fp16. Parameters have DeepSpeed's
+    attributes, on a single rank too. An `mpu` is accepted if its ranks all hold the same parameters;
+    `sequence_data_parallel_group` means `data_parallel_group`. With `memory_efficient_linear: true` in the
+    configuration (without a configuration: `mem_efficient_linear=True`), entering the context replaces torch's linear
+    function.
     """
 
     shards_alone = shards_nested = True
@@ -100,7 +101,7 @@ class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
         if given.get("enabled", True):
             if not spans_ranks(given.get("mpu"), MODEL_AXES):
                 given.pop("mpu", None)
-            # Sequence ranks hold the same parameters, so that the group is the one over which parameters are sharded.
+            # Sequence-parallel ranks hold the same parameters, so parameters are sharded over this larger group.
             if (group := given.pop("sequence_data_parallel_group", None)) is not None:
                 given["data_parallel_group"] = group
             for name in ("config_dict_or_path", "config"):
@@ -156,7 +157,9 @@ def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.P
     known = parameter_attributes.external_parameters_of(module)
     name = next((name for name, other in known.items() if other is parameter), None)
     if name is None:
-        raise RuntimeError("unregister_external_parameter: the parameter is not registered with this module")
+        raise RuntimeError(
+            "unregister_external_parameter: the parameter is not registered with this module; delete the call"
+        )
     del known[name]
 
 

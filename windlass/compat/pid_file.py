@@ -24,7 +24,7 @@ def pid_file(wanted: bool) -> Iterator[None]:
         return
     path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
     try:
-        # Every user can guess the name. A link that waits there is replaced, not followed.
+        # Every user can guess the name. An existing link with this name is replaced, not followed.
         write_atomically(path, str(os.getpid()))
     except OSError as error:
         raise LaunchError(

@@ -141,7 +141,9 @@ class PipeSchedule(ABC):
         return 0 <= stage_id < self.stages
 
     def _buffer_idx(self, micro_batch_id: int) -> int:
-        assert self._valid_micro_batch(micro_batch_id), f"no micro-batch {micro_batch_id} of {self.micro_batches}"
+        assert self._valid_micro_batch(micro_batch_id), (
+            f"micro_batch_id is {micro_batch_id}; pass one below {self.micro_batches}"
+        )
         return micro_batch_id % self.num_pipe_buffers()
 
     def __iter__(self) -> PipeSchedule:

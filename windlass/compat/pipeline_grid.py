@@ -118,7 +118,7 @@ class PipelineParallelGrid:
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that hold one copy of the model."""
+        """Return this rank's index among the ranks that together hold one copy of the model."""
         return self.ds_model_rank
 
     def get_model_parallel_world_size(self) -> int:

@@ -138,7 +138,7 @@ class PipeDataParallelTopology(ProcessTopology):
 class PipeModelDataParallelTopology(ProcessTopology):
     """Topology of stages, data-parallel copies, and ranks over which a stage's matrices are sharded.
 
-    The last are neighbours.
+    The ranks that share a stage's matrices are neighbours.
     """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:

@@ -1,6 +1,6 @@
 """Classes of `deepspeed.runtime.checkpoint_engine`, for scripts that derive from them, replace methods, or save files.
 
-The engine reads and writes its own files and does not call them.
+windlass's engine reads and writes its own files and does not use these classes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckpointEngine(ABC):
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return True for the rank that writes what all data-parallel ranks have."""
+        """Return True for the rank that writes the data that all data-parallel ranks share."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
@@ -62,7 +62,7 @@ class CheckpointEngine(ABC):
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """Store files by `torch.save` and `torch.load`, whose `weights_only` has torch's default."""
+    """Storage of files by `torch.save` and `torch.load`, with torch's default of `weights_only`."""
 
     def __init__(self, config_params: Any = None) -> None:
         super().__init__(config_params)

@@ -15,7 +15,7 @@ def load_ds_config(config: Any) -> dict[str, Any]:
     """Return a configuration, given as dict, path or base64, as a dict.
 
     Raises:
-        ConfigError: the argument is none of these, or not JSON. Also a ValueError.
+        ConfigError: the argument is none of these, or not JSON. The error is also a ValueError.
     """
     return read_source(config).data
 

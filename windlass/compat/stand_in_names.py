@@ -1,4 +1,4 @@
-"""All tables combined: every known DeepSpeed name, which names are modules, and the names below each module."""
+"""All tables combined: the entry of each known DeepSpeed name, the names of modules, and the names below a module."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's shard of the master weight, flat."""
+    """Return this rank's shard of the master weight, flat; None for a parameter that no engine trains."""
     return shard_values.local_param(param) if _is_trained(param) else None
 
 

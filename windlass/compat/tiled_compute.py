@@ -33,8 +33,8 @@ def sequence_tiled_compute(
         kwargs_to_pass: arguments that each call gets unchanged.
         grad_requiring_tensor_key: the key of `kwargs_to_shard` whose tensor gets a gradient.
         compute_params: parameters that `fn` uses; parameters that are not listed get no gradients.
-        output_unshard_dimension: dimension along which the outputs are concatenated; 0 for scalar outputs, one of each
-            part.
+        output_unshard_dimension: dimension along which the outputs are concatenated; 0: each output is a scalar, and
+            the scalars are stacked.
         output_reduction: reduction of the concatenated outputs: "mean", "sum" or None.
 
     Raises:
@@ -44,7 +44,8 @@ def sequence_tiled_compute(
         raise ConfigError(f'output_reduction = {output_reduction!r} is unknown; write "mean", "sum" or None')
     if grad_requiring_tensor_key not in kwargs_to_shard:
         raise ConfigError(
-            f"grad_requiring_tensor_key = {grad_requiring_tensor_key!r} is not among {sorted(kwargs_to_shard)}"
+            f"grad_requiring_tensor_key = {grad_requiring_tensor_key!r} is unknown; write one of "
+            f"{sorted(kwargs_to_shard)}"
         )
     names = list(kwargs_to_shard)
     numbers = output_unshard_dimension == 0
@@ -145,7 +146,7 @@ class TiledFusedLogitsLoss:
         given = [x, y] if mask is None else [x, y, mask]
         shapes = [list(tensor.shape) for tensor in given]
         if any(tensor.shape[:2] != x.shape[:2] or tensor.dim() < 2 for tensor in given):
-            raise ConfigError(f"x, y and mask have the shapes {shapes}, which differ in samples or tokens")
+            raise ConfigError(f"x, y and mask have the shapes {shapes}; give all the same samples and tokens")
         flat = [tensor.reshape(-1, *tensor.shape[2:]) for tensor in given]
         size = -(-flat[0].shape[0] // shards)
 

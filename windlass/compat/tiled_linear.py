@@ -23,11 +23,11 @@ class TiledLinear(nn.Module):
     Args:
         in_features: size of the last dimension of the input.
         out_features: size of the last dimension of the output.
-        bias: the tiles of the last column have a bias.
+        bias: True if the layer has a bias, which the tiles of the last column hold.
         in_splits: number of tiles along the input.
         out_splits: number of tiles along the output.
-        input_is_already_split: `forward` takes a sequence of `in_splits` tensors, if these are more than one.
-        combine_out_splits: `forward` returns one tensor; otherwise a list of `out_splits`.
+        input_is_already_split: `forward` takes a sequence of `in_splits` tensors. No effect if `in_splits` is 1.
+        combine_out_splits: True if `forward` returns one tensor; False if it returns a list of `out_splits` tensors.
         linear_cls: constructs a tile from its sizes, `bias` and `kwargs`.
         init_linear: layer whose values are copied into the tiles.
 
@@ -75,7 +75,9 @@ class TiledLinear(nn.Module):
         elif self.input_is_already_split:
             inputs = input_
             if len(inputs) != self.in_splits:
-                raise TileError(f"forward got {len(inputs)} inputs for in_splits = {self.in_splits}")
+                raise TileError(
+                    f"forward got {len(inputs)} inputs for in_splits = {self.in_splits}; pass one for each split"
+                )
         else:
             inputs = self._split_global_input(input_, _sizes(partition_uniform(input_.shape[-1], self.in_splits)))
         outputs = []
@@ -108,7 +110,7 @@ class TiledLinear(nn.Module):
         """
         if other.weight.shape != (self.out_features, self.in_features) or (other.bias is not None) != self.use_bias:
             wanted = f"{self.in_features} to {self.out_features} features, bias {self.use_bias}"
-            raise TileError(f"copy_params_from needs a layer of {wanted}, not {other}")
+            raise TileError(f"copy_params_from got {other}; pass a layer of {wanted}")
         for row, tiles in enumerate(self.linears):
             rows = slice(*self.out_parts[row : row + 2])
             for column, tile in enumerate(cast(nn.ModuleList, tiles)):

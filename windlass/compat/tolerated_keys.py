@@ -1,12 +1,12 @@
 """Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects or reads otherwise.
 
-Changes are logged as warnings, except those that only give the results of DeepSpeed.
+Changes are logged as warnings, except the removal of keys without effect, and DeepSpeed's default weight decay.
 
 DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`, `autotuning`,
 `flops_profiler`, `activation_checkpointing`, `eigenvalue`, `quantize_training`, `optimizer` and `scheduler`, except in
 the `params` of the last two, which are arguments. In its other sections an unknown key is an error, as in windlass. If
 two keys contradict each other, DeepSpeed ignores one of them. Some keys concern only parallelism that a run does not
-use.
+use, and are removed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
     if not isinstance(section, dict):
         return {}
     found = {
-        name: "0 would be the smallest possible size, which has no benefit"
+        name: "0 requests the smallest possible size, which is only slower; write a positive number"
         for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
         if section.get(name) == 0 and section[name] is not False
     }
@@ -97,7 +97,7 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
 
 
 def _unknown_warmup(scheduler: Any) -> dict[str, str]:
-    """Return an unknown `warmup_type`, with the fallback that DeepSpeed uses."""
+    """Return the key of an unknown `warmup_type`, with the reason and DeepSpeed's fallback; empty if it is known."""
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     kind = params.get("warmup_type", "log") if isinstance(params, dict) else "log"
     if kind in ("log", "linear"):

@@ -24,7 +24,7 @@ class _TpModelInitArguments:
 
 
 _arguments_by_model: WeakKeyDictionary[nn.Module, _TpModelInitArguments] = WeakKeyDictionary()
-_arguments_for_next_model: list[_TpModelInitArguments] = []  # for the next model passed to `initialize`
+_arguments_for_next_model: list[_TpModelInitArguments] = []  # at most one, for the next `initialize`
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
@@ -62,7 +62,7 @@ def merge_tp_model_init_into_config(config_dict: dict[str, Any], mpu: Any, mesh_
     """Merge the arguments of `record_tp_model_init_args` into a configuration.
 
     Raises:
-        ConfigError: the configuration contradicts them.
+        ConfigError: the configuration contradicts the arguments.
     """
     if _arguments_for_next_model:
         _merge_into_config(config_dict, _arguments_for_next_model.pop())
@@ -107,14 +107,14 @@ def count_batch_by_data_ranks(source: Any) -> Any:
 
 def _checked_arguments(size: int, dtype: torch.dtype | None, group: Any) -> _TpModelInitArguments:
     if size < 1:
-        raise ConfigError(f"tp_size = {size}; a matrix is sharded over at least 1 rank")
+        raise ConfigError(f"tp_size = {size}; write the number of ranks that share a matrix, at least 1")
     if group is not None:
         ranks = dist.get_process_group_ranks(group)
         first = dist.get_rank() // size * size
         if ranks != list(range(first, first + size)):
             raise ConfigError(
-                f"tp_group has the ranks {ranks}, and tp_size = {size} neighbours of rank {dist.get_rank()} are "
-                f"{list(range(first, first + size))}: use a group of these ranks, or none"
+                f"tp_group has the ranks {ranks}, but the tp_size = {size} neighbours of rank {dist.get_rank()} are "
+                f"{list(range(first, first + size))}; use a group of these ranks, or none"
             )
     return _TpModelInitArguments(size, dtype, group)
 

@@ -26,10 +26,11 @@ from windlass.parallel.sequence_loss import IGNORE_INDEX, shift_targets
 class SequenceParallelGroups:
     """Process groups of neighbouring ranks along sp and of the data ranks, for `initialize(mpu=...)`.
 
-    `UlyssesSPAttentionHF.register_with_transformers` returns it. The construction is collective over all ranks.
+    `UlyssesSPAttentionHF.register_with_transformers` returns such an object. The construction is collective over all
+    ranks.
 
     Args:
-        size: ranks along sp.
+        size: number of ranks along sp.
         only_training: in eval mode every rank computes whole sequences.
 
     Raises:
@@ -40,8 +41,8 @@ class SequenceParallelGroups:
         world = dist.get_world_size()
         if size < 1 or world % size:
             raise ConfigError(
-                f"sequence_parallel_size = {size} does not divide the {world} ranks; "
-                f"{[n for n in range(1, world + 1) if world % n == 0]} would"
+                f"sequence_parallel_size = {size} does not divide the {world} ranks; write one of "
+                f"{[n for n in range(1, world + 1) if world % n == 0]}"
             )
         grid = MeshShape(dp_shard=world // size, sp=size)
         self._only_training = only_training
@@ -53,7 +54,7 @@ class SequenceParallelGroups:
     shards_model = True  # `initialize(mpu=...)` calls `apply`
 
     def apply(self, model: Any) -> None:
-        """Shard the sequences of `model`, whose batches contain local tokens only, unless they are sharded already."""
+        """Shard the sequences of `model` unless they are sharded already. Batches contain local tokens only."""
         if self.sp.size > 1 and sequence_parallel_of(model) is None:
             apply_sequence_parallel(model, self.sp, pre_sharded=True, only_training=self._only_training)
 
@@ -105,8 +106,9 @@ class UlyssesSPAttentionHF:
 
         Args:
             model_name_or_path: the model; if it is a name or path, pass the model to `apply` of the result.
-            core_attn_implementation: any but "eager", which needs a mask of all pairs. Kernels of torch compute it.
-            sequence_parallel_size: ranks along sp.
+            core_attn_implementation: any name but "eager", which needs a mask of all pairs of tokens. The name has no
+                other effect: torch's kernels compute the attention.
+            sequence_parallel_size: number of ranks along sp.
             micro_batch_size, seq_length, seq_length_is_variable, max_length: ignored; any length works.
             disable_in_eval: in eval mode every rank computes whole sequences.
 
@@ -130,8 +132,8 @@ class UlyssesSPDataLoaderAdapter:
     """Adapter for a loader that yields different samples on each rank.
 
     The ranks along sp exchange one batch each. The adapter then yields, for each rank's batch in turn, this rank's part
-    of it. `labels` become `shift_labels`. Missing `position_ids` are derived as by the model that is sharded over the
-    group. Collective.
+    of it. `labels` become `shift_labels`. Missing `position_ids` are computed as the model that is sharded over the
+    group computes them, or count from 0 without such a model. Collective.
 
     Args:
         dl: yields dicts of tensors `[samples, tokens, ...]` and of other values.
@@ -173,7 +175,7 @@ class UlyssesSPDataLoaderAdapter:
 
     def __next__(self) -> dict[str, Any]:
         if not self._shards:
-            if self._batches is None:  # not before: the script may set the epoch of a sampler until now
+            if self._batches is None:  # not earlier, so that the script can set its sampler's epoch first
                 self._batches = iter(self.dl)
             try:
                 batch = next(self._batches)

@@ -50,7 +50,7 @@ class Timer:
         Raises:
             AssertionError: the timer is not running.
         """
-        assert self.started_, f"timer {self.name_!r} is stopped but was not started"
+        assert self.started_, f"timer {self.name_!r} is stopped but was not started; start it first"
         if reset:
             self._records.clear()
         self._records.append(1000 * (_synchronized_time() - self._started_at))
@@ -62,7 +62,7 @@ class Timer:
         self._records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the total of all records, including a running interval. A running timer is restarted."""
+        """Return the milliseconds of all records, including a running interval. A running timer is restarted."""
         running = self.started_
         if running:
             self.stop()

@@ -100,7 +100,10 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Mo
     by_name, unknown = set_z3_leaf_modules_by_name(model, leaf_cfg.names, raise_if_not_found=False)
     by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, leaf_cfg.name_suffixes, raise_if_not_found=False)
     if unknown or unmatched:
-        logger.warning("zero_optimization.leaf_module: no module matches %s", ", ".join([*unknown, *unmatched]))
+        logger.warning(
+            "zero_optimization.leaf_module: no module matches %s; remove these entries",
+            ", ".join([*unknown, *unmatched]),
+        )
     return list({id(module): module for module in [*found, *by_name, *by_suffix]}.values())
 
 
@@ -142,7 +145,9 @@ def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, s
         if isinstance(module, kinds) or names & {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}:
             found.append(module)
     if not found and strict:
-        raise ValueError(f"no module of {list(classes)} in {type(model).__name__}; it has {_class_names(model)}")
+        raise ValueError(
+            f"no module of {list(classes)} in {type(model).__name__}; use classes among {_class_names(model)}"
+        )
     return _mark(found, flag)
 
 
@@ -155,7 +160,9 @@ def _mark(modules: Iterable[nn.Module], flag: bool) -> list[nn.Module]:
 
 def _raise_if_missing(how: str, missing: list[str], model: nn.Module, strict: bool) -> None:
     if missing and strict:
-        raise ValueError(f"no module {how} {', '.join(map(repr, missing))} in {type(model).__name__}")
+        raise ValueError(
+            f"no module {how} {', '.join(map(repr, missing))} in {type(model).__name__}; see named_modules()"
+        )
 
 
 def _class_names(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Module `deepspeed.runtime.zero.utils`: an exception that scripts catch, and functions of values."""
+"""Module `deepspeed.runtime.zero.utils`: an exception that scripts catch, and functions on nested values."""
 
 from __future__ import annotations
 

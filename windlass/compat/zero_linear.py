@@ -75,7 +75,7 @@ class InsertPostInitMethodToModuleSubClasses:
     """Base class of `zero.Init`.
 
     Attributes:
-        linear_bk: the function that `zero3_linear_wrap` has replaced; absent before.
+        linear_bk: torch's linear function before the replacement; absent until `replace_linear` is called.
     """
 
     linear_bk: ClassVar[Callable[..., Tensor]]

@@ -94,7 +94,7 @@ class LayerGroup:
 
     Attributes:
         names: names in the block.
-        producer: name of the module whose output is this tensor, e.g. a norm; None if there is none.
+        producer: name of the module whose output is this tensor, e.g. a norm; None: no module with a vector as weight.
     """
 
     names: list[str]
@@ -102,7 +102,8 @@ class LayerGroup:
 
 
 def _merge_groups(known: list[LayerGroup], others: Sequence[LayerGroup]) -> None:
-    """Add the groups of another forward in place: each one that has no known layer after the one that it follows."""
+    """Merge the groups of another forward into `known`, in place. A group without a known layer is inserted after the
+    group that precedes it in that forward."""
     place = 0
     for other in others:
         names = [name for name in other.names if not any(name in group.names for group in known)]
@@ -123,6 +124,7 @@ class CalibratedBlock:
     Attributes:
         hidden: hidden states of each batch.
         calls: other arguments of the block for each batch, by position and by name.
+        group: ranks that calibrate together; None: this rank alone.
         places: name in the model of each of the block's tensors, by its name in the files.
         shared: names in the model of tied parameters.
     """
@@ -136,7 +138,7 @@ class CalibratedBlock:
     shared: Collection[str] = ()
 
     def is_shared(self, module: nn.Module) -> bool:
-        """Return True if a parameter of a module of the block is tied to another module's."""
+        """Return True if a parameter of a module of the block is tied to a parameter of another module."""
         name = next(name for name, one in self.module.named_modules() if one is module)
         return any(f"{self.prefix}.{name}.{leaf}" in self.shared for leaf, _ in module.named_parameters(recurse=False))
 
@@ -173,7 +175,7 @@ class CalibratedBlock:
     def _groups_of(self, batch: int, linear: Mapping[str, nn.Module]) -> list[LayerGroup]:
         """Return the linear layers that the forward of a batch calls."""
         calls: list[tuple[str, Tensor]] = []
-        outputs: list[tuple[str, Tensor]] = []  # held, so that no other tensor gets the identity of one
+        outputs: list[tuple[str, Tensor]] = []  # kept alive, so that no later tensor gets the same id
 
         def called(name: str) -> Callable[..., None]:
             return lambda module, inputs: calls.append((name, inputs[0]))
@@ -207,8 +209,8 @@ class CalibratedBlock:
         """Return the sums over the inputs of layers.
 
         Args:
-            names: layers of different inputs. Each forward ends when all of them were called.
-            tokens: approximate number of tokens of the first batches of all ranks; None: all.
+            names: layers with different inputs. A forward ends when all of them were called.
+            tokens: approximate number of tokens to run, over all ranks; None: all.
         """
         ranks = 1 if self.group is None else self.group.size
         rows = self.hidden[0].shape[:-1].numel() * ranks
@@ -252,8 +254,8 @@ class BlockCalibration:
 
     Args:
         directory: directory of the model.
-        batches: token ids `[rows, length]`, all of one shape; of this rank.
-        group: ranks that calibrate together.
+        batches: token ids `[rows, length]` of this rank's share of the text, all of one shape.
+        group: ranks that calibrate together; None: this rank alone.
     """
 
     directory: ModelDirectory
@@ -263,7 +265,7 @@ class BlockCalibration:
     model: nn.Module = field(init=False)
     prefix: str = field(init=False)
     _hidden: list[Tensor] = field(init=False, default_factory=list)
-    _calls: list[list[BlockArguments]] = field(init=False, default_factory=list)  # by batch and block
+    _calls: list[list[BlockArguments]] = field(init=False, default_factory=list)  # arguments by batch and block
     _names: CheckpointNames = field(init=False)
     _tied: dict[str, list[str]] = field(init=False)
 
@@ -335,8 +337,8 @@ class BlockCalibration:
         return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
 
     def _unfilled(self) -> list[nn.Module]:
-        """Return the modules outside of the blocks at which a forward ends: the head, and those whose weights the files
-        lack, as the layers before the head of a language model that is a classifier in the files."""
+        """Return the modules outside of the blocks at which a forward ends: the head, and modules without weights in
+        the files, e.g. the layers before the head of a language model if the files are those of a classifier."""
         return [
             module
             for module in self.model.modules()
@@ -369,10 +371,10 @@ class BlockCalibration:
         )
 
     def _record_calls(self) -> None:
-        """Run the embeddings and stand-ins of all blocks.
+        """Record the arguments of all blocks for each batch: run the embeddings, and stand-ins for the blocks.
 
-        Arguments may depend on the tokens of a batch, as embeddings for each layer do, and a block may leave keys and
-        values for later ones in a dict; most are the same in all batches, and are held once.
+        Arguments may depend on the tokens of a batch, e.g. embeddings for each layer, and a block may leave keys and
+        values for later blocks in a dict. Arguments that are equal in all batches are stored once.
         """
         blocks = list(self.blocks)
         rest: tuple[Any, ...] | None = None
@@ -405,7 +407,7 @@ def _share_call(call: BlockArguments, other: BlockArguments) -> BlockArguments:
 
 
 def _share_equal(value: Any, other: Any) -> Any:
-    """Replace each tensor of `value` that equals the tensor at the same place in `other` by the latter."""
+    """Return `value`, in which each tensor that equals the tensor at the same place in `other` is that tensor."""
     if isinstance(value, Tensor):
         equal = isinstance(other, Tensor) and value.shape == other.shape and value.dtype == other.dtype
         return other if equal and torch.equal(value, other) else value
@@ -420,10 +422,11 @@ class _CallLog:
 
     Attributes:
         count: number of blocks.
-        error: makes the error of a model that is not a chain of blocks.
+        error: function that returns the error for a model that is not a chain of blocks.
         runs_first: run the first block to record its outputs, and continue to the head to check that no block runs
             again.
-        rest: outputs of the first block after the hidden states; None: it returns a tensor.
+        rest: outputs of the first block after the hidden states; None: the block returns a single tensor.
+        calls: arguments of each call after the hidden states.
         first: hidden states before the first block.
     """
 
@@ -451,12 +454,12 @@ class _BlockRecorder(nn.Module):
         block = self.__dict__["_block"]
         first = next(iter(inspect.signature(block.forward).parameters))
         hidden = positional[0] if positional else arguments.pop(first, None)
-        if not isinstance(hidden, Tensor) or "prev_attn_output" in (first, *arguments):  # reversible layers have two
+        if not isinstance(hidden, Tensor) or "prev_attn_output" in (first, *arguments):  # e.g. a reversible layer
             raise log.error("a block takes other arguments")
         call = positional[1:], arguments
         if log.first is None:
             log.first = hidden.detach()
-            if log.runs_first:  # the first block has its weights
+            if log.runs_first:  # the weights of the first block are in memory
                 out = block(hidden, *call[0], **call[1])
                 log.rest = out[1:] if isinstance(out, tuple) else None
         elif len(log.calls) == log.count:

@@ -4,7 +4,7 @@
 weights shifted along the direction and against it. The shift is an extra leaf that the layer adds to its weight, so
 that gradients of the parameters are not touched and every stage of ZeRO sees plain forwards and backwards. Ranks of
 tensor parallelism shift their parts of a weight along their parts of one direction, and add their parts of products.
-Ranks of a pipeline run each forward and backward together; those without the block add nothing to norms and products.
+Ranks of a pipeline run each forward and backward together; ranks without the block add nothing to norms and products.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from windlass.compress.compressed_layers import CompressedLayer
 _PART = 1e-2  # norm of a shift, relative to the norm of the block's weights
 
 
-# Runs a forward, on the same samples each time, and returns the gradients of the mean loss with respect to tensors that
-# the layers add to their weights; None for a tensor that the loss does not depend on.
+# Function that runs a forward, on the same samples each time. It returns the gradients of the mean loss with respect to
+# tensors that the layers add to their weights; None for a tensor that the loss does not depend on.
 ShiftGradients = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 
 
@@ -34,7 +34,8 @@ class CurvatureRanks:
     """Ranks over which curvature is measured.
 
     Attributes:
-        data: data ranks with other samples; the Hessian is that of their mean loss. None: no others.
+        data: data-parallel ranks, which have other samples; the Hessian is that of their mean loss. None: this rank
+            alone.
         stages: ranks of the pipeline, which measure all blocks together; None: no pipeline.
     """
 
@@ -55,13 +56,13 @@ def largest_eigenvalue(
     """Return the eigenvalue of largest magnitude of a block's Hessian. Collective over the ranks of the model.
 
     Args:
-        layers: layers whose weights are the block; none on a rank of a pipeline that has others.
-        gradients: differentiates the loss by the shifts of these layers.
+        layers: layers whose weights are the block; empty on a rank of a pipeline without layers of the block.
+        gradients: function that returns the gradients of the loss with respect to the shifts of these layers.
         device: device of the layers.
-        steps: iterations, at most.
+        steps: maximum number of iterations.
         tolerance: relative change of the eigenvalue that ends the iteration.
         stability: value added to each norm before a division by it.
-        ranks: ranks with other samples, and with other layers.
+        ranks: ranks with other samples, and with other layers. None: this rank alone.
     """
     block = _Block(layers, gradients, device, ranks or CurvatureRanks())
     direction = block.normalized([_first_direction(layer).to(device) for layer in layers], stability)
@@ -103,7 +104,9 @@ class _Block:
         self._layers, self._gradients, self._device, self._ranks = layers, gradients, device, ranks
 
     def gradients_at(self, shifts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients at shifted weights, averaged over the data ranks and summed where ranks have parts."""
+        """Return the gradients at shifted weights, averaged over data-parallel ranks. Gradients of which
+        tensor-parallel ranks compute parts are summed over these ranks.
+        """
         leaves = [shift.detach().clone().requires_grad_() for shift in shifts]
         for layer, leaf in zip(self._layers, leaves, strict=True):
             layer.compression.shift = leaf
@@ -133,12 +136,12 @@ class _Block:
         return self.sum_of_parts([float((one * other).sum()) for one, other in zip(values, others, strict=True)])
 
     def sum_of_parts(self, sums: Sequence[float]) -> float:
-        """Return the sum over layers and, for the weights that ranks hold in parts, over ranks: equal on all of them,
+        """Return the sum over layers, and over the ranks that hold parts of weights. The result is equal on these ranks
         and on all ranks of a pipeline."""
         parts = [layer.compression.sharded for layer in self._layers]
         axis, total = next((one.axis for one in parts if one is not None), None), sum(sums)
         if axis is not None:
-            # a weight that all ranks hold counts on the first one
+            # a weight that all ranks hold in full counts on the first rank only
             held = [one is not None or axis.index == 0 for one in parts]
             total = self._sum_over(axis, sum(one for one, is_held in zip(sums, held, strict=True) if is_held))
         stages = self._ranks.stages

@@ -36,10 +36,10 @@ from windlass.kernels.weight_format import get_weight_format
 BUDGET_FORMATS = ("int8", "int4_g32", "int4_g64", "int4_g128", "int3_g64", "int3_g128")
 FORCED_FORMATS = ("int2_g32", "int2_g64")
 _REPAIRS = 4
-_LEAST_CHANGE = 1e-6  # part of a limit, so that a choice slightly above it is not made again
+_LEAST_CHANGE = 1e-6  # relative decrease of a limit that excludes the choice just above it
 _TIMINGS = 5  # maximum number of choices that are timed
 TIME_TOLERANCE = 0.02
-"""Part of a limit of time by which a measured time may differ from it."""
+"""Relative difference that a measured time may have from its limit."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class BudgetChoice:
         seconds: seconds of a generated token, measured in these formats, or predicted; None: time is not limited.
         uniform: the best uniform format of no more bytes, and its loss; None: there is none.
         tokens: number of tokens of each measurement.
-        gap: bound of the excess of the knapsack's loss, or bytes, above the least, as a share; 0: it is the least.
+        gap: upper bound of the relative excess of the knapsack's loss, or bytes, over the optimum; 0: the optimum.
+        formats: format of each packed layer, by its name in the files.
     """
 
     groups: list[GroupChoice]
@@ -112,17 +113,19 @@ def choose_for_budget(
         model: model of the directory, in memory in float32.
         batches: token ids `[rows, length]` of the calibration text.
         bits_per_nat: factor from nats per token to bits per byte.
-        before: bytes that `budget.size` is relative to; None: those of the directory.
+        formats: names of the formats to choose from.
+        head: pack the output head too.
+        before: bytes that `budget.size` is relative to; None: the bytes of the directory's tensors.
         seconds: approximate time for the measurements of the losses.
-        times: times of a token; needed if speed or latency is limited.
-        measure: returns the seconds of a product with a matrix of some rows and columns in a format.
-        time_formats: returns the seconds of a token of the model, measured with the layers of the files in some
-            formats; see [Note: measured token]. None: a limit of time is met as predicted.
-        losses: returns the losses of each group in each format, in nats per token. It calls the given function, which
-            measures them, or returns stored ones.
+        times: measured times of a token, for a budget that limits speed or latency; None: time is not limited.
+        measure: function of rows, columns and format that returns the seconds of a product with such a matrix.
+        time_formats: function that measures the seconds of a token, given the format of each packed layer of the files;
+            see [Note: measured token]. None: predicted times are compared with a limit of time.
+        losses: function that returns the loss of each group in each format, in nats per token: either the result of
+            the function that it gets, which measures the losses, or stored losses.
 
     Raises:
-        ConfigError: the budget cannot be met. The message has the nearest one that can.
+        ConfigError: the budget cannot be met. The message has the nearest budget that can be met.
     """
     rows = sample_tokens(model, batches)
     bits_before = mean_nats(model, rows) * bits_per_nat
@@ -191,7 +194,7 @@ def choose_for_budget(
 
 
 def _has_scales(layer: nn.Module) -> bool:
-    """Return True if every format has scales for the weights of a layer."""
+    """Return True if the weights of a layer are small enough for the scales of every format."""
     return float(layer.get_parameter("weight").detach().abs().max()) <= SAFE_MAGNITUDE
 
 
@@ -233,7 +236,7 @@ class _Solver:
     """Solver for one budget.
 
     Attributes:
-        time: returns the measured seconds of a token of a choice; None: times are predicted.
+        time: function that measures the seconds of a token of a choice; None: times are only predicted.
     """
 
     meter: SensitivityMeter
@@ -343,9 +346,9 @@ class _Solver:
 
     def _least_measured(self, measured: Sequence[_Solution], limits: FormatLimits) -> _Solution:
         """Return the choice of the least measured loss among the measured ones and the uniform formats within the
-        limits of bytes and time. Losses of groups only nearly add up, so that the sum of a choice refuses nothing."""
+        limits of bytes and time. The losses of groups add up only approximately, so a sum alone refuses no budget."""
         tried = list(measured)
-        if not tried:  # the least sum within the other limits was above the limit of the loss
+        if not tried:  # even the least sum within the other limits was above the limit of the loss
             tried.append(self._measure(choose_formats(self.options, replace(limits, loss=None)).places))
         tried += [self._measure(one) for one in self._uniform_choices(limits.nbytes, limits.seconds)]
         return min(tried, key=lambda one: one.nats)
@@ -362,7 +365,7 @@ class _Solver:
             if error.resource == "seconds" and self.time is not None and token is not None:
                 is_fast = self._timed(error.places) <= (1 + TIME_TOLERANCE) * token
                 if is_fast or self._uniform_in_time():
-                    return  # slower as predicted, but not as measured
+                    return  # too slow as predicted, but not as measured
             raise self._refusal(error) from error
 
     def _limits(self) -> FormatLimits:

@@ -29,7 +29,7 @@ class CalibrationText:
 
     Attributes:
         batches: token ids `[rows, length]`, all of one shape, of documents that are not held out.
-        held_out: documents that no batch has.
+        held_out: held-out documents, none of which is in a batch.
     """
 
     batches: list[torch.Tensor]
@@ -37,7 +37,7 @@ class CalibrationText:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all batches."""
+        """Number of tokens of all batches."""
         return sum(batch.numel() for batch in self.batches)
 
 
@@ -56,7 +56,7 @@ def read_calibration_text(
         specs: sources for `find_sources`.
         sequences, length: maximum number and length of the calibration's sequences; a short text gives fewer and
             shorter ones.
-        eval_bytes: bytes of held-out text, at most a tenth of the corpus.
+        eval_bytes: approximate bytes of held-out text, or a tenth of the corpus if that is less; at least one document.
 
     Raises:
         DataError: there is too little text, or the directory has no tokenizer.
@@ -68,7 +68,7 @@ def read_calibration_text(
     held = choose_held_out(corpus.digests, corpus.sizes, eval_bytes)
     order = np.argsort(corpus.digests, kind="stable")
     order = order[~held[order]]
-    # 16 bytes for each token suffice, since tokens are shorter on average; other text is not needed
+    # 16 bytes for each token are enough, since tokens are shorter on average; the rest is not tokenized
     before = np.cumsum(corpus.sizes[order]) - corpus.sizes[order]
     chosen = np.zeros(len(held), dtype=bool)
     chosen[order[before < 16 * sequences * length]] = True
@@ -89,7 +89,7 @@ def read_calibration_text(
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
-    """Return the number of tokens that a model's configuration allows, or None."""
+    """Return the maximum number of tokens of a sequence in a model's configuration; None: it has no such key."""
     nested = config.get("text_config")
     for source in (config, nested if isinstance(nested, dict) else {}):
         for key in _LENGTH_KEYS:
@@ -99,7 +99,7 @@ def longest_sequence(config: dict[str, Any]) -> int | None:
 
 
 def bits_per_byte(model: nn.Module, held_out: HeldOutSet) -> float:
-    """Return the loss of a causal language model on held-out text."""
+    """Return the loss of a causal language model on held-out text, in bits per byte."""
     nats = 0.0
     with torch.no_grad():
         for inputs, labels in held_out.batches(_ROWS_AT_ONCE, 0, 1):

@@ -6,9 +6,9 @@ pooling, reshapes and normalizations between the layers need no description. A l
 without NaN, so that a mark ends there. A channel whose mark reaches the output of the model, or a layer of an unknown
 kind, cannot be removed.
 
-Marks do not show values of a fixed size that the channels meet outside of these layers, e.g. a parameter by which a
-model scales them, or an input that is added. So a copy of the model loses some units: it has to compute what it
-computes with these units set to 0. Units of groups for which it does not stay.
+Marks do not show tensors of a fixed size that are combined with the channels outside of these layers, e.g. a parameter
+that scales them, or an input that is added. So some units are removed in a copy of the model, and its outputs are
+compared with those of the model with these units set to 0. If they differ, all units of the group are kept.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def find_channel_units(model: nn.Module, example: Any) -> list[UnitGroup]:
     ffn); see [Note: marked channels].
 
     Args:
-        example: inputs of the model: a tensor, a tuple of positional ones, or a dict of named ones; the first dimension
-            of each tensor is the batch. Their first sample is used.
+        example: inputs of the model: a tensor, a tuple of positional inputs, or a dict of named inputs. The first
+            dimension of each tensor is the batch, whose first sample is used.
 
     Raises:
-        ModelError: the model cannot run on them.
+        ModelError: the model cannot run on the example.
     """
     trace = _Trace(model)
     producers = {name: module for name, module in model.named_modules() if _produces(module)}
@@ -57,7 +57,8 @@ def find_channel_units(model: nn.Module, example: Any) -> list[UnitGroup]:
 
 
 def _removable(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> list[UnitGroup]:
-    """Return the groups of which units can be removed, alone and together; see [Note: marked channels]."""
+    """Return the groups whose units can be removed together with those of all other returned groups; see
+    [Note: marked channels]."""
     if not groups or _removal_error(model, groups, example) is None:
         return list(groups)
     found: list[UnitGroup] = []
@@ -71,8 +72,8 @@ def _removable(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> l
 
 
 def _removal_error(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> str | None:
-    """Remove some units in a copy of a model, and return the difference from the units set to 0; None if there is
-    none."""
+    """Remove some units in a copy of a model, and return a text about the first difference from the model with these
+    units set to 0; None: no difference."""
     smaller, inputs = copy.deepcopy(model), _repeat(example, 2)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     # an odd number is removed from the beginning, so that code which regroups channels by fixed numbers fails
@@ -168,7 +169,7 @@ class _Trace:
                 return None
             self._arrive(name, module, inputs[0])
             if isinstance(module, _NORMS) or _is_depthwise(module):
-                return None  # each channel stays by itself
+                return None  # channels are not mixed
             return tuple(torch.nan_to_num(one) if isinstance(one, Tensor) else one for one in inputs)
 
         return hook
@@ -206,7 +207,7 @@ class _Trace:
         self._parents[self._find(one)] = self._find(two)
 
     def groups(self) -> list[UnitGroup]:
-        """Return the connected channels as units, those of the same tensors together."""
+        """Return the connected channels as units, with one group for all units of the same tensors."""
         self._join_shared()
         units: dict[Slot, list[Slot]] = {}
         for slot in list(self._parents):
@@ -227,7 +228,7 @@ class _Trace:
 
     def _join_shared(self) -> None:
         """Connect the channels of layers that share a parameter, or lock them if one of the layers is not traced."""
-        holders: dict[int, dict[str, str]] = {}  # by parameter: name of each module, and of the parameter in it
+        holders: dict[int, dict[str, str]] = {}  # for each parameter: its name in each module that holds it
         for name, module in self._model.named_modules():
             for leaf, parameter in module.named_parameters(recurse=False):
                 holders.setdefault(id(parameter), {})[name] = leaf

@@ -43,8 +43,8 @@ class CheckpointNames:
         sources: names in the files.
 
     Attributes:
-        renamed: name in the model of each tensor of the files that stays as it is.
-        converted: those that are computed from several tensors, or split.
+        renamed: name in the model of each tensor of the files whose values stay unchanged.
+        converted: tensors of the files that are joined or split, by the name of the first tensor of the model.
         unknown: names in the files that the model lacks.
     """
 
@@ -94,7 +94,7 @@ class CheckpointNames:
 
 
 class _Rules:
-    """transformers' rules that convert names of one model; empty if it has none."""
+    """transformers' rules that convert the names of one model; empty if the model has none."""
 
     def __init__(self, model: nn.Module, known: set[str]) -> None:
         self._known, self.converters = dict.fromkeys(known, True), dict[str, Any]()
@@ -116,7 +116,7 @@ class _Rules:
         self.converters = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def rename(self, source: str) -> tuple[str, str | None]:
-        """Return the name in the model, and the pattern of the converter if there is one."""
+        """Return the name in the model, and the pattern of the converter; None: the values stay unchanged."""
         if self._loading is None:
             return source, None
         known, rename = self._known, self._loading.rename_source_key

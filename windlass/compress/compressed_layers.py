@@ -1,7 +1,7 @@
 """Linear layers, convolutions and embeddings that are rounded and masked while they train.
 
-Only the class of a layer changes: its parameters, their names and its place stay. So an engine shards it as before, and
-the full weight is in memory when the forward runs, at every stage of ZeRO.
+Only the class of a layer changes: its parameters, their names and its place in the model stay. So an engine shards the
+layer as before, and the full weight is in memory when the forward runs, at every stage of ZeRO.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CompressionClock:
     """Counter of optimizer steps, which the techniques of all layers read.
 
     Attributes:
-        source: returns the steps of an engine; None: a loop without engine sets `step`.
+        source: function that returns the number of steps of an engine; None: a loop without engine sets `step`.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class WeightRounding:
     symmetric: bool = True
     stochastic: bool = False
     offset: int = 0
-    mixed_ratio: float = 0.0  # decrease per step of the unrounded weight's share; 0: weights are rounded at once
+    mixed_ratio: float = 0.0  # decrease per step of the unrounded weight's share; 0: there is no unrounded share
     form: str | None = None  # weight format instead of bits and groups
 
     def bits(self, step: int) -> int:
@@ -81,12 +81,14 @@ class Pruning:
     """Mask of a weight: `sparse` (elements), `row`, `channel` (outputs) or `head` (inputs of attention's output layer).
 
     Attributes:
-        method: l1 (the largest weights at the beginning), topk (trained scores), or snip_momentum; see [Note: SNIP
-            scores].
+        method: rule by which weights stay: l1 (largest magnitude when the mask is added), topk (trained scores), or
+            snip_momentum ([Note: SNIP scores]).
         dense_ratio: share that stays.
+        offset: first step with the mask.
         heads: number of heads, for `head`.
-        end, stride, block: step of the last change, steps between changes, outputs and inputs of the blocks that are
-            removed together; for snip_momentum.
+        end: step of the last change of the mask, for snip_momentum.
+        stride: number of steps between two changes, for snip_momentum.
+        block: outputs and inputs of a block of weights that is removed together, for snip_momentum.
     """
 
     kind: str
@@ -113,11 +115,11 @@ class LayerCompression:
     # number of tensor-parallel ranks that each add the whole bias, if the weight is sharded on its inputs; 0: only one
     # copy is added
     repeats_bias: int = 0
-    values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
-    products: Tensor | None = None  # sum over a step's backwards of weight times gradient
-    shift: Tensor | None = None  # added to the weight, to measure curvature
-    shifted_square: float = 0.0  # sum of squares of the weight that was shifted last
-    planned_bits: Callable[[], int] | None = None  # returns the weight's bits, in place of its schedule
+    values: Callable[[str, Tensor], Tensor] | None = None  # function that rounds a weight to a named format
+    products: Tensor | None = None  # sum of weight times gradient over the backwards of a step
+    shift: Tensor | None = None  # offset of the weight, to measure curvature
+    shifted_square: float = 0.0  # sum of squares of the weight at the last shift
+    planned_bits: Callable[[], int] | None = None  # function that replaces the schedule of bits
 
 
 class CompressedLayer(nn.Module):
@@ -144,7 +146,7 @@ class CompressedLayer(nn.Module):
         return weight
 
     def take_products(self) -> Tensor | None:
-        """Return the sum over backwards of weight times gradient since the last call."""
+        """Return the sum of weight times gradient over the backwards since the last call; None: there was none."""
         found, self.compression.products = self.compression.products, None
         return found
 
@@ -171,13 +173,13 @@ class CompressedLayer(nn.Module):
             ):
                 mask = self._spread(pruning, self.mask(pruning))
                 if pruning.method == "topk" and self.compression.repeats_bias:
-                    # gradients of the scores are summed over ranks, each of which adds the whole bias
+                    # each rank adds the whole bias, and the gradients of the scores are summed over ranks
                     mask = mask.detach() + (mask - mask.detach()) / self.compression.repeats_bias
                 bias = bias * self._local(mask).flatten().to(bias.dtype)
         return bias
 
     def mask(self, pruning: Pruning) -> Tensor:
-        """Return the mask of a technique: of elements, outputs `[out]`, or heads `[heads]`."""
+        """Return the mask of a technique: `[out, in, ...]` for elements, `[out]` for outputs, or `[heads]`."""
         if pruning.method != "topk":
             return self.get_buffer(mask_name(pruning))
         return top_share(self.get_parameter(mask_name(pruning)), pruning.dense_ratio)
@@ -194,7 +196,7 @@ class CompressedLayer(nn.Module):
         if rounding.static:
             span = self.get_buffer("input_range")
             seen = torch.stack(torch.aminmax(whole.float()))
-            fresh = (span == 0).all()  # on the device, which is not waited for
+            fresh = (span == 0).all()  # stays on the device, without a sync
             if self.training:
                 span.copy_(torch.where(fresh, seen, _MOMENTUM * span + (1 - _MOMENTUM) * seen))
             else:  # fresh: an evaluation before the first training step with rounding
@@ -222,7 +224,7 @@ class CompressedLayer(nn.Module):
 
     def _rounded_whole(self, whole: Tensor, rounding: WeightRounding, clock: int) -> Tensor:
         noise = None
-        if rounding.stochastic:  # equal on all ranks, and in a forward that is repeated
+        if rounding.stochastic:  # equal noise on all ranks, and in recomputed forwards
             noise = torch.Generator().manual_seed(zlib.crc32(f"{self.compression.name} {clock}".encode()))
         planned = self.compression.planned_bits
         bits = rounding.bits(clock) if planned is None else planned()
@@ -337,8 +339,8 @@ def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
 
 
 def shard_compressed_layers(model: nn.Module, axis: MeshAxis) -> None:
-    """Connect compressed layers with the ranks that hold parts of their weights, once the model is partitioned and
-    before it is sharded in units. Collective over the axis."""
+    """Record in compressed layers the tensor-parallel ranks that hold parts of their weights. Call it after the model
+    is divided over the axis, and before ZeRO shards it. Collective over the axis."""
     for module in model.modules():
         if not isinstance(module, CompressedLayer):
             continue

@@ -17,10 +17,10 @@ class CompressionBudget:
     """Limits of a compressed model; None: no limit.
 
     Attributes:
-        size: bytes of all tensors, as a share of those before.
-        loss: increase of the bits per byte of held-out text; with `is_relative` as a share of those before.
-        speed: generated tokens a second of one request, as a multiple of those before.
-        latency: seconds of one generated token.
+        size: bytes of all tensors, as a share of the bytes before compression.
+        loss: increase of the bits per byte of held-out text; with `is_relative`, as a share of their value before.
+        speed: tokens generated per second for one request, as a multiple of their number before.
+        latency: seconds per generated token.
     """
 
     size: float | None = None

@@ -42,8 +42,8 @@ PRUNINGS = {"sparse": (nn.Linear, nn.Conv2d), "row": (nn.Linear,), "head": (nn.L
 def init_compression(
     model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
 ) -> nn.Module:
-    """Prepare a model for `compression_training`, in place: its chosen layers round and mask their weights and inputs
-    from their `schedule_offset` on. Call it before `initialize`, and build the optimizer afterwards.
+    """Prepare a model for `compression_training`, in place: the chosen layers round and mask their weights and inputs
+    from the `schedule_offset` of each technique on. Call it before `initialize`, and build the optimizer afterwards.
 
     Args:
         deepspeed_config: dict or path of the whole configuration.
@@ -96,7 +96,9 @@ def needs_preparation(section: CompressionTraining) -> bool:
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
-    """Copy layers of a teacher into a smaller model, by `compression_training.layer_reduction` alone."""
+    """Copy layers of a teacher into a smaller model, as `compression_training.layer_reduction` of the configuration
+    sets. Other keys of the section have no effect.
+    """
     copy_teacher_layers(student_model, teacher_model, read_compression_training(deepspeed_config).layer_reduction)
     return student_model
 
@@ -105,10 +107,10 @@ def read_compression_training(config: Any, *, may_lack: bool = False) -> Compres
     """Return the section of a configuration: a dict, or the path of a JSON file.
 
     Args:
-        may_lack: return a section without techniques if the configuration has none.
+        may_lack: return a section without techniques if the configuration lacks the section.
 
     Raises:
-        ConfigError: there is no such section, it is invalid, or it asks for something that is not built.
+        ConfigError: the section is missing or invalid, or has a value that is not supported.
     """
     loaded = load_config(config)
     if SECTION not in loaded.model_fields_set and not may_lack:
@@ -201,7 +203,7 @@ def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: 
 
 
 def _read_bits(params: GroupParams, where: str) -> tuple[int, int]:
-    """Return the bits of weights at the beginning and at the end."""
+    """Return the bits of weights at the start and at the end of the schedule; 16 and 16 for a weight format."""
     if params.weight_format is not None:
         try:
             get_weight_format(params.weight_format)

@@ -22,14 +22,15 @@ _SETTINGS = "settings.json"
 class CompressionWorkspace:
     """Directory `.OUT.work` with the results of finished stages. Results of other settings are discarded.
 
-    A process locks it from the first result on, until `close`.
+    The process locks the directory from the first result on, or from construction if the directory exists, until
+    `close`.
 
     Args:
         target: directory of the model that is written.
         settings: all inputs of the stages, as JSON data.
 
     Raises:
-        ModelError: another process uses it.
+        ModelError: another process uses the directory.
     """
 
     def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:

@@ -49,8 +49,8 @@ class _Seen:
     hidden: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)
     ungraded: set[tuple[str, str]] = field(default_factory=set)  # term and module of tensors without gradients
-    pairs: int = 0  # compared modules, on all stages of a pipeline
-    attention_pairs: int = 0  # those with attention maps
+    pairs: int = 0  # number of compared modules, on all stages of a pipeline
+    attention_pairs: int = 0  # number of compared modules with attention maps
 
 
 class Distillation:
@@ -62,13 +62,13 @@ class Distillation:
 
     Args:
         teacher: module, or engine of `initialize` without an optimizer; None with a complete cache. Its parameters are
-            frozen and it is set to eval mode.
-        cache: cache of the teacher's largest probabilities.
-        options: keys of the section `distillation`; `layers` may have numbers.
+            frozen, and it is set to eval mode.
+        cache: cache of the teacher's largest probabilities; None: the teacher runs in each forward.
+        options: keys of the section `distillation`; `layers` may name blocks by integers.
 
     Raises:
         ConfigError: an option is wrong.
-        ModelError: the teacher is trained by its engine.
+        ModelError: the teacher's engine has an optimizer.
     """
 
     def __init__(self, teacher: Any = None, *, cache: TeacherCache | None = None, **options: Any) -> None:
@@ -103,7 +103,7 @@ class Distillation:
         self._own = _Seen()
         self._kept_pairs: dict[str, str] | None = None  # compared modules; None: chosen in each forward
         self._ahead: list[_Seen] = []  # outputs of the teacher for the micro-batches of a pipeline's step
-        self._next: dict[int, int] = {}  # by stage: index of its next micro-batch
+        self._next: dict[int, int] = {}  # index of the next micro-batch of each stage
         self._handles: list[Any] = []
         self._before_hook, self._after_hook = (torch.compiler.disable(one) for one in (self._before, self._after))
 
@@ -193,7 +193,7 @@ class Distillation:
             seen.hidden = {name: value for name, value in seen.hidden.items() if name in local}
             seen.attention = {name: value for name, value in seen.attention.items() if name in local}
             if not is_last:
-                seen.logits = None  # only the last stage compares them
+                seen.logits = None  # only the last stage compares logits
             self._ahead.append(seen)
 
     def _take_ahead(self, student: nn.Module, stage: int) -> _Seen:
@@ -334,14 +334,14 @@ class Distillation:
             self._kept_pairs = self._pairs(student)
 
     def _local_pairs(self, student: nn.Module) -> dict[str, str]:
-        """Return the compared modules that this rank has, or that its running stage has; none if no term compares
-        any."""
+        """Return the pairs of `_pairs` whose module of the trained model is on this rank, or in its running stage.
+        Empty if no term compares modules."""
         if not (self.options.hidden or self.options.attention):
             return {}
         return {own: other for own, other in self._pairs(student).items() if not _is_in_stub(student, own)}
 
     def _pairs(self, student: nn.Module) -> dict[str, str]:
-        """Return the names of the compared modules: of the trained model, and of the teacher."""
+        """Return, by the name of each compared module of the trained model, the name of the teacher's module."""
         if self._kept_pairs is not None:
             return self._kept_pairs
         teacher = self._teacher_module()
@@ -355,7 +355,8 @@ class Distillation:
         return {_module_name(student, a, "model"): _module_name(teacher, b, "teacher") for a, b in layers.items()}
 
     def _capture(self, model: nn.Module, names: list[str], seen: _Seen) -> list[Any]:
-        """Record the outputs of modules, and the attention maps inside of them, in the next forward."""
+        """Record the outputs of modules, and attention maps inside of them, in `seen` until the returned handles are
+        removed."""
         handles = []
         for name in names:
             module = model.get_submodule(name)
@@ -560,7 +561,7 @@ def _logits(output: Any, whose: str) -> Tensor:
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:
-    if isinstance(output, dict):  # outputs of transformers too, whose attributes follow
+    if isinstance(output, dict):  # also an output of transformers, whose attribute changes with the key
         output["loss"] = loss
     else:
         output.loss = loss

@@ -19,8 +19,8 @@ class TopProbabilities:
     """Largest probabilities of a teacher's distributions.
 
     Attributes:
-        values: logarithms `[..., k]` at a temperature.
-        indices: their classes, int64 `[..., k]`.
+        values: logarithms of the `k` largest probabilities, `[..., k]`.
+        indices: classes of these probabilities, int64 `[..., k]`.
         temperature: temperature of the distributions.
         classes: number of all classes.
     """
@@ -89,7 +89,7 @@ def hidden_difference(student: Tensor, teacher: Tensor, counted: Tensor | None =
 
 
 def mean_of(values: Tensor, counted: Tensor | None) -> Tensor:
-    """Return the mean of the values that count; 0 if none does."""
+    """Return the mean of the values that count, or of all if `counted` is None; 0 if no value counts."""
     if counted is None:
         return values.mean()
     weights = counted.to(values.dtype)

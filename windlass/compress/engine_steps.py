@@ -34,8 +34,8 @@ def check_compression(model: nn.Module, section: CompressionTraining) -> None:
 
 
 def check_distillation(model: nn.Module, section: DistillationConfig, sp: int) -> None:
-    """Check that a model has the teacher that its configuration names, and that its forward sees whole sequences. Call
-    it before a pipeline gives parts of the model to other ranks.
+    """Check that a model has a teacher if the configuration has distillation, and that its forward gets whole
+    sequences. Call it before a pipeline moves parts of the model to other ranks.
 
     Raises:
         ConfigError: the model has no teacher, is a sequence of layers, or its sequences are distributed.
@@ -59,8 +59,8 @@ def check_distillation(model: nn.Module, section: DistillationConfig, sp: int) -
 
 
 def follow_engine_steps(model: nn.Module, progress: CountsSteps) -> None:
-    """Let a prepared model read its steps from an engine's counters, so that its schedules continue when a checkpoint
-    is loaded. The counters outlive the engine, so that its last step counts too."""
+    """Make a prepared model read the step from an engine's counters, so that its schedules continue after a checkpoint
+    is loaded. The model keeps the counters when the engine is destroyed."""
     clock = compression_clock(model)
     if clock is not None:
         clock.source = lambda: progress.global_steps

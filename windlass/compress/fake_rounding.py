@@ -28,7 +28,7 @@ def round_straight_through(
 
     Symmetric: `s = 2 max|x| / 2 ** bits`, `round(x / s)` clamped to `[-2 ** (bits - 1), 2 ** (bits - 1) - 1]`, times
     `s`. Asymmetric: `s = (max - min) / 2 ** bits`, zero point `round(min / s) s`. 2 bits: `-a, 0, a` with the threshold
-    0.7 mean|x|. 1 bit: `sign(x) mean|x|`. Each is for one of `groups` slices of the flattened tensor.
+    0.7 mean|x|. 1 bit: `sign(x) mean|x|`. The rule applies to each of `groups` slices of the flattened tensor.
 
     Args:
         noise: generator for stochastic rounding, which rounds up with the probability of the fraction; None: round to
@@ -55,7 +55,7 @@ def rounded_values(
 
 
 def warn_of_unused_rules(bits: int, rules: Mapping[str, str]) -> None:
-    """Log a warning about rules of rounding other than the defaults, by key, which 1 and 2 bits do not have."""
+    """Log a warning if `bits` is 1 or 2, and `rules`, by configuration key, has rules that only more bits have."""
     named = [f"{key} {value!r}" for key, value in rules.items() if value not in _DEFAULT_RULES]
     if bits in _FEW_LEVELS and named:
         logger.warning("%s: no effect at %s", " and ".join(named), _FEW_LEVELS[bits])

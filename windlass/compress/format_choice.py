@@ -5,9 +5,9 @@ limited resources give a lower bound of the objective (Lagrange). An option's re
 multiplied resources, above the least of its group. A choice within the limits exceeds the bound by its reduced costs
 plus the multiplied unused resources. So all choices within a given distance of the bound are built group by group: a
 partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or if another
-one is at least as good in the objective and all resources. The distance grows until it has a choice, and the best one
-is the optimum. The work is bounded by `_MOST_SUMS` partial choices: beyond, those of the least reduced costs are kept,
-and `FormatChoice.gap` states how far above the bound, and so at most above the optimum, the result is.
+one is at least as good in the objective and all resources. The distance grows until a choice is found, and the best one
+is the optimum. At most `_MOST_SUMS` partial choices, those of the least reduced costs, are kept for each group. If
+others were dropped, the result may exceed the optimum, by at most its distance from the bound (`FormatChoice.gap`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FormatChoice:
 
     Attributes:
         places: index of the chosen option of each group.
-        gap: bound of the excess of its objective above the optimum; 0: it is the optimum.
+        gap: upper bound of the excess of the choice's objective over the optimum; 0: the choice is the optimum.
     """
 
     places: list[int]
@@ -85,8 +85,8 @@ class FormatChoice:
 def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimits) -> FormatChoice:
     """Return the best choice of an option for each group; see [Note: format knapsack].
 
-    With a limit of bytes or time, the choice of the least loss within them; else the choice of the fewest bytes within
-    the limit of the loss.
+    With a limit of bytes or time, the best choice is that of the least loss within the limits; else that of the fewest
+    bytes within the limit of the loss.
 
     Raises:
         UnmetLimitError: no choice is within the limits.
@@ -127,12 +127,14 @@ def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dic
     places = _least(groups, second, {first: bounds[first]}).places
     if (nearest := total(groups, places, second)) > bounds[second]:
         raise UnmetLimitError(second, nearest, places)
-    return FormatChoice(places, total(groups, places, objective) - search.bound)  # all others were dropped
+    # The search had dropped this choice with others, because there were too many.
+    return FormatChoice(places, total(groups, places, objective) - search.bound)
 
 
 def _count(groups: Sequence[Sequence[FormatOption]], name: str, limit: float) -> tuple[list[Integers], int]:
-    """Return a resource of all options, and its limit, as integers: bytes as they are. So equal sums are equal in any
-    order of their terms, and the rounding of a sum is added to the limit."""
+    """Return a resource of all options, `[options]` for each group, and its limit, as integers, so that sums do not
+    depend on the order of their terms. Bytes are unchanged; seconds and losses are rounded to fine units, and the limit
+    is raised by the largest error of a sum."""
     values = [[getattr(option, name) for option in options] for options in groups]
     if all(isinstance(value, int) for options in values for value in options):
         return [np.array(options, dtype=np.int64) for options in values], int(limit)
@@ -191,7 +193,7 @@ class _Search:
             return float(sums.min(1).sum() - multipliers @ self._limits)
 
         def maximize(resource: int) -> float:
-            """Choose the multipliers from a resource on, given those before it."""
+            """Choose the multipliers of `resource` and of all later resources, and return the bound."""
             if resource == len(chosen):
                 return bound_of(chosen)
 
@@ -207,8 +209,8 @@ class _Search:
     def _within(
         self, reduced: Sequence[Floats], multipliers: Floats, distance: float
     ) -> tuple[tuple[float, list[int]] | None, bool]:
-        """Return the least objective, with its choice, among the choices within the limits and within a distance of
-        the bound; and False if partial choices were dropped for their number."""
+        """Return `(objective, choice)` of the best choice within the limits and within a distance of the bound, or
+        None; and False if partial choices were dropped because there were too many."""
         kept = [np.flatnonzero(one <= distance) for one in reduced]
         least = np.array([one[:, places].min(1) for one, places in zip(self._resources, kept, strict=True)])
         rest = least[::-1].cumsum(0)[::-1] - least  # least sums of the groups after each one
@@ -268,7 +270,7 @@ def _undominated(sums: Integers, costs: Floats) -> Integers:
 
 
 def _golden_section(value: Callable[[float], float], low: float, high: float) -> float:
-    """Return the place of the maximum of a function with one maximum."""
+    """Return the argument for which a function with a single maximum is largest."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = value(left), value(right)
     for _ in range(_SEARCHES):

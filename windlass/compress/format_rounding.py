@@ -16,7 +16,7 @@ from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, Group
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
-# step, by bits, relative to the root mean square: minimizes the squared error of a normal distribution
+# scale for each number of bits, relative to the root mean square: minimizes the squared error of normal weights
 _STEPS = {2: 1.05, 3: 0.60}
 
 
@@ -41,7 +41,7 @@ def pack_values(form: WeightFormat, weight: Tensor) -> PackedWeight:
 
 def pack_trained_layers(model: nn.Module) -> list[str]:
     """Replace the linear layers that were trained with `weight_format` by packed ones, in place. Call it before
-    `redundancy_clean`, on a whole model.
+    `redundancy_clean`, on a model that is not sharded.
 
     Returns:
         Names of the packed layers.

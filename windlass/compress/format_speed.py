@@ -11,19 +11,20 @@ from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.packed_gemm import pack_panels, packed_linear
 from windlass.kernels.weight_format import get_weight_format
 
-_COLD_BYTES = 48 << 20  # copies of a matrix that are multiplied in turn, so that none stays in a cache
+_COLD_BYTES = 48 << 20  # total size of the copies of a matrix, so that no copy stays in a cache
 _MOST_COPIES = 12
 _ROUNDS = 5
 
 
 def measure_product(rows: int, columns: int, name: str, *, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of one product with a matrix `[rows, columns]` in a format, as the inference engine runs it:
-    the minimum over several rounds, with copies that together exceed every cache."""
+    the minimum over several rounds. At most `_MOST_COPIES` copies are multiplied one after the other, so that a large
+    matrix is read from memory, not from a cache."""
     form = get_weight_format(name)
     quantizes = name == "int8" or isinstance(form, CodedWeightFormat) and form.bits < 8
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator) * 0.02
-    packed = form.pack(weight)  # once: it takes far longer than a copy
+    packed = form.pack(weight)  # packed only once, because that takes far longer than making panels
     first = pack_panels(packed, form, (rows, columns), quantize_inputs=quantizes)
     count = min(max(_COLD_BYTES // max(first.nbytes, 1), 1), _MOST_COPIES)
     copies = [first, *(pack_panels(packed, form, (rows, columns), quantize_inputs=quantizes) for _ in range(count - 1))]

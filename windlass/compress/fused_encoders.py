@@ -11,14 +11,14 @@ _CHOICES = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (nn.TransformerEncoder, "use_nested_tensor", False),
 )
-_KEPT = "_windlass_fused_encoder"  # attribute of an encoder: the value before
+_KEPT = "_windlass_fused_encoder"  # attribute of an encoder that keeps the original value
 
 
 def exclude_fused_encoders(model: nn.Module) -> None:
-    """Let torch's encoders call the layers that round and mask their weights, in place.
+    """Exclude the fused evaluation of torch's encoders with compressed layers, in place, so that these layers run.
 
-    The fused evaluation is for activations that torch names ReLU or GELU, so a layer is marked as one of another
-    activation. Its computation stays the same.
+    Torch fuses only layers that are marked as ReLU or GELU, so an encoder layer is marked as having another activation.
+    Its computation stays the same.
     """
     for module in model.modules():
         for kind, attribute, excluded in _CHOICES:

@@ -24,11 +24,11 @@ from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weigh
 
 @dataclass(frozen=True)
 class BlockType:
-    """Type of GGUF.
+    """Type of quantized tensors in GGUF files.
 
     Attributes:
-        weights: weights of a block.
-        nbytes: bytes of a block.
+        weights: number of weights of a block.
+        nbytes: number of bytes of a block.
         format: weight format with the same numbers.
     """
 
@@ -50,7 +50,7 @@ BLOCK_TYPES = {
 
 
 def find_block_type(weight_format: WeightFormat, in_features: int) -> BlockType:
-    """Return the type with the same values as a format.
+    """Return the GGUF type with the same values as a format.
 
     Raises:
         ModelError: no type has these values, or rows of `in_features` do not divide into its blocks.

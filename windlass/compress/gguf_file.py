@@ -20,7 +20,7 @@ from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
-# model_type of transformers -> architecture of GGUF, and whether rows of query and key are in another order there
+# model_type of transformers -> architecture of GGUF, and True if GGUF has rows of query and key in another order
 ARCHITECTURES = {
     "llama": ("llama", True),
     "mistral": ("llama", True),
@@ -42,7 +42,7 @@ LAYER_PARTS = {
     "mlp.down_proj": "ffn_down",
 }
 OUTER_PARTS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-# regular expression of a tokenizer -> name in GGUF of this rule
+# regular expression by which a tokenizer splits text -> name of this rule in GGUF
 SPLITTINGS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+": name
@@ -136,7 +136,7 @@ def read_gguf(path: str | Path) -> dict[str, tuple[str, PackedWeight]]:
 
 
 def open_gguf(path: str | Path) -> Any:
-    """Return the package's reader of a GGUF file, which maps it.
+    """Return the reader of the package gguf for a file. It maps the file into memory.
 
     Raises:
         ModelError: the package gguf is missing, or the file is damaged.
@@ -149,7 +149,8 @@ def open_gguf(path: str | Path) -> Any:
 
 
 def pair_rows(rows: int, heads: int) -> torch.Tensor:
-    """Return the row of transformers at each row of GGUF, where both of a rotation's pair stand beside each other."""
+    """Return, for each row of a query or key matrix in GGUF, its row in transformers. In GGUF the two rows of a
+    rotated pair are neighbours."""
     return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
 
@@ -304,7 +305,7 @@ def _read_data(
         tensor = directory.read(name)
         tensor = tensor.float() if tensor.dim() == 1 else tensor
         if directory.config["model_type"] == "gemma" and name.endswith("norm.weight"):
-            tensor = tensor + 1  # transformers has the factor less 1
+            tensor = tensor + 1  # transformers stores the factor minus 1
         data = tensor.contiguous().view(torch.uint8)
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(layer.rpartition(".")[2])
     if permutes and heads is not None:

@@ -61,8 +61,8 @@ class GgufDirectory(ModelDirectory):
         formats: weight format of each packed layer.
 
     Raises:
-        ModelError: the file is damaged, a part of a model, or has an architecture or tensors that windlass does not
-            know.
+        ModelError: the file is damaged, is one of several parts of a model, or has an architecture or tensors that
+            windlass does not support.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -111,15 +111,15 @@ class GgufDirectory(ModelDirectory):
         return transformers.AutoConfig.for_model(self.config["model_type"], **values)
 
     def has_tensor(self, name: str) -> bool:
-        """Return True if a tensor has this name of GGUF."""
+        """Return True if a tensor of the file has this GGUF name."""
         return any(tensor.name == name for tensor in self._reader.tensors)
 
     def tensor(self, name: str) -> Any:
-        """Return a tensor of the package gguf by its name of GGUF."""
+        """Return a tensor, as an object of the package gguf, by its GGUF name."""
         return next(tensor for tensor in self._reader.tensors if tensor.name == name)
 
     def read_packed(self, layer: str) -> PackedWeight:
-        """Return the packed tensors of a layer, of the format `formats[layer]`."""
+        """Return the packed tensors of a layer in the format `formats[layer]`."""
         tensor = self._sources[f"{layer}.weight"]
         return decode_blocks(self._ordered(f"{layer}.weight", _copy(tensor)), BLOCK_TYPES[tensor.tensor_type.name])
 
@@ -144,7 +144,7 @@ class GgufDirectory(ModelDirectory):
                     "to Q8_0"
                 ) from error
         if self.config["model_type"] == "gemma" and name.endswith("norm.weight"):
-            value = value - 1  # GGUF has the factor, and transformers the factor less 1
+            value = value - 1  # GGUF stores the factor, transformers the factor minus 1
         return self._ordered(name, value).to(self._dtype)
 
     def map(self, name: str) -> Any:
@@ -161,7 +161,7 @@ class GgufDirectory(ModelDirectory):
         return wide.pop()
 
     def _ordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows of query and key in the order of transformers."""
+        """Return the rows of a tensor in the order of transformers, which differs for query and key matrices."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is None or not ARCHITECTURES[self.config["model_type"]][1]:
             return rows
@@ -235,7 +235,11 @@ def _read_config(directory: GgufDirectory) -> dict[str, Any]:
 
 
 def _read_rope(directory: GgufDirectory, theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the settings of rotations. A tensor of factors is that of Llama 3.1 to 3.3, whose settings it gives."""
+    """Return the settings of rotary embeddings. A file with factors of rotations has those of Llama 3.1 to 3.3.
+
+    Raises:
+        ModelError: the file has other factors.
+    """
     if not directory.has_tensor("rope_freqs.weight"):
         return {"rope_type": "default", "rope_theta": theta}
     factors = _copy(directory.tensor("rope_freqs.weight")).double()
@@ -258,12 +262,12 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> torch.Tensor:
 
 
 def read_gguf_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer of a GGUF file, as one of transformers.
+    """Return the tokenizer of a GGUF file, as a tokenizer of transformers.
 
-    Byte-level BPE that splits text as GPT-2, Llama 3 or Qwen 2 is read here, a SentencePiece one by transformers.
+    Byte-level BPE that splits text as GPT-2, Llama 3 or Qwen 2 is read here; SentencePiece is read by transformers.
 
     Raises:
-        ModelError: the file has no tokenizer, or one of another kind.
+        ModelError: the file has no tokenizer, or a tokenizer of another kind.
     """
     import transformers
 

@@ -21,7 +21,7 @@ class ColumnOrder:
 
     Attributes:
         diagonal: diagonal of the Hessian.
-        order: columns, the first ones rounded first.
+        order: indices of the columns in the order in which they are rounded.
         factor: Cholesky factor of the inverse Hessian in this order; see `inverse_factor`.
     """
 
@@ -31,10 +31,11 @@ class ColumnOrder:
 
     @classmethod
     def of(cls, hessian: Tensor, *, activation_order: bool = True, damping: float = DAMPING) -> ColumnOrder:
-        """Return the order of a sum of `x x^T` over all inputs, `[columns, columns]`.
+        """Return the order for a Hessian: the sum of `x x^T` over all inputs, `[columns, columns]`.
 
         Args:
-            activation_order: the columns with the largest inputs first.
+            activation_order: True: round the columns with the largest inputs first; False: from the first to the last.
+            damping: part of the mean of the diagonal that is added to the diagonal.
         """
         diagonal = hessian.diagonal().clamp(min=0)
         order = torch.arange(len(diagonal))
@@ -51,7 +52,7 @@ def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tupl
 
     Args:
         weight: float32 `[rows, columns]`.
-        columns: order made from the layer's inputs. A column whose inputs are all zero is rounded to nearest.
+        columns: order that was computed from the layer's inputs. A column with only zero inputs is rounded to nearest.
 
     Returns:
         The grid, and float32 codes `[rows, columns]`.
@@ -85,7 +86,7 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     """Return the upper Cholesky factor of the inverse of a sum of `x x^T` with a damped diagonal, float32.
 
     Raises:
-        ModelError: no damping makes the matrix positive definite, so that it has values that are not finite.
+        ModelError: no damping makes the matrix positive definite, because it has values that are not finite.
     """
     wide = hessian.to(torch.float64, copy=True)
     diagonal = wide.diagonal()
@@ -100,7 +101,7 @@ def damped_factor(hessian: Tensor, damping: float) -> Tensor:
     times its mean, and by ten times more until the matrix is positive definite.
 
     Raises:
-        ModelError: no damping makes it so, because it has values that are not finite.
+        ModelError: no damping makes the matrix positive definite, because it has values that are not finite.
     """
     diagonal = hessian.diagonal()
     mean = max(float(diagonal.mean()), 1e-30)

@@ -92,8 +92,9 @@ def read_packed_layer(
 
 
 def _layer_settings(entry: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
-    """Return the settings of a layer that differ from those of the model: GPTQModel's `dynamic`, a mapping from a
-    regular expression for the beginning of names, perhaps after `+:`, to settings. Layers of `-:` are not packed."""
+    """Return the settings of a layer that differ from those of the model, from GPTQModel's `dynamic`. It maps regular
+    expressions, with or without the prefix `+:`, that match the beginning of layer names to settings. Expressions with
+    the prefix `-:` are for layers that are not packed."""
     for pattern, settings in (entry.get("dynamic") or {}).items():
         try:
             matches = re.match(pattern.removeprefix("+:"), layer)

@@ -1,8 +1,8 @@
-"""Scales of input features, folded into the layers before: SmoothQuant and AWQ.
+"""Scales of input features, folded into the preceding modules: SmoothQuant and AWQ.
 
-[Note: folded scales] `W x = (W s) (x / s)`: the columns of all layers with one input are multiplied by `s`, and the
-module that computes the input divides by it, a norm in its weight and bias, a linear layer in its rows. The model's
-function stays the same; rounding errors do not.
+[Note: folded scales] `W x = (W s) (x / s)`: the columns of all layers with one input are multiplied by `s`. The module
+that computes the input is divided by `s`: a norm in its weight and bias, a linear layer in its rows and bias. The
+model's function stays the same, and rounding errors change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST = 1e-4  # lower bound of a scale
 
 def smoothing_scales(largest: Tensor, weights: Sequence[Tensor], strength: float = 0.5) -> Tensor:
     """Return `s_j = max|x_j| ** strength / max|w_j| ** (1 - strength)`, by Xiao et al. 2022
-    (https://arxiv.org/abs/2211.10438): it takes outliers from the inputs, so that int8 inputs lose less.
+    (https://arxiv.org/abs/2211.10438): they reduce outliers of the inputs, so that int8 inputs have smaller errors.
 
     Args:
         largest: largest magnitude of each input feature.
@@ -40,17 +40,17 @@ def activation_aware_scales(
     """Return scales that make important features larger before rounding, by Lin et al. 2023 (AWQ,
     https://arxiv.org/abs/2306.00978).
 
-    `s = mean|x| ** a`, with the one of 20 values of `a` in [0, 1) that gives the least output error of the rounded
-    layers, see [Note: layer error]. In large matrices only evenly spaced rows are compared. Scales that make a weight
-    larger than every format stores are left out.
+    `s = mean|x| ** a`, divided by a constant, with the one of 20 values of `a` in [0, 1) that gives the least output
+    error of the rounded layers, see [Note: layer error]. In large matrices only evenly spaced rows are compared. Scales
+    that make a weight larger than `SAFE_MAGNITUDE` are skipped.
 
     Args:
         mean: mean magnitude of each input feature.
         weights, forms: weights and formats of all layers with this input.
-        hessian: sum of `x x^T`.
+        hessian: sum of `x x^T` over the inputs.
 
     Returns:
-        The scales, and the output errors of these rows without and with them.
+        The scales, the output error of the compared rows without scales, and that with the scales.
     """
     best, narrow = torch.ones_like(mean), hessian.float()
     # scales belong to columns, so a sample of the rows is enough to compare them
@@ -75,7 +75,7 @@ def activation_aware_scales(
 
 
 def output_error(change: Tensor, hessian: Tensor) -> float:
-    """Return the squared error of a layer's outputs; see [Note: layer error]."""
+    """Return the squared error of a layer's outputs for a change of its weight; see [Note: layer error]."""
     return float(((change @ hessian.to(change.dtype)) * change).sum(dtype=torch.float64))
 
 

@@ -1,4 +1,4 @@
-"""Scales and zero points of integer weight formats, chosen with more care than the format's own rounding.
+"""Scales and zero points of integer weight formats, with a smaller error than the format's own rounding.
 
 [Note: layer error] The output error of a layer is `tr(D H D^T)`, where `D` is the change of its weight and `H` the sum
 of `x x^T` over the inputs of the calibration text. The diagonal of `H` is the importance of each input feature.
@@ -15,9 +15,9 @@ from windlass.base.errors import WeightFormatError
 from windlass.kernels.coded_formats import SCALE_DTYPE, GroupCodes, IntegerWeightFormat
 from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, WeightFormat, get_weight_format
 
-CLIP_STEPS = 26  # candidates of the searched range, from the whole one down
+CLIP_STEPS = 26  # number of candidates for a group's range: from all of it down to `_LEAST_CLIP` of it
 _LEAST_CLIP = 0.5
-_CACHED_NUMEL = 1 << 16  # weights that a search reads again and again
+_CACHED_NUMEL = 1 << 16  # weights that a search reads repeatedly, and that fit into the cache
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class IntegerGrid:
     Attributes:
         form: weight format of the codes.
         low, high: smallest and largest code.
-        group: input features with one scale.
+        group: number of consecutive input features with one scale.
         scale: float32 `[rows, groups]`, of values that the format stores exactly.
         zero: code of the value 0, float32 `[rows, groups]`.
     """
@@ -67,7 +67,7 @@ class IntegerGrid:
 
 
 def is_integer_format(form: WeightFormat | str) -> bool:
-    """Return True if the codes of a format are integers with a scale, so that grids of it exist."""
+    """Return True if the codes of a format are integers with a scale, so that it has an `IntegerGrid`."""
     return isinstance(
         get_weight_format(form) if isinstance(form, str) else form, (IntegerWeightFormat, Int8WeightFormat)
     )
@@ -77,7 +77,7 @@ def plain_grid(form: WeightFormat, weight: Tensor, clip: Tensor | float = 1.0) -
     """Return the format's own grid of a float32 matrix, for a part of each group's range.
 
     Args:
-        clip: clip of the range, a number or `[rows, groups]`; 1: the format's own rounding.
+        clip: part of each range that the grid covers, a number or `[rows, groups]`; 1: the format's own rounding.
 
     Raises:
         WeightFormatError: the codes of the format are not integers.
@@ -125,7 +125,7 @@ class _Ranges:
         return IntegerGrid(form, 0, top, size, scale, zero)
 
     def errors(self, grid: IntegerGrid, importance: Tensor | None, memory: Tensor) -> Tensor:
-        """Return the squared error of each group. Nothing is allocated, because a search tries many grids.
+        """Return the squared error of each group. Work in `memory`, because a search tries many grids.
 
         Args:
             importance: importance of each feature of a group, `[1, groups, features]`.
@@ -147,9 +147,9 @@ class _Ranges:
 def clipped_grid(
     form: WeightFormat, weight: Tensor, importance: Tensor | None = None, *, stride: int = 1
 ) -> IntegerGrid:
-    """Return the grid with the part of each group's range that has the least squared error.
+    """Return the grid for the part of each group's range that gives the least squared error.
 
-    Values outside of a smaller range are clamped to its ends, and those inside are rounded more finely.
+    Values outside of a smaller range are clamped to its ends; values inside are rounded more finely.
 
     Args:
         weight: float32 `[rows, columns]`.
@@ -185,9 +185,9 @@ def _clipped_part(form: WeightFormat, weight: Tensor, importance: Tensor | None,
 def half_quadratic_grid(form: WeightFormat, weight: Tensor, *, steps: int = 20) -> IntegerGrid:
     """Return the grid found by half-quadratic quantization, which needs no data (Badri and Shaji 2023, HQQ).
 
-    It minimizes `|w - value| ** 0.7` alternately: `e = shrink(w - value)` takes outliers out, then zero point and scale
-    are the mean and the least squares of the rest, `w - e`. Zero points stay integers, since formats store them as
-    codes. Each group keeps the best of all steps.
+    It minimizes `|w - value| ** 0.7` in alternating steps: first `e = shrink(w - value)` separates outliers, then the
+    zero point is the mean, and the scale the least-squares fit, of the rest `w - e`. Zero points stay integers, since
+    formats store them as codes. Each group keeps its best step.
     """
     columns = weight.shape[1]
     best = plain_grid(form, weight)

@@ -32,11 +32,11 @@ _EVALUATIONS = 4  # number of evaluations of the loss over all text while codes 
 
 @dataclass(frozen=True)
 class LayerDistillationOptions:
-    """Training of each block.
+    """Options for the training of each block.
 
     Attributes:
-        steps: number of steps of each block, on one batch of the text each.
-        rate: codes that a weight moves in the first step; it falls to 0. None: `1 / steps`.
+        steps: number of steps for each block; each step uses one batch of the text.
+        rate: change of each code in the first step, in codes. It falls linearly to 0. None: `1 / steps`.
         seed: seed of the order of batches.
     """
 
@@ -72,7 +72,7 @@ class _LearnedCodes:
         return self.learned.detach().round().clamp(self.grid.low, self.grid.high)
 
     def weight(self) -> Tensor:
-        """Return the rounded weight, with the gradient of the identity of `learned` times the scale."""
+        """Return the rounded weight. The gradient passes to `learned` as if the codes were not rounded."""
         bounded = self.learned.clamp(self.grid.low, self.grid.high)
         return self.grid.values(straight_through(bounded, bounded.detach().round()))
 
@@ -117,7 +117,7 @@ class LayerDistillation(PostTraining):
                 loss = _loss(block, batch, targets[batch], learned)
                 gradients = torch.autograd.grad(loss, [one.learned for one in learned], allow_unused=True)
             for one, gradient in zip(learned, gradients, strict=True):
-                if gradient is not None:  # else the batch does not reach the layer, e.g. of an expert
+                if gradient is not None:  # None: the batch does not reach the layer, e.g. of an expert
                     one.move(gradient, rate * (1 - step / options.steps))
             if (step + 1) % every == 0 or step + 1 == options.steps:
                 found = _mean_loss(block, targets, learned)
@@ -146,7 +146,7 @@ def distil_directory(
     continues with the first block that is not complete. Formats without integers keep the rounding of `options`.
 
     Args:
-        options: the rounding that the codes begin with; None: GPTQ.
+        options: rounding that gives the initial codes; None: GPTQ without input scales.
         formats, batches, head, overwrite: as for `compress_directory`.
 
     Returns:
@@ -200,7 +200,7 @@ def _start(
     columns = weight.shape[1]
     steps = grid.spread(torch.where(scale > 0, scale, torch.ones_like(scale)), columns)
     place, codes = weight / steps + grid.spread(zero, columns), coded.codes.float()
-    inside = (place - codes).clamp(-0.45, 0.45)  # so that the first rounding gives the codes of the method before
+    inside = (place - codes).clamp(-0.45, 0.45)  # so that rounding `learned` first gives the codes of the method
     return _LearnedCodes(name, grid, place, (codes + inside).requires_grad_())
 
 

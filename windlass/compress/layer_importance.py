@@ -2,8 +2,8 @@
 
 [Note: layer importance] Block influence is `1 - mean cos(h, h')` of the hidden states before and after a layer (Men et
 al. 2024, https://arxiv.org/abs/2403.03853). The measured loss is that of the model without the layer. `choose_layers`
-removes layers greedily, each time the one without which the loss is least, and compares the result with the choice by
-influence and with the removal of evenly spaced layers.
+removes layers greedily, in each step the layer without which the loss is least, and compares the result with the choice
+by influence and with the removal of evenly spaced layers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Any], loss: LossFunction = lan
 
 @contextmanager
 def skip_layers(model: nn.Module, numbers: Sequence[int]) -> Iterator[None]:
-    """Let the hidden states pass some layers unchanged inside the `with` block."""
+    """Skip some layers inside the `with` block: their hidden states pass unchanged."""
 
     def unchanged(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         before = inputs[0] if inputs else named["hidden_states"]
@@ -137,7 +137,7 @@ def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
     """Remove layers in place, and update the layer numbers stored in modules and the lists of the configuration.
 
     Raises:
-        ModelError: the remaining layers would compute something else under their new numbers.
+        ModelError: the computation of the remaining layers depends on their numbers.
     """
     name = find_layer_list(model)
     if getattr(getattr(model, "config", None), "scale_attn_by_inverse_layer_idx", False):
@@ -187,7 +187,7 @@ def _keep_in_config(config: Any, kept: Sequence[int], total: int) -> None:
 
 def _blend(one: nn.Module, two: nn.Module, weight: float) -> None:
     others = dict(two.named_parameters())
-    for name, parameter in one.named_parameters():  # all of them before the first one changes
+    for name, parameter in one.named_parameters():  # check all parameters before the first one changes
         if name not in others or others[name].shape != parameter.shape:
             raise ConfigError(f"{name!r} of a layer has another shape in the next one; they cannot be merged")
     with torch.no_grad():
@@ -201,11 +201,11 @@ def shorten_layers(
     """Remove `count` layers in place. A layer is merged into a neighbour instead if that gives a lower measured loss.
 
     Returns:
-        One text for each layer, in the order of the steps.
+        A description of the change for each removed layer, in the order of the steps.
 
     Raises:
         ConfigError: as for `choose_layers`.
-        ModelError: another layer depends on one of those.
+        ModelError: another layer depends on a removed layer.
     """
     chosen = choose_layers(model, count, batches, loss)
     originals = list(range(len(_layers(model))))  # numbers that the remaining layers had before the first step
@@ -239,10 +239,10 @@ def shorten_layers(
 
 
 def _check_removed(model: nn.Module, number: int, expected: float, batches: Sequence[Any], loss: LossFunction) -> None:
-    """Check that a model without a layer computes what it computes while the layer is skipped.
+    """Check that a model without a layer has the loss that it had while the layer was skipped.
 
     Raises:
-        ModelError: the results differ, e.g. since another layer uses a value that the removed layer computed.
+        ModelError: the losses differ, e.g. since another layer uses a value that the removed layer computed.
     """
     reason, cause = "", None
     try:

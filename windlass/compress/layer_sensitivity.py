@@ -26,7 +26,7 @@ _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
 _LIMIT_ROUNDS = 3
 _PASS_SHARE = 0.8  # time of one measurement, relative to a whole forward: half of the blocks, and the divergence
 _MOST_BYTES = 512 << 20  # limit for the log-probabilities of the unquantized model
-_CLIP_STRIDE = 5  # a coarse search: the measurement compares formats, and the rounding that is written searches again
+_CLIP_STRIDE = 5  # a coarse search of clips, to compare formats; the final rounding searches again
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SensitivityMeter:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and (module is not output or head)
         }
-        # by layer and format; a grid takes some percent of the weight's memory
+        # grids by layer and format; a grid takes a few percent of the memory of the weight
         self._grids: dict[tuple[str, str], IntegerGrid] = {}
         self._hidden: list[list[Tensor]] = []
         self._returns_tuple = False
@@ -122,7 +122,7 @@ class SensitivityMeter:
         return sum(batch.numel() for batch in self._batches)
 
     def limit_time(self, formats: int, seconds: float) -> None:
-        """Reduce the tokens so that measuring all groups in `formats` formats each takes at most `seconds`."""
+        """Reduce the number of tokens, so that measuring each group in `formats` formats takes `seconds` in all."""
         for _ in range(_LIMIT_ROUNDS):  # a forward of few tokens takes longer than its share
             needed = _PASS_SHARE * self.seconds * formats * len(self.groups)
             tokens = max(int(self.tokens * seconds / max(needed, 1e-9)), _LEAST_TOKENS)
@@ -170,7 +170,7 @@ class SensitivityMeter:
                 with self._from_block(number) as set_batch:
                     set_batch(0)
                     found = self._run(self._batches[0]).log_softmax(-1)
-            except (KeyError, IndexError, TypeError, ValueError, RuntimeError):  # what is missing differs by model
+            except (KeyError, IndexError, TypeError, ValueError, RuntimeError):  # the error depends on the model
                 return False
             if not torch.allclose(found, self._wide[0], rtol=1e-3, atol=1e-4):
                 return False

@@ -13,14 +13,14 @@ from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.conv1d_layers import conv1d_layers
 from windlass.compress.model_directory import ModelDirectory, build_empty
 
-_MARK = ".c_"  # in names of such layers
+_MARK = ".c_"  # part of the names of `Conv1D` layers, e.g. `c_attn`
 
 
 class LinearDirectory(ModelDirectory):
     """Directory in which weights of `Conv1D` layers are transposed to the layout of `nn.Linear`.
 
     Args:
-        transposed: names of these weights in the files.
+        transposed: names of the weights that are transposed, in the files.
     """
 
     def __init__(self, source: ModelDirectory, transposed: Collection[str]) -> None:
@@ -33,7 +33,7 @@ class LinearDirectory(ModelDirectory):
 
     @property
     def has_linear_layers(self) -> bool:
-        """True."""
+        """True: in this view all weights have the layout of `nn.Linear`."""
         return True
 
     def read(self, name: str) -> torch.Tensor:
@@ -47,8 +47,8 @@ class LinearDirectory(ModelDirectory):
 
 
 def as_linear_directory(directory: ModelDirectory, *, trust_remote_code: bool = False) -> ModelDirectory:
-    """Return the directory of an unquantized model with all weights in the layout of `nn.Linear`: the same one, or a
-    `LinearDirectory`."""
+    """Return the directory of an unquantized model with all weights in the layout of `nn.Linear`: `directory`
+    itself, or a `LinearDirectory`."""
     if directory.has_linear_layers or not any(_MARK in name for name in directory.places):
         return directory
     return linear_view(directory, build_empty(directory, trust_remote_code=trust_remote_code))

@@ -62,7 +62,8 @@ def _announced_device(model: nn.Module) -> Iterator[None]:
 
 @cache
 def packed_lora_class() -> type[nn.Module]:
-    """Return the class of peft's layers around a `PackedLinear`. It is made late, because peft is optional."""
+    """Return the class of peft's layers around a `PackedLinear`. It is defined on the first call, because peft is
+    optional."""
     from peft.tuners.lora.layer import LoraLayer
 
     class PackedLora(nn.Module, LoraLayer):

@@ -28,10 +28,10 @@ def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -
     rank].
 
     Args:
-        hessian: sum of `x x^T` over the inputs; None: the error of the matrix is minimized, not that of the outputs.
+        hessian: sum of `x x^T` over the inputs; None: minimize the error of the matrix instead of the output error.
 
     Raises:
-        ConfigError: the rank is not between 1 and the smaller side.
+        ConfigError: the rank is not between 1 and the smaller side of the matrix.
         ModelError: `hessian` has values that are not finite.
     """
     if not 1 <= rank <= min(weight.shape):
@@ -48,7 +48,7 @@ def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -
 
 
 def rank_of_share(rows: int, columns: int, share: float) -> int:
-    """Return the rank whose factors have this share of a matrix's elements, at least 1."""
+    """Return the rank, at least 1, whose two factors have `share` times the elements of the matrix."""
     return max(int(share * rows * columns / (rows + columns)), 1)
 
 
@@ -66,9 +66,10 @@ def factorize_linear_layers(
     windlass loads; see [Note: ranks in the configuration].
 
     Args:
-        share: elements of both factors, as a share of the matrix's.
-        chosen: returns True for the names of the layers. The output head of a transformers model is never taken.
-        batches: inputs of `loss`; none: the errors of the matrices are minimized, not those of their outputs.
+        share: number of elements of both factors, relative to the number of elements of the matrix.
+        chosen: function that returns True for the name of each layer to replace. The output head of a transformers
+            model is never replaced.
+        batches: inputs of `loss`; empty: minimize the errors of the matrices instead of their output errors.
 
     Returns:
         The rank of each replaced layer.

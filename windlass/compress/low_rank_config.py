@@ -19,7 +19,8 @@ RANKS_ENTRY = "windlass_low_rank"
 
 
 def factor_pair(layer: nn.Linear, rank: int) -> nn.Sequential:
-    """Return the two layers that replace a linear one, `in -> rank -> out`, with its bias and without values."""
+    """Return the two layers that replace a linear layer, `in -> rank -> out`. The second one has the bias of the layer;
+    the weights are on the meta device."""
     with torch.device("meta"):
         first = nn.Linear(layer.in_features, rank, bias=False, dtype=layer.weight.dtype)
         second = nn.Linear(rank, layer.out_features, bias=False, dtype=layer.weight.dtype)
@@ -35,12 +36,12 @@ def record_ranks(model: Any, ranks: Mapping[str, int]) -> None:
 
 
 def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
-    """Replace the layers of an entry `windlass_low_rank` by two without values.
+    """Replace each linear layer of an entry `windlass_low_rank` by two layers, whose weights are on the meta device.
 
     Raises:
-        ModelError: the model has no such linear layer, or a rank is not between 1 and its smaller side.
+        ModelError: the model has no such linear layer, or a rank is not between 1 and the smaller side of the layer.
     """
-    for name, rank in sorted(entry.items()):  # a factor of a layer after the layer
+    for name, rank in sorted(entry.items()):  # a layer comes before its own factors
         layer: nn.Module | None
         try:
             layer = model.get_submodule(name)

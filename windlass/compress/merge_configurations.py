@@ -1,4 +1,4 @@
-"""Settings of a model's configuration that decide which places of two models' tensors mean the same."""
+"""Settings of a model's configuration that must be equal for the elements of two models' tensors to correspond."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _SYNONYMS = {"swish": "silu"}
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the values that transformers derives or takes by default, if it has the
-    model type."""
+    """Return a configuration with the values that transformers derives or takes by default; unchanged if transformers
+    lacks the model type."""
     kind = config.get("model_type")
     try:
         from transformers import CONFIG_MAPPING
-    except ImportError:  # configurations are compared as they are written
+    except ImportError:  # then configurations are compared without defaults
         return dict(config)
     if kind not in CONFIG_MAPPING or "auto_map" in config:
         return dict(config)
@@ -24,13 +24,13 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ties_head(config: Mapping[str, Any]) -> bool:
-    """Return True if the head of a model is its embedding."""
+    """Return True if the head of a model shares the weight of the embedding."""
     return bool(with_defaults(config).get("tie_word_embeddings"))
 
 
 def settings_of_places(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the family, numbers and sizes of heads, and activation functions, also those of parts such as
-    `text_config`."""
+    """Yield `(key, value)` for the model type, the numbers and sizes of heads, and the activation functions, also in
+    nested configurations such as `text_config`."""
     for key, value in _with_heads(config).items():
         name = f"{path}{key}"
         if isinstance(value, Mapping) and key not in _LABELS:
@@ -42,7 +42,7 @@ def settings_of_places(config: Mapping[str, Any], path: str = "") -> Iterator[tu
 
 
 def same_labels_in_other_order(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return True if two classifiers have the same labels for other outputs."""
+    """Return True if two classifiers have the same set of labels, but assign some of them to different outputs."""
     own, other = (
         {str(key): str(value).casefold() for key, value in (config.get("id2label") or {}).items()}
         for config in (one, two)
@@ -51,7 +51,7 @@ def same_labels_in_other_order(one: Mapping[str, Any], two: Mapping[str, Any]) -
 
 
 def _with_heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the numbers that follow from others where they are not stated."""
+    """Return a configuration in which a missing `num_key_value_heads` or `head_dim` follows from other keys."""
     found = dict(config)
     heads, width = found.get("num_attention_heads"), found.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:

@@ -45,14 +45,14 @@ def merge_directories(
 
     Args:
         method, weights, base, density, seed: as for `merge_models`; the base is a directory.
-        progress: called with the number of tensors that are done, and of all.
+        progress: called with the number of finished tensors and of all tensors.
 
     Returns:
         The number of tensors.
 
     Raises:
         ConfigError: the options do not fit together, or two models have different tokenizers.
-        ModelError: a model is quantized, a tensor is missing or has another shape in one of them, their heads or
+        ModelError: a model is quantized, a tensor is missing or has another shape in one model, numbers of heads or
             activation functions differ, merged values are not finite, or the target exists or contains a source.
     """
     check_merge(len(sources), method, weights, base is not None, density)
@@ -77,7 +77,7 @@ def merge_directories(
             if name not in partial.done:
                 tensors: list[Tensor] = [one.read(name) for one in models]
                 first = None if start is None else start.read(name)
-                same = copies.get(name, name)  # the random parts of dare follow from the name
+                same = copies.get(name, name)  # the random numbers of dare depend on the name
                 partial.write(name, {name: merge_tensors(same, tensors, method, values, first, density, seed)})
             progress(len(partial.done), len(places))
         partial.finish(models[0].config, companion_files(models[0].path))
@@ -109,8 +109,8 @@ def _check_fits(one: ModelDirectory, first: ModelDirectory) -> None:
 
 
 def _check_configurations(one: ModelDirectory, first: ModelDirectory) -> None:
-    """Refuse a model in which tensors of the same shape have another meaning, and log a warning about other settings,
-    which the merged model takes from the first one."""
+    """Raise ModelError if elements of tensors do not correspond in two models, and log a warning about all other
+    different settings, which the merged model takes from the first model."""
     configs = [with_defaults(directory.config) for directory in (one, first)]
     own, other = (dict(settings_of_places(config)) for config in configs)
     for key in sorted({*own, *other}):

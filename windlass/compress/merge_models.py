@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from windlass.base.errors import ConfigError, ModelError
 
 MERGE_METHODS = ("linear", "slerp", "ties", "dare")
-_PARALLEL = 0.9995  # cosine above which the arc is a line
+_PARALLEL = 0.9995  # cosine above which the arc is replaced by a straight line
 
 
 def linear_merge(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -34,7 +34,8 @@ def linear_merge(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def spherical_merge(one: Tensor, two: Tensor, position: float) -> Tensor:
     """Return the point between two tensors on the arc between their directions (Shoemake 1985):
-    `(sin((1 - t) a) one + sin(t a) two) / sin a` with the angle `a`; on the line where they are nearly parallel.
+    `(sin((1 - t) a) one + sin(t a) two) / sin a` with the angle `a` between them; on a straight line if they are
+    nearly parallel.
 
     Args:
         position: `t`, 0 for the first and 1 for the second.
@@ -53,7 +54,7 @@ def ties_merge(base: Tensor, tensors: Sequence[Tensor], weights: Sequence[float]
     """Return the base plus the merged task vectors by TIES; see [Note: merging].
 
     Args:
-        density: share of each task vector that stays.
+        density: share of the elements of each task vector that stay.
     """
     vectors = [_largest(tensor.float() - base.float(), density) for tensor in tensors]
     weighted = torch.stack([vector * weight for vector, weight in zip(vectors, weights, strict=True)])
@@ -97,10 +98,10 @@ def merge_models(
     """Return the merged state of models with the same parameters, in the dtypes of the first.
 
     Args:
-        weights: weights of the models; linear divides them by their sum; slerp takes the second one, divided by their
-            sum, as the position on the arc. None: equal ones (for ties and dare 1 each).
-        base: model from which all were trained, for ties and dare.
-        density: share of each task vector that stays.
+        weights: weights of the models. Linear divides them by their sum; for slerp the second weight, divided by the
+            sum, is the position on the arc. None: 1 for each model.
+        base: model from which all models were trained, for ties and dare.
+        density: share of the elements of each task vector that stay, for ties and dare.
         seed: seed for dare.
 
     Raises:
@@ -112,7 +113,7 @@ def merge_models(
     values = list(weights) if weights is not None else [1.0] * len(states)
     base_state: Mapping[str, Tensor] = {} if base is None else base.state_dict()
     merged: dict[str, Tensor] = {}
-    shared: dict[tuple[Any, ...], str] = {}  # names by the memory in all models: a head that is tied stays tied
+    shared: dict[tuple[Any, ...], str] = {}  # names by the memory in all models, so that a tied head stays tied
     for name, first in states[0].items():
         tensors = [_get(state, name, first) for state in states]
         start = _get(base_state, name, first) if base is not None else None
@@ -138,7 +139,7 @@ def merge_tensors(
     dtypes are taken from the first model.
 
     Raises:
-        ModelError: the merged tensor is not finite where the first model's is.
+        ModelError: the merged tensor has NaN values, or is infinite where the first model's tensor is finite.
     """
     first = tensors[0]
     if not first.is_floating_point():
@@ -160,7 +161,7 @@ def merge_tensors(
 
 
 def _check_finite(name: str, tensors: Mapping[str, Tensor], merged: Tensor) -> None:
-    """Check that a merged tensor has numbers wherever the first model's has."""
+    """Raise ModelError if a merged tensor has NaN values, or is infinite where the first tensor is finite."""
     wide = merged.float()
     first = next(iter(tensors.values()))
     if bool((torch.isfinite(wide) | ~torch.isfinite(first.float()) & ~wide.isnan()).all()):
@@ -178,7 +179,8 @@ def check_merge(count: int, method: str, weights: Sequence[float] | None, has_ba
     """Check the options of a merge of `count` models.
 
     Raises:
-        ConfigError: the method is unknown, lacks its base, or the numbers of models and weights do not fit.
+        ConfigError: the method is unknown, lacks its base, the numbers of models and weights do not fit, or the density
+            is out of range.
     """
     if method not in MERGE_METHODS:
         raise ConfigError(f"merging method is {method!r}; it is one of {', '.join(MERGE_METHODS)}")

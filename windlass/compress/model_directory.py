@@ -120,7 +120,7 @@ class ModelDirectory:
         if name not in self.places:
             raise ModelError(f"{self.path} has no tensor {name!r}; copy the model again")
         place = self.places[name]
-        memory = torch.empty(place.nbytes, dtype=torch.uint8)  # a mapping would be in memory beside every copy of it
+        memory = torch.empty(place.nbytes, dtype=torch.uint8)  # a mapping would take memory beside each copy of it
         try:
             with open(place.path, "rb", buffering=0) as file:
                 file.seek(place.offset)
@@ -152,7 +152,7 @@ class ModelDirectory:
 
     def _files(self) -> list[Path]:
         index = self.path / INDEX
-        if (self.path / SINGLE).is_file():  # as transformers chooses, where a save in several files was there before
+        if (self.path / SINGLE).is_file():  # as in transformers; an index may be old
             return [self.path / SINGLE]
         if not index.is_file():
             raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; save the model as safetensors")
@@ -212,7 +212,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
             else:
                 model = source(config)
         except (ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().split("\n")[0].rstrip(".")  # a list of all classes follows
+            reason = str(error).strip().split("\n")[0].rstrip(".")  # the lines after it list all classes
             raise ModelError(
                 f"transformers cannot build the model of {directory.path}: {reason}; give a causal language model"
             ) from error

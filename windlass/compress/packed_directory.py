@@ -26,14 +26,14 @@ WIDE_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
-"""Packs the weight of a layer, given its name, its weight and its format."""
+"""Function that packs the weight of a layer, given the layer's name, its weight and its format."""
 
 
 class TensorProducer(Protocol):
     """Source of the tensors of a packed directory."""
 
     def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
-        """Yield name and new tensors of each source that `partial` lacks, in any order.
+        """Yield name and packed tensors of each source tensor that `partial` lacks, in any order.
 
         Args:
             layers: format of each packed layer.
@@ -49,7 +49,7 @@ class PackedReport:
         layers: format of each packed layer.
         kept: linear layers that stayed unquantized, with the reason.
         bytes_before, bytes_after: bytes of all tensors.
-        packed_before, packed_after: bytes of the weights of the packed layers, before packing in float32.
+        packed_before, packed_after: bytes of the weights of the packed layers, in float32 and packed.
     """
 
     layers: dict[str, str]
@@ -84,14 +84,16 @@ def write_packed_directory(
     Args:
         formats: format of all linear layers, or a function from a layer's name in the files to its format, or None to
             leave it unquantized.
-        pack: another rounding than the format's own, with the same packed tensors.
-        produce: source of all tensors, in place of `pack`.
-        method: name and settings of `pack` or `produce`; only a call with equal ones continues an interrupted call.
-        head: pack the output head too, where `formats` is a name. A head that shares the embedding stays unquantized.
+        pack: function that rounds and packs the weight of each layer; None: the format's own rounding.
+        produce: source of all tensors, instead of `pack`.
+        method: name and settings of `pack` or `produce`; only a call with an equal `method` continues an interrupted
+            call.
+        head: pack the output head too, if `formats` is a name. A head that shares the embedding stays unquantized.
         overwrite: replace an existing directory.
-        file_bytes: bytes of a file with more than one tensor, at most.
-        group: ranks that make the same call; `produce` is called on each, and the first one writes.
-        rounds_inputs: the configuration asks for int8 inputs of all layers of 8-bit integers, not of `int8` alone.
+        file_bytes: maximum bytes of a file, unless the file has the tensors of a single source tensor.
+        group: ranks that make the same call; `produce` is called on each rank, and the first rank writes.
+        rounds_inputs: the written configuration sets int8 inputs for all layers with weights of 8-bit integers, not
+            only for the format `int8`.
 
     Raises:
         ModelError: the source is not a model, is packed already, or the target exists or contains the source.
@@ -154,8 +156,8 @@ def write_packed_directory(
 def _choose(
     directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Return, by names in the files: the format of each layer to be packed, the reason for each other linear layer, and
-    the name in the model of each layer that has another name there.
+    """Return three dicts, by the names of layers in the files: the format of each layer to be packed; the reason for
+    which each other linear layer stays unquantized; and the name in the model, if it differs from that in the files.
     """
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -201,7 +203,7 @@ def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dic
         weight = directory.read(f"{layer}.weight")
         low, high = (float(one) for one in weight.aminmax())
         largest = max(-low, high)
-        if math.isfinite(low + high) and largest > SAFE_MAGNITUDE:  # other weights are refused when they are packed
+        if math.isfinite(low + high) and largest > SAFE_MAGNITUDE:  # weights that are not finite are refused later
             try:
                 get_weight_format(name).pack(weight)
             except WeightFormatError:
@@ -211,7 +213,7 @@ def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dic
 
 
 def _file_forms(directory: ModelDirectory, layers: dict[str, str]) -> dict[str, dict[str, PackedTensorForm]]:
-    """Return the tensors that each tensor of the source becomes, by the source's name."""
+    """Return, by the name of each source tensor, the names and forms of the tensors that are written for it."""
     packed = {f"{layer}.weight": layer for layer in layers}
     forms: dict[str, dict[str, PackedTensorForm]] = {}
     for name, place in directory.places.items():
@@ -252,7 +254,7 @@ class _LayerProducer:
 
 
 def pack_source(directory: ModelDirectory, source: str, layers: Mapping[str, str], pack: PackLayer) -> PackedWeight:
-    """Return the tensors that a tensor of the source becomes, by their names in the file."""
+    """Return the tensors to write for a source tensor, by their names in the file."""
     layer = source.removesuffix(".weight")
     if layer not in layers or source == layer:
         return {source: directory.read(source)}
@@ -269,7 +271,7 @@ def name_tensors(layer: str, packed: PackedWeight) -> PackedWeight:
 
 
 def companion_files(source: Path) -> list[Path]:
-    """Return the small files of a model: tokenizer, generation settings, chat template; none of a GGUF file."""
+    """Return the small files of a model: tokenizer, generation settings, chat template; empty for a GGUF file."""
     if not source.is_dir():
         return []
     return [

@@ -59,14 +59,14 @@ def load_packed_model(
     compressed-tensors, GPTQ or AWQ wrote, or a pruned or factorized one that only windlass builds, in eval mode.
 
     Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file. All parameters are frozen
-    if the directory is quantized, and else none.
+    if the directory is quantized; otherwise no parameter is frozen.
 
     Args:
         model_class: class of transformers; None: `AutoModelForCausalLM`.
-        dtype: dtype of the tensors that are not packed; None: that of the files.
+        dtype: dtype of the tensors that are not packed; None: the dtype in the files.
 
     Raises:
-        ModelError: the directory is damaged, lacks tensors, or has weights of a kind that no weight format is.
+        ModelError: the directory is damaged, lacks tensors, or has weights in a format that windlass does not have.
     """
     directory = GgufDirectory(path) if is_gguf_file(path) else ModelDirectory(path)
     entry = directory.quantization
@@ -76,7 +76,7 @@ def load_packed_model(
         )
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
     used: set[str] = set()
-    packed: dict[str, tuple[str, _ReadParts]] = {}  # one layer is in memory twice, not all
+    packed: dict[str, tuple[str, _ReadParts]] = {}  # readers, so that only one layer at a time is in memory twice
     if entry is None:
         layers = []
     elif isinstance(directory, GgufDirectory):
@@ -108,7 +108,7 @@ def load_packed_model(
         if module is not None:
             _place(model, directory, layer, module, name, tensors, pages, dtype, inputs)
             used |= {f"{layer}.weight", f"{layer}.bias"}
-        else:  # e.g. one expert of a matrix of all
+        else:  # e.g. an expert, if the model joins all experts in one tensor
             unpacked[f"{layer}.weight"] = get_weight_format(name).unpack(_as_formed(tensors, name, layer))
     if unpacked:
         logger.warning(
@@ -145,7 +145,7 @@ def _place(
     has_bias = linear.bias is not None
     packed = PackedLinear(linear.in_features, linear.out_features, has_bias, weight_format=form)
     formed = _as_formed(tensors, name, layer)
-    kept = [part for part in pages if formed[part] is tensors[part]]  # others were converted
+    kept = [part for part in pages if formed[part] is tensors[part]]  # a converted part is a copy
     packed.set_packed(formed, {part: (formed[part].view(-1).view(torch.uint8), pages[part]) for part in kept})
     packed.rounds_inputs = inputs and form.name.startswith("int8")
     if has_bias:
@@ -165,7 +165,7 @@ def _read_blocks(directory: GgufDirectory, layer: str) -> tuple[PackedWeight, di
 
 
 def _read_parts(directory: ModelDirectory, layer: str, name: str) -> tuple[PackedWeight, dict[str, MappedBytes]]:
-    """Return the packed tensors of a layer, and the mappings of large ones, which are not read."""
+    """Return the packed tensors of a layer, and the mappings of its large tensors, which are not read yet."""
     tensors: PackedWeight = {}
     pages: dict[str, MappedBytes] = {}
     for part in get_weight_format(name).file_form(1, 1):
@@ -178,14 +178,14 @@ def _read_parts(directory: ModelDirectory, layer: str, name: str) -> tuple[Packe
 
 
 def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:
-    """Return the group of each input feature of a layer of compressed-tensors, where they do not follow one another
-    (`actorder: group`); else None."""
+    """Return the group number of each input feature of a layer if its groups are scattered (`actorder: group` of
+    compressed-tensors); None if each group is a range of features."""
     form = get_weight_format(name)
     if f"{layer}.{_ORDER}" not in directory.places or not isinstance(form, CodedWeightFormat) or form.group is None:
         return None
     order = directory.read(f"{layer}.{_ORDER}").to(torch.int64)
     straight = torch.arange(len(order)) // form.group
-    return None if bool((order < 0).any()) or torch.equal(order, straight) else order  # -1: not used
+    return None if bool((order < 0).any()) or torch.equal(order, straight) else order  # -1: no order
 
 
 def _read_scattered(
@@ -238,11 +238,11 @@ def fill_wide(
     """Fill the parameters and buffers that are not packed, by the names of the model; see [Note: checkpoint names].
 
     Args:
-        used: names in the files of tensors that are not filled: packed ones.
-        dtype: dtype of the values; None: that of the files.
-        unpacked: values of packed layers that are not layers of the model, by their names in the files.
-        ties: let the model share the weights that its configuration shares.
-        trains: the parameters are trained.
+        used: names in the files of the tensors to leave out, because they are in packed layers.
+        dtype: dtype of the values; None: the dtype in the files.
+        unpacked: values of packed layers that the model joins with others, by their names in the files.
+        ties: tie the weights that the configuration of the model ties.
+        trains: True: floating-point parameters require gradients.
 
     Raises:
         ModelError: a tensor is missing, or has another shape.

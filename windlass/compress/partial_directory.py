@@ -1,8 +1,8 @@
 """Model directory that is being written: complete tensors, and a journal of them, so that a stopped run continues.
 
 [Note: partial directory] `.NAME.partial` beside the target holds the safetensors files in their final size, `plan.json`
-and a `journal`. A tensor's bytes are on the disk before its line in the journal. A later run with
-an equal plan skips the tensors of the journal. The directory is renamed when every tensor is there.
+and a `journal`. A tensor's bytes are on the disk before its line in the journal. A later run with an equal plan skips
+the tensors of the journal. The directory is renamed when it has every tensor.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from windlass.kernels.weight_format import PackedTensorForm, PackedWeight
 from windlass.storage.safetensors_header import encode_safetensors_header
 
 FileForms = Mapping[str, Mapping[str, PackedTensorForm]]
-"""Tensors that each tensor of the source becomes, by the source's name."""
+"""For each tensor of the source, by its name: name and form of each tensor that is written for it."""
 
 _PLAN, _JOURNAL = "plan.json", "journal"
-_COMPLETE = " complete"  # end of a whole line of a journal
+_COMPLETE = " complete"  # end of each complete line of a journal
 
 
 class WrittenTensors(Protocol):
-    """Tensors of a directory that are complete, by their source.
+    """Complete tensors of a directory, by the name of the source tensor.
 
     Attributes:
-        done: names of the sources.
+        done: names of the source tensors whose written tensors are complete.
     """
 
     done: set[str]
@@ -55,11 +55,11 @@ class PartialDirectory:
         target: directory that `finish` creates.
         forms: tensors to be written, by the name of their source.
         plan: settings of the run, of JSON types. An existing partial directory with another plan is discarded.
-        file_bytes: bytes of a file with more than one source, at most.
+        file_bytes: maximum bytes of a file, unless the file has the tensors of a single source.
     """
 
     def __init__(self, target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int) -> None:
-        self.target, self._forms = target.resolve(), forms  # a link stays where it is
+        self.target, self._forms = target.resolve(), forms  # a symbolic link stays, and its target is replaced
         self.path = self.target.with_name(f".{self.target.name}.partial")
         self._files = _split_into_files(forms, file_bytes)
         self._offsets: dict[str, tuple[str, int]] = {}
@@ -91,7 +91,7 @@ class PartialDirectory:
                 os.fsync(file.fileno())
             del tensor
         with open_new(self.path / _JOURNAL, "a") as journal:
-            journal.write(f"\n{source}{_COMPLETE}\n")  # begins a line, since a stopped run may have left a part of one
+            journal.write(f"\n{source}{_COMPLETE}\n")  # on a new line: a stopped run may have left a part of a line
             journal.flush()
             os.fsync(journal.fileno())
         self.done.add(source)
@@ -105,7 +105,7 @@ class PartialDirectory:
         return found
 
     def finish(self, config: Mapping[str, Any], companions: list[Path]) -> None:
-        """Add configuration and small files, and move the directory to its target, which it replaces."""
+        """Add the configuration and small files, and rename the directory to its target, which is replaced."""
         missing = set(self._forms) - self._read_journal()
         if missing:
             raise ModelError(f"{self.path} lacks {len(missing)} tensors, first {min(missing)!r}; run the command again")
@@ -167,7 +167,8 @@ class PartialDirectory:
 
 
 def lock_directory(path: Path) -> int:
-    """Return the descriptor of a directory that no other process writes until it is closed.
+    """Lock a directory, and return its file descriptor. No other process writes the directory until the descriptor is
+    closed.
 
     Raises:
         ModelError: another process writes the directory.
@@ -188,8 +189,8 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         sources: files and directories that are read.
 
     Raises:
-        ModelError: the directory exists and is not replaced, or holds something else than the files of a model, or is
-            or contains a source.
+        ModelError: the directory exists and `overwrite` is False, it holds something else than the files of a model, or
+            it is or contains a source.
     """
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; choose a directory")
@@ -220,7 +221,7 @@ def open_partial_directory(
     """Yield a partial directory, which is kept if the `with` block raises.
 
     Raises:
-        ModelError: another process writes it, or the disk fails or is full.
+        ModelError: another process writes the directory, or the disk fails or is full.
     """
     try:
         partial = PartialDirectory(target, forms, plan, file_bytes)

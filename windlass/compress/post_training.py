@@ -45,12 +45,12 @@ class RoundingOptions:
     Attributes:
         method: rtn (nearest, with the searched clip), hqq (half-quadratic, without text), awq (input scales, then
             nearest), gptq (input scales, then each error compensated by later columns).
-        smooth: fold scales that take outliers out of the inputs, for int8 activations, which the configuration of the
-            directory then asks for where weights are 8-bit integers.
+        smooth: fold scales that take outliers out of the inputs, for int8 inputs. The written configuration then sets
+            int8 inputs for all layers with weights of 8-bit integers.
         rotate: rotate the hidden states by a Hadamard matrix, folded into the weights.
-        sparsity: weights that are removed before rounding: a share of each row, or n:m; None: none.
+        sparsity: weights to remove before rounding: a share of each row, e.g. 0.5, or n:m, e.g. 2:4; None: no weights.
         sparsity_method: magnitude, wanda or sparsegpt.
-        activation_order: activation order of gptq.
+        activation_order: gptq rounds the columns with the largest inputs first.
         input_scales: search AWQ's input scales before gptq rounds.
     """
 
@@ -74,7 +74,10 @@ class RoundingOptions:
 
 @dataclass
 class LayerResult:
-    """Output error of a rounded layer on its calibration inputs, relative to its squared outputs."""
+    """Squared output error of a rounded layer on its calibration inputs, relative to its squared outputs.
+
+    `error` is None if the layer was rounded without calibration inputs.
+    """
 
     name: str
     format: str
@@ -88,9 +91,10 @@ class PostTraining:
     Args:
         directory: directory of the unquantized model.
         options: method of rounding.
-        batches: token ids `[rows, length]` of the calibration text; none for methods that need none.
-        progress: called after each block or layer with the number of layers that are done, and of all.
-        group: ranks that share the text and the layers.
+        batches: token ids `[rows, length]` of the calibration text; empty for methods that need no text.
+        progress: called after each block or layer with the number of finished layers and of all layers.
+        group: ranks that share the text and the layers; None: this rank alone.
+        results: error of each layer that was rounded.
     """
 
     directory: ModelDirectory
@@ -149,7 +153,7 @@ class PostTraining:
                     packed[layer] = self._round_shared(place, layer, block.linear(name), form, statistics)
             for name, module in block.module.named_modules():
                 layer = block.layer(name)
-                if layer in layers and layer not in packed:  # no token of the text reached it
+                if layer in layers and layer not in packed:  # no token of the text reached the layer
                     assert isinstance(module, nn.Linear)
                     packed[layer] = self._round_alone(layer, module.weight, get_weight_format(layers[layer]))
         return packed
@@ -157,7 +161,7 @@ class PostTraining:
     def _round_shared(
         self, place: int, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
     ) -> PackedWeight:
-        """Round a layer on one of the ranks, which take turns, and send it to the others."""
+        """Round a layer on one rank, which depends on `place`, and send the result to all other ranks."""
         if self.group is None:
             return self._round_layer(layer, linear, form, statistics)
         source = place % self.group.size
@@ -203,7 +207,7 @@ class PostTraining:
             )
 
     def _column_order(self, statistics: InputStatistics) -> ColumnOrder:
-        """Return the order of columns for an input, which is computed once for all layers with it."""
+        """Return the order of columns for an input. It is computed once for all layers with this input."""
         if self._ordered is None or self._ordered[0] is not statistics:
             order = ColumnOrder.of(statistics.hessian, activation_order=self.options.activation_order)
             self._ordered = statistics, order
@@ -231,8 +235,8 @@ class PostTraining:
     def _fold(
         self, block: CalibratedBlock, groups: Sequence[LayerGroup], layers: Mapping[str, str], *, smooth: bool
     ) -> None:
-        """Fold scales of the inputs into the preceding modules where that preserves the block's function, so that one
-        forward measures the inputs of all groups."""
+        """Fold scales of the inputs into the preceding modules, if that preserves the block's function. So one
+        measurement of the inputs serves all groups."""
         measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
         output: Tensor | None = None  # block's output for its first batch, which no accepted fold has changed
         for group in groups:
@@ -266,11 +270,11 @@ class PostTraining:
         return get_weight_format(layers[layer]).unpack(packed).float()
 
     def _tensors(self, block: CalibratedBlock, name: str, packed: Mapping[str, PackedWeight]) -> PackedWeight:
-        """Return the tensors that a tensor of the block becomes."""
+        """Return the tensors to write for the source tensor `name` of the block."""
         layer = name.removesuffix(".weight")
         if layer in packed and layer != name:
             return name_tensors(layer, packed[layer])
-        if name not in block.places:  # only a part of a tensor of the model, which no method changes
+        if name not in block.places:  # only a part of a tensor of the model; no method changes it
             return {name: self.directory.read(name)}
         inner, place = block.places[name].removeprefix(f"{block.prefix}."), self.directory.places[name]
         owner, _, leaf = inner.rpartition(".")
@@ -278,12 +282,12 @@ class PostTraining:
         value: Tensor | None = module._buffers[leaf] if leaf in module._buffers else module._parameters[leaf]
         assert value is not None
         stored = value.detach().to(place.dtype)
-        value.data.copy_(stored)  # the blocks after it see the values of the file
+        value.data.copy_(stored)  # later blocks are calibrated with the values in the file
         return {name: stored}
 
 
 def _producer(module: nn.Module, group: LayerGroup) -> nn.Module | None:
-    """Return the module whose outputs can be scaled in place of a group's inputs."""
+    """Return the module whose outputs can be scaled in place of a group's inputs; None: there is no such module."""
     if group.producer is not None:
         return module.get_submodule(group.producer)
     if len(group.names) != 1:
@@ -350,7 +354,7 @@ def compress_directory(
     Args:
         formats, head, overwrite: as for `write_packed_directory`.
         batches: token ids `[rows, length]` of text, all of one shape.
-        progress: called with the number of layers that are done, and of all.
+        progress: called with the number of finished layers and of all layers.
         group: ranks that make the same call, e.g. `world_group()`: each runs its share of the text and rounds its share
             of the layers; the first one writes the directory.
 
@@ -358,7 +362,8 @@ def compress_directory(
         Sizes, and the error of each layer that this call rounded.
 
     Raises:
-        ConfigError: the method needs text and there is none.
+        ConfigError: an option is wrong, the method needs text and `batches` is empty, or there are fewer batches than
+            ranks.
         ModelError: as for `write_packed_directory`.
     """
     chosen = options or RoundingOptions()

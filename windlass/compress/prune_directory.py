@@ -27,7 +27,7 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
             transformers cannot load it.
     """
     directory.check_wide()
-    if not directory.is_language_model:  # AutoModelForCausalLM would drop its head and add a random one
+    if not directory.is_language_model:  # AutoModelForCausalLM would replace its head by a random one
         raise ModelError(
             f"{directory.path} is a {directory.config['architectures'][0]}, and only causal language models are "
             "pruned, distilled or compressed to a budget from a directory; prune it in memory by "
@@ -64,7 +64,7 @@ def prune_directory(
     batches: Sequence[Tensor] = (),
     trust_remote_code: bool = False,
 ) -> PruningReport:
-    """Write a model with fewer units to `target`, an existing empty directory, in the dtype of its files.
+    """Write a model with fewer units to `target`, an existing empty directory, in the dtype of the source's files.
 
     Args:
         shares, importance, batches: as for `prune_model`.

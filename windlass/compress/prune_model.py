@@ -62,7 +62,7 @@ def prune_model(
             in the model).
         importance: magnitude, activation or taylor; see [Note: unit importance]. Layers are always measured.
         batches: inputs of `loss`: token ids, for the loss of language models.
-        example: inputs of any other module, for tracing.
+        example: inputs for tracing, as in `find_channel_units`; None: `model` is a transformers model.
 
     Raises:
         ConfigError: a kind or an importance is unknown, more units would be removed than there are, or text is missing.
@@ -126,10 +126,10 @@ def _prune_kind(
 
 
 def _find_units(model: nn.Module, kind: str, share: float, example: Any) -> tuple[list[UnitGroup], list[int]]:
-    """Return the groups of units of a kind, and how many of each stay.
+    """Return the groups of units of a kind, and the number of units of each group that stay.
 
     Raises:
-        ConfigError: more would be removed than there are, or none.
+        ConfigError: there are no units of the kind, or more units than there are, or none, would be removed.
     """
     if example is not None:
         groups = [group for group in find_channel_units(model, example) if group.kind == kind]

@@ -1,11 +1,11 @@
 """Configuration of a pruned transformers model.
 
-[Note: widths of pruned models] transformers builds a smaller model from its configuration where that states the number
-of heads, their size and the features of the feed-forward layers. Some families derive the size of a head from the
-hidden size, so that none of their configurations has fewer heads of the same size, and some refuse a number of heads
-that does not divide the hidden size. Their `config.json` keeps the numbers of the whole model and has an entry
-`windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model; transformers refuses
-the shapes.
+[Note: widths of pruned models] transformers builds a pruned model from its configuration if that has keys for the
+number of heads, their size and the features of the feed-forward layers. Some families derive the size of a head from
+the hidden size, so that none of their configurations has fewer heads of the same size, and some refuse a number of
+heads that does not divide the hidden size. The `config.json` of such a model keeps the numbers of the unpruned model
+and has an entry `windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model;
+transformers refuses the shapes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
     pruned models].
 
     Args:
-        pruned: groups with the number of units that stay.
+        pruned: each group of units from before the pruning, and the number of its units that stay.
 
     Raises:
         ModelError: no configuration describes the model.
@@ -84,7 +84,7 @@ def check_layers(model: Any) -> None:
     """Check that the configuration of a model with fewer layers describes it.
 
     Raises:
-        ModelError: the configuration cannot describe it, e.g. since every second layer has experts.
+        ModelError: no configuration describes the model, e.g. since every second layer has experts.
     """
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     with suppress(ValueError, TypeError, KeyError, IndexError, RuntimeError, ModelError, ZeroDivisionError):
@@ -101,7 +101,7 @@ def check_layers(model: Any) -> None:
 
 
 def _check_valid(config: Any) -> None:
-    """Run a configuration's own validation, which it must pass for transformers to save and load it.
+    """Run the validation of a configuration, as transformers does when it saves or loads the configuration.
 
     Raises:
         ModelError: the configuration breaks a rule, e.g. since the number of heads does not divide the hidden size.
@@ -119,7 +119,7 @@ def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[
 
     Args:
         prefix: name of the list of layers.
-        new_numbers: number of each layer that stays, by its number before.
+        new_numbers: new number of each layer that stays, by its old number.
     """
     found: dict[str, int] = {}
     for key, kept in entry.items():
@@ -133,7 +133,7 @@ def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[
 
 
 def _copy_values(source: Any, target: Any) -> None:
-    """Copy the values of a configuration, and of those inside it, to the objects that modules hold."""
+    """Copy the values of a configuration and of its nested configurations into `target`, whose objects modules hold."""
     for name, value in vars(source).items():
         own = vars(target).get(name)
         if hasattr(own, "to_dict") and hasattr(value, "to_dict"):
@@ -143,7 +143,7 @@ def _copy_values(source: Any, target: Any) -> None:
 
 
 def apply_widths(model: nn.Module, entry: Mapping[str, int]) -> None:
-    """Shrink a model to the widths of an entry `windlass_pruning`; its values are those of the first units.
+    """Shrink a model to the widths of an entry `windlass_pruning`. The first units of each group stay.
 
     Raises:
         ModelError: the entry does not fit the model.
@@ -173,7 +173,7 @@ def _key(group: UnitGroup) -> str:
 
 
 def _state_width(config: Any, stated: Mapping[str, Any], group: UnitGroup, kept: int) -> None:
-    """Update the configuration's sizes of a group of units. `stated` has the values before any change."""
+    """Set the keys of the configuration for the size of a group of units. `stated` has the values before any change."""
     if group.kind in ("heads", "groups"):
         query, key = group.heads
         new_query = kept if group.kind == "heads" else query // key * kept

@@ -1,7 +1,7 @@
-"""Units that structured pruning removes whole: heads, feed-forward features, experts, channels.
+"""Units of structured pruning: heads, feed-forward features, experts and channels.
 
-[Note: coupled tensors] A unit is computed by some rows of tensors and read by some columns of others. Removing it takes
-its elements out of all of them. A `UnitGroup` lists these elements for the units of one place of the model.
+[Note: coupled tensors] A unit is computed by some rows of tensors and read by some columns of other tensors. To remove
+a unit, its elements are removed from all of these tensors. A `UnitGroup` lists the elements of the units of a module.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class CoupledTensor:
     Attributes:
         name: name in the model.
         dim: dimension of the elements.
-        index: `[units, elements]`.
-        reads: the units' values are multiplied by these elements; False: these elements compute them.
-        part: number of the expert to which this applies, for a tensor with all experts along its first dimension; None:
-            the whole tensor.
+        index: positions of each unit's elements along `dim`, `[units, elements]`.
+        reads: True if the outputs of the units are multiplied by these elements; False if these elements compute the
+            outputs.
+        part: number of the expert that has these elements, in a tensor with all experts along its first dimension;
+            None: the whole tensor.
     """
 
     name: str
@@ -37,16 +38,17 @@ class CoupledTensor:
 
 @dataclass(frozen=True)
 class UnitGroup:
-    """Units of one place, of which some can be removed.
+    """Units of one module, some of which can be removed.
 
     Attributes:
-        name: name of the module that computes them.
+        name: name of the module that computes the units.
         kind: heads, groups (key heads with their query heads), ffn, experts or channels.
-        units: their number.
-        tensors: all elements that belong to them.
-        sections: consecutive sections of the same size that lose the same number of units: query heads of one key head.
+        units: number of units.
+        tensors: all elements that belong to the units.
+        sections: number of consecutive sections of equal size, each of which loses the same number of units, e.g. the
+            query heads of each key head.
         heads: numbers of query and key heads, for the kinds heads and groups.
-        least: units that stay at least, e.g. the experts of a token.
+        least: minimum number of units that stay, e.g. the number of experts of a token.
     """
 
     name: str
@@ -84,13 +86,14 @@ def choose_units(group: UnitGroup, scores: Mapping[int | None, Tensor], keep: in
 
 
 def count_kept(group: UnitGroup, share: float) -> int:
-    """Return the number of units that stay when a share of them (below 1), or a number of them, is removed.
+    """Return the number of units that stay when a share of the units (below 1) is removed, or a number of them in each
+    section.
 
     For fast kernels, a share leaves a feed-forward size that is a multiple of the largest power of two from 8 to 128
     that divides the size and is at most a sixteenth of it. Products of all experts at once need multiples of 8.
 
     Raises:
-        ConfigError: more units would be removed than there are.
+        ConfigError: more units would be removed than there are, or fewer would stay than `least`.
     """
     size = group.units // group.sections
     removed = share * size if share < 1 else share
@@ -138,9 +141,9 @@ def mask_units(model: nn.Module, group: UnitGroup, kept: Kept) -> None:
 
 
 def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> None:
-    """Remove all other units than the kept ones from all tensors, in place; see [Note: coupled tensors]. Tensors that
+    """Remove all units except the kept ones from all tensors, in place; see [Note: coupled tensors]. Tensors that
     modules share stay shared."""
-    found: dict[int, tuple[Tensor, list[tuple[CoupledTensor, Tensor]]]] = {}  # by identity of the tensor, which is held
+    found: dict[int, tuple[Tensor, list[tuple[CoupledTensor, Tensor]]]] = {}  # entries by id of the tensor
     for group, kept in groups:
         for tensor in group.tensors:
             before = _get(model, tensor.name)
@@ -154,7 +157,7 @@ def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> 
 def _select(value: Tensor, found: Sequence[tuple[CoupledTensor, Tensor]]) -> Tensor:
     """Return a tensor without the elements that any of the groups removes along each dimension."""
     for dim in dict.fromkeys(tensor.dim for tensor, _ in found):
-        stays: dict[int | None, Tensor] = {}  # by part; all positions are those before any removal
+        stays: dict[int | None, Tensor] = {}  # mask by part; positions are those before any removal
         for tensor, kept in found:
             if tensor.dim == dim:
                 one = _staying(tensor, kept, value.shape[dim])
@@ -211,7 +214,7 @@ _SIZES = {
 
 
 def fit_leaf(module: nn.Module) -> None:
-    """Set the sizes that a layer states to those of its weight."""
+    """Set the size attributes of a layer, e.g. `in_features`, to the sizes of its weight."""
     weight = module._parameters.get("weight")
     if weight is None:
         return

@@ -1,4 +1,4 @@
-"""Entry `quantization_config` of a model's `config.json`, in compressed-tensors' schema where that describes the
+"""Entry `quantization_config` of a model's `config.json`, in compressed-tensors' schema if that describes the
 format."""
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ def describe_formats(
     of_conv1d: bool = False,
     rounds_inputs: bool = False,
 ) -> dict[str, Any]:
-    """Return the entry for layers packed in formats.
+    """Return the entry for packed layers, in compressed-tensors' schema if possible.
 
-    compressed-tensors does not describe `ternary` and the binary formats, and refuses rows that groups do not divide.
+    That schema does not describe `ternary` and the binary formats, and excludes rows that groups do not divide.
 
     Args:
         layers: format of each packed layer, by the layer's name.
         features: input features of each packed layer.
         ignored: linear layers that are not packed.
+        renamed: for each layer with another name in the model, by its name in the files: the name in the model, which
+            other readers use.
         of_conv1d: some layers are transformers' `Conv1D`, which other readers do not recognize as linear layers.
-        rounds_inputs: inputs of all layers of 8-bit integers are rounded to int8, as those of `int8` always are.
-        renamed: names in the model of layers that have other names in the files; other readers use the former.
+        rounds_inputs: inputs of all layers of 8-bit integers are rounded to int8, not only those of the format `int8`.
     """
     names: dict[str, list[str]] = {}
     for layer, name in layers.items():
@@ -81,7 +82,7 @@ def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
         layers: names of layers whose tensors are packed.
 
     Raises:
-        ModelError: the entry asks for something that no weight format is.
+        ModelError: the entry has a method or format that windlass does not have, or lacks the format of a layer.
     """
     method = entry.get("quant_method")
     if method == _OWN:
@@ -160,8 +161,8 @@ def _group_of(name: str) -> int | None:
 
 
 def _scheme(name: str, rounds_inputs: bool) -> dict[str, Any] | None:
-    """Return the config group of compressed-tensors for a format, without targets; None if there is none for the
-    format."""
+    """Return the config group of compressed-tensors for a format, without targets; None if the schema does not describe
+    the format."""
     form = get_weight_format(name)
     weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}
     inputs: dict[str, Any] | None = None

@@ -1,5 +1,5 @@
-"""Mixture of quantization (MoQ): bits of weights that fall while the model is trained, by DeepSpeed's section
-`quantize_training`.
+"""Mixture of quantization (MoQ) by DeepSpeed's section `quantize_training`: the number of bits of weights falls while
+the model is trained.
 
 [Note: bits by curvature] With `eigenvalue`, each block has a schedule of its own. When its bits fall, its next period
 is twice as long, times `1 + floor(4 e)`, where `e` is the largest eigenvalue of its Hessian, divided by the largest of
@@ -48,13 +48,14 @@ def prepare_quantize_training(
     model: nn.Module, section: QuantizeTraining, eigenvalue: Eigenvalue, *, in_stages: bool = False
 ) -> None:
     """Make the linear layers, convolutions and embeddings of a model round their weights, in place, by the section
-    `quantize_training`. Matrices of other modules stay as they are, with a warning.
+    `quantize_training`. Matrices of other modules stay unchanged, with a warning.
 
-    A model that is prepared already, by another section, follows the new one.
+    A model that was prepared with other settings gets the new ones.
 
     Args:
-        in_stages: the model runs in the stages of a pipeline, of which it may have only this rank's. Then the call is
-            collective if `eigenvalue` is enabled.
+        eigenvalue: section for bits by curvature, if `quantize_training` has none of its own that is enabled.
+        in_stages: True if the model runs in the stages of a pipeline; it may have only this rank's stages. Then the
+            call is collective if `eigenvalue` is enabled.
 
     Raises:
         ConfigError: the groups do not divide a weight, or the model has no such blocks.
@@ -144,7 +145,7 @@ def _warn_of_others(model: nn.Module) -> None:
 
 
 def bit_planner(model: nn.Module) -> BitPlanner | None:
-    """Return the planner of a model whose bits follow curvature."""
+    """Return the planner of a model whose bits follow curvature; None for any other model."""
     found = model.__dict__.get(_PREPARATION)
     return found.planner if found is not None else None
 
@@ -178,14 +179,17 @@ class _Preparation:
 
 
 class BitPlanner:
-    """Bits of each block; see [Note: bits by curvature]. They are a buffer of the model, so that checkpoints have them.
+    """Bits of each block; see [Note: bits by curvature]. The bits are in a buffer of the model, and so in checkpoints.
 
     Args:
-        layers: rounded layers by name. Those outside of the blocks follow the plain schedule.
-        in_stages: the ranks of a pipeline have different layers. They agree on the blocks, so the call is collective.
+        rounding: rounding of all layers, with the plain schedule.
+        options: options of the power iteration, and the name and number of the blocks.
+        layers: rounded layers by name. Layers outside of the blocks follow the plain schedule.
+        in_stages: True if the ranks of a pipeline have different layers. Then the call is collective, because the ranks
+            agree on the blocks.
 
     Attributes:
-        hook: handle of the hook that records the last batch; None for a pipeline, whose engine keeps it.
+        hook: handle of the hook that records the last batch; None for a pipeline, whose engine keeps the batch.
     """
 
     def __init__(
@@ -212,7 +216,7 @@ class BitPlanner:
             )
         self._blocks = [blocks.get(number, []) for number in numbers]
         start = torch.tensor([rounding.start_bits, rounding.offset + rounding.period, rounding.period])
-        model.register_buffer(SCHEDULE, start.repeat(len(numbers), 1))  # integers, which no policy of dtypes narrows
+        model.register_buffer(SCHEDULE, start.repeat(len(numbers), 1))  # integers, which no dtype cast changes
         for place, block in enumerate(self._blocks):
             for layer in block:
                 layer.compression.planned_bits = _planned(model, place)
@@ -223,7 +227,7 @@ class BitPlanner:
         raise ModelError("a model whose bits follow eigenvalues cannot be copied; copy it before initialize")
 
     def keep_stages(self, model: nn.Module, stages: MeshAxis) -> None:
-        """Forget the layers that a rank of a pipeline gave up, so that their memory can be freed. Collective.
+        """Drop the layers that are on other ranks of a pipeline, so that their memory can be freed. Collective.
 
         Raises:
             ConfigError: several ranks have matrices of one block, so that each would have a part of its gradient.
@@ -249,8 +253,9 @@ class BitPlanner:
 
         Args:
             step: number of steps taken.
-            gradients: differentiates the loss of the last micro-batch over all stages of a pipeline; None: the model
-                runs in one forward.
+            ranks: ranks over which curvature is measured; None: this rank alone.
+            gradients: function that returns the gradients of the loss of the last micro-batch over all stages of a
+                pipeline; None: the model runs in one forward.
         """
         schedule = model.get_buffer(SCHEDULE)
         due = (schedule[:, 1] <= step) & (schedule[:, 0] > self._rounding.target_bits)
@@ -304,7 +309,7 @@ def _numbers_of_all_ranks(local: list[str]) -> list[str]:
 
 
 def plan_bits_of_stages(model: nn.Module, stages: MeshAxis) -> None:
-    """Let the plan of bits follow a model that was split into the stages of a pipeline. Collective.
+    """Update the planner of bits after a model was split into the stages of a pipeline. Collective.
 
     Raises:
         ConfigError: several ranks have matrices of one block.

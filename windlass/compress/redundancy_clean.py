@@ -28,7 +28,7 @@ from windlass.config.compression_section import CompressionTraining
 
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
 _STRUCTURED = ("row", "head", "channel")  # kinds whose masks remove outputs or inputs
-_CONSTANT = 1e-6  # output of a norm for a channel of zeros, above which its removal is seen
+_CONSTANT = 1e-6  # a norm's output for a channel of zeros counts as 0 up to this magnitude
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
@@ -149,7 +149,7 @@ class _Shrink:
 
     Attributes:
         mask: kept outputs, or kept inputs of the attention's output layer.
-        parts: layers and the dimensions of their weights that lose them.
+        parts: name of each layer that loses elements, and the dimension of its weight.
         heads: numbers of heads afterwards and before; None: no heads are removed.
     """
 
@@ -159,7 +159,7 @@ class _Shrink:
 
 
 def _kept_parts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the masks of outputs, heads and channels of each layer.
+    """Return the masks of outputs, heads and channels by `kind name`, bool, True for each part that stays.
 
     Raises:
         ConfigError: a weight is sharded.
@@ -181,14 +181,14 @@ def _kept_parts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plan_shrinks(model: nn.Module, section: CompressionTraining, kept: Mapping[str, Tensor]) -> list[_Shrink]:
-    """Return the removals of pruned outputs, heads and channels from layers, and from the layers that their group names
-    as related.
+    """Return the removals of pruned outputs, heads and channels from the pruned layers, and from the layers that are
+    named as `related_modules`.
 
     Raises:
         ConfigError: related layers do not fit.
     """
     found: list[_Shrink] = []
-    sizes: dict[tuple[str, int], int] = {}  # after the removals so far
+    sizes: dict[tuple[str, int], int] = {}  # sizes of weights after the removals so far
     for kind in _STRUCTURED:
         for group, where in enabled_groups(getattr(section, f"{kind}_pruning"), f"{kind}_pruning"):
             if not group.related_modules:
@@ -211,7 +211,7 @@ def _plan_shrinks(model: nn.Module, section: CompressionTraining, kept: Mapping[
 def _plan_shrink(
     model: nn.Module, kind: str, name: str, related: list[str], mask: Tensor, sizes: dict[tuple[str, int], int]
 ) -> _Shrink:
-    """Return the removal of what a mask prunes, and count it in `sizes`.
+    """Return the removal of the parts that a mask prunes, and update `sizes`.
 
     Raises:
         ConfigError: a layer has another number of outputs or inputs than the mask.
@@ -248,12 +248,13 @@ def _as_list(related: Any) -> list[str]:
 
 
 def _find_near(model: nn.Module, names: list[str], pattern: str, where: str) -> list[str] | None:
-    """Return a related module for each name: the matching one with the longest common beginning.
+    """Return a related module for each name: the module that matches `pattern` and shares the most name parts from the
+    beginning.
 
     Returns None, with a warning, if the pattern matches no layer: configurations name norms that a model may lack.
 
     Raises:
-        ConfigError: no other layer matches for some name, or two are equally near.
+        ConfigError: no other layer matches for some name, or two layers match equally well.
     """
     candidates = [
         name
@@ -327,8 +328,8 @@ def _warn_of_constants(norm: nn.BatchNorm2d, mask: Tensor) -> None:
 
 
 def _count_heads(model: nn.Module, names: list[str], heads: int, before: int) -> None:
-    """Correct the number of heads in the attention module of some layers: the nearest module around one of them that
-    states it."""
+    """Set the number of heads in the attention module of some layers: the nearest module around one of the layers that
+    has an attribute with the number `before`."""
     owners = {owner for name in names for owner in _owners(name)}
     for owner in sorted(owners, key=lambda one: (one.count(".") if one else -1, one), reverse=True):
         module = model.get_submodule(owner) if owner else model

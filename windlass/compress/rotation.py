@@ -34,13 +34,13 @@ _LAYER = re.compile(r"(model\.layers\.\d+)\.(?:.*\.)?([a-z0-9_]+)\.(weight|bias)
 
 
 class RotatedDirectory(ModelDirectory):
-    """Directory whose tensors are those of another one with rotated hidden states, computed when they are read.
+    """View of a model's directory with rotated hidden states. Its tensors are computed when they are read.
 
     See [Note: rotated hidden states]. A head that shares the embedding becomes a tensor of its own, since the weight of
     the last norm is multiplied into the head but not into the embedding.
 
     Raises:
-        ModelError: the model is of another family than Llama's.
+        ModelError: the model type is not llama, mistral, qwen2 or qwen3, or a tensor is missing.
     """
 
     def __init__(self, source: ModelDirectory, seed: int = 0) -> None:
@@ -62,7 +62,7 @@ class RotatedDirectory(ModelDirectory):
         self._head_rotation = random_hadamard(int(size), seed + 1)
 
     def read(self, name: str) -> Tensor:
-        """Return a rotated tensor in its dtype in the file.
+        """Return a rotated tensor, in the dtype that it has in the file.
 
         Raises:
             ModelError: no tensor has this name, or it cannot be read.

@@ -38,7 +38,7 @@ def load_rounded_model(
         weight_format: a weight format, or its registered name, e.g. `int4_g64`.
         everything: pack the head and embeddings too, and leave layers unquantized that the format cannot pack.
         model_class: class of transformers; None: `AutoModelForCausalLM`.
-        dtype: dtype of the tensors that are not packed; None: that of the files.
+        dtype: dtype of the tensors that are not packed; None: the dtype in the files.
 
     Raises:
         WeightFormatError: the format does not exist, or a weight does not fit it.
@@ -59,7 +59,7 @@ def load_rounded_model(
         if type(module) in kinds and (misfit(form, module) is None if everything else module is not head)
     }
     names = CheckpointNames(model, directory.places)
-    made: dict[int, PackedMatrix] = {}  # by the id of a weight, which the head and embeddings may share
+    made: dict[int, PackedMatrix] = {}  # packed modules by id of the weight
     weights = {name: module.get_parameter("weight") for name, module in chosen.items()}
     sources: dict[int, str] = {}
     for name, weight in weights.items():

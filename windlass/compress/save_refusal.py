@@ -17,7 +17,7 @@ def refuse_packed_saves() -> None:
     layers with random values. Adapters are saved as before.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:  # then no model is one of transformers
+    if modeling is None:  # transformers is not imported, so it has made no model
         return
     write = modeling.PreTrainedModel.save_pretrained
     if getattr(write, "refuses_packed", False):

@@ -1,4 +1,4 @@
-"""Weight of a compressed layer of which tensor-parallel ranks hold parts: it is rounded and masked as a whole."""
+"""Weight of a compressed layer that is divided over tensor-parallel ranks, but rounded and masked as a whole."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """Parts of a weight along one dimension.
+    """Division of a weight over the ranks of an axis along one dimension.
 
     Attributes:
-        dim: 0: outputs, 1: inputs.
+        dim: divided dimension: 0 for outputs, 1 for inputs.
         places: for each rank, the positions of its part along `dim`.
-        size: size of the whole along `dim`.
+        size: size of the full weight along `dim`.
     """
 
     axis: MeshAxis
@@ -28,7 +28,7 @@ class ShardedWeight:
     size: int
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        """Return the whole of a tensor of which each rank holds these parts along a dimension. Collective."""
+        """Return a full tensor from its parts, which ranks hold along dimension `dim`. Collective."""
         parts = self.axis.all_gather(local.detach(), dim, [len(places) for places in self.places])
         shape = list(local.shape)
         shape[dim] = self.size
@@ -36,14 +36,15 @@ class ShardedWeight:
         return whole.index_copy_(dim, torch.cat(self.places).to(whole.device), parts)
 
     def local(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part; the tensor itself if it has one element along the dimension, for broadcasting."""
+        """Return this rank's part of a full tensor along `dim`; a tensor of size 1 along `dim`, which broadcasts, is
+        returned unchanged."""
         if whole.shape[dim] == 1 != self.size:
             return whole
         return whole.index_select(dim, self.places[self.axis.index].to(whole.device))
 
 
 def find_sharded_weight(weight: nn.Parameter, axis: MeshAxis) -> ShardedWeight | None:
-    """Return the parts of a weight over an axis; None: each rank has the whole. Collective."""
+    """Return the division of a weight over an axis; None: each rank has the full weight. Collective."""
     placement = get_placement(weight)
     if axis.name not in placement.sharded_axes:
         return None
@@ -61,5 +62,5 @@ def is_partial(parameter: nn.Parameter, axis: MeshAxis) -> bool:
 
 
 def mark_scores(scores: nn.Parameter, axis: MeshAxis) -> None:
-    """Record that each rank computes the part of the scores' gradient that its part of the weight gives."""
+    """Record that each rank computes only the part of the scores' gradient that follows from its part of the weight."""
     mark_partial_gradient(scores, axis.name)

@@ -46,7 +46,7 @@ def check_blocks(layer: CompressedLayer, pruning: Pruning) -> None:
 
 
 def snip_layers(model: nn.Module) -> Iterator[tuple[CompressedLayer, Pruning]]:
-    """Yield the layers that are pruned by this method."""
+    """Yield the layers that `snip_momentum` prunes, each with its `Pruning`."""
     for module in model.modules():
         if isinstance(module, CompressedLayer):
             pruning = module.compression.prunings.get("sparse")
@@ -61,7 +61,7 @@ def drop_products(model: nn.Module) -> None:
 
 
 def update_masks(model: nn.Module, step: int, mesh: Mesh | None = None, *, applied: bool = True) -> None:
-    """Add the products of a step to the scores, and prune further where the schedule has a change. Collective.
+    """Add the products of a step to the scores, and compute new masks at the steps of the schedule. Collective.
 
     A layer with products that are not finite keeps its scores, with a warning.
 
@@ -75,7 +75,7 @@ def update_masks(model: nn.Module, step: int, mesh: Mesh | None = None, *, appli
     for layer, pruning in snip_layers(model):
         product = layer.take_products()
         taken = step - 1  # steps that were taken before the forward of these products
-        # The schedule counts skipped steps, so that the last mask is not left out.
+        # The schedule counts skipped steps too, so that the last mask is computed.
         if not pruning.offset <= taken <= max(pruning.offset, pruning.end):
             continue
         with torch.no_grad():
@@ -109,7 +109,8 @@ def _add_to_score(layer: CompressedLayer, product: Tensor | None, step: int, gro
 
 
 def dense_share(pruning: Pruning, step: int) -> float:
-    """Return the share that stays at a step: it falls by a cubic rule (Zhu and Gupta 2017, arXiv:1710.01878)."""
+    """Return the share of weights that stays at a step. It falls by a cubic rule (Zhu and Gupta 2017,
+    arXiv:1710.01878)."""
     span = pruning.end - pruning.offset
     passed = 1.0 if span <= 0 else min(1.0, max(0.0, (step - pruning.offset) / span))
     return pruning.dense_ratio + (1 - pruning.dense_ratio) * (1 - passed) ** 3

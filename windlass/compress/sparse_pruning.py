@@ -1,7 +1,7 @@
-"""Removal of single weights: magnitude, Wanda and SparseGPT, unstructured and n of m.
+"""Removal of single weights: magnitude, Wanda and SparseGPT, unstructured and n:m.
 
-[Note: sparse patterns] A share removes that part of each row; `n:m` keeps at most n of each m neighbours of a row, as
-hardware with sparse products reads them. The weights stay in dense tensors, with zeros.
+[Note: sparse patterns] A share is the part of each row that is removed; `n:m` keeps at most n of each m neighbours of a
+row, as hardware for sparse products requires. The weights stay in dense tensors, with zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SparsePattern:
 
     Attributes:
         share: part of each row that is removed.
-        keep, of: at most `keep` of each `of` neighbours stay; 0: no such groups.
+        keep, of: at most `keep` of each `of` neighbours stay; 0: the share applies to whole rows.
     """
 
     share: float
@@ -53,7 +53,7 @@ def parse_pattern(text: str) -> SparsePattern:
 
 
 def sparsify(weight: Tensor, pattern: SparsePattern, method: str, hessian: Tensor | None = None) -> Tensor:
-    """Return a matrix with zeros in the places of the least important weights.
+    """Return a matrix in which the least important weights are 0.
 
     Scores are `|w|` (magnitude), `|w| sqrt(sum x^2)` (Wanda, Sun et al. 2023, https://arxiv.org/abs/2306.11695) or
     `w^2 / U_jj^2` with the errors compensated by later columns (SparseGPT, Frantar and Alistarh 2023,
@@ -61,10 +61,10 @@ def sparsify(weight: Tensor, pattern: SparsePattern, method: str, hessian: Tenso
 
     Args:
         weight: float32 `[rows, columns]`.
-        hessian: sum of `x x^T` over the layer's inputs.
+        hessian: sum of `x x^T` over the layer's inputs; None only for magnitude.
 
     Raises:
-        ConfigError: the method is unknown or lacks the inputs, or `of` does not divide the columns.
+        ConfigError: the method is unknown or needs `hessian`, or `of` does not divide the columns.
     """
     if method not in SPARSITY_METHODS:
         raise ConfigError(f"sparsity method is {method!r}; it is one of {', '.join(SPARSITY_METHODS)}")

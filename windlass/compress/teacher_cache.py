@@ -30,19 +30,19 @@ class TeacherCache:
     """Top probabilities of a teacher by sequence, in a folder.
 
     Sequences are found by a hash of their token ids, so that neither their order nor the number of ranks matters. Each
-    rank appends to a file of its own what no other rank has stored, and reads those of all ranks, also while they grow.
-    A record that an interrupted run left incomplete is ignored.
+    rank appends the sequences that no other rank has stored to its own file, and reads the files of all ranks, also
+    while they grow. A record that an interrupted run left incomplete is ignored.
 
     Args:
         folder: folder of the files; created if it is missing.
-        top_k: classes of a position that are stored.
+        top_k: number of classes to store for each position.
         temperature: temperature of the distributions.
-        teacher: text that identifies the teacher. A folder with another one is refused; None: any is accepted.
+        teacher: text that identifies the teacher. A folder of another teacher is refused; None: any is accepted.
         rank: rank of this process.
 
     Raises:
         ConfigError: the folder was made with other settings.
-        DataError: its header cannot be read.
+        DataError: the header of the folder cannot be read.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class TeacherCache:
         }  # fmt: skip
         self._form: np.dtype[Any] | None = None
         self._length = self._classes = 0
-        self._places: dict[bytes, tuple[Path, int]] = {}  # file, and number of the record
-        self._counts: dict[Path, int] = {}  # records of each file that are in `_places`
+        self._places: dict[bytes, tuple[Path, int]] = {}  # file and number of the record of each key
+        self._counts: dict[Path, int] = {}  # number of records of each file that are in `_places`
         make_directory(self.folder)
         self._find_records()
         for path, count in self._counts.items():
@@ -157,7 +157,7 @@ class TeacherCache:
 
     def _create(self, length: int, classes: int) -> None:
         header = {**self._settings, "length": length, "classes": classes}
-        write_atomically(self._header, json.dumps(header, indent=2) + "\n")  # equal on all ranks
+        write_atomically(self._header, json.dumps(header, indent=2) + "\n")  # all ranks write the same header
         self._set_form(length, classes)
 
     def _record_bytes(self) -> int:
@@ -165,7 +165,7 @@ class TeacherCache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Exclude the other ranks, so that of several with the same sequence one stores it."""
+        """Lock the folder, so that only one of several ranks with the same sequence stores the sequence."""
         with open_new(self.folder / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:

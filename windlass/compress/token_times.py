@@ -28,11 +28,12 @@ class TokenTimes:
 class ProductTimes:
     """Measured times of the matrix products of groups, and the time of a token that follows from them.
 
-    A token takes the time of its products, scaled, and a rest. The scale makes the two times of `TokenTimes` fit;
-    `correct` changes the rest so that a third measured time fits. Nothing is measured without `TokenTimes`.
+    The time of a token is the time of its products, times a scale, plus a rest. The scale makes the two times of
+    `TokenTimes` fit; `correct` changes the rest so that a third measured time fits.
 
     Args:
-        measure: returns the seconds of a product with a matrix of some rows and columns in a format.
+        times: measured times of a token; None: time is not limited, and nothing is measured.
+        measure: function of rows, columns and format that returns the seconds of a product with such a matrix.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ProductTimes:
 
     @property
     def wide(self) -> float | None:
-        """Measured seconds of a token of the unquantized model."""
+        """Measured seconds of a token of the unquantized model; None: nothing is measured."""
         return None if self._times is None else self._times.wide
 
     def seconds(self, group: InputGroup, name: str | None) -> float:
@@ -82,7 +83,7 @@ class ProductTimes:
         return min(measured, self._times.wide / self._wide)
 
     def token_seconds(self, products: float) -> float | None:
-        """Return the predicted seconds per token if its products take `products` seconds."""
+        """Return the predicted seconds of a token whose products take `products` seconds; None: nothing is measured."""
         if self._times is None:
             return None
         return self._times.wide + self._rest + (products - self._wide) * self._scale

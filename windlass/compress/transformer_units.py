@@ -1,7 +1,7 @@
 """Heads, feed-forward features and experts of transformer models.
 
-The dependencies are those of tensor parallelism: with as many ranks as there are units, the part of one rank is the
-elements of one unit in every tensor of its chain (`windlass.parallel.tensor`), for all families that can be sharded.
+The dependencies are those of tensor parallelism (`windlass.parallel.tensor`), for all families that can be sharded:
+with one rank for each unit, the part of a rank in every tensor of a chain is the elements of one unit.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _CHOSEN_EXPERTS = ("top_k", "num_experts_per_tok", "moe_top_k")
 def find_transformer_units(model: nn.Module, kinds: Sequence[str]) -> list[UnitGroup]:
     """Return the units of some kinds: heads, groups, ffn, experts.
 
-    Heads of attention with fewer key heads lose the same number of query heads for each key head; groups are key heads
-    with all their query heads. Where each head has its own key, both are the same.
+    In grouped-query attention, the kind heads are query heads, and each key head loses the same number of them; groups
+    are key heads with all their query heads. If each head has its own key, both kinds are the same.
 
     Raises:
         ModelError: a dependency is unknown; the message names the module.
@@ -61,7 +61,7 @@ def _chain_units(
     resolver = ChainResolver(model, entries, 1)
     shards = resolver.shards_of(chain)
     if any(shard.style in (ShardStyle.COLUMN_GATHERED, ShardStyle.ROW_SPLIT) for shard in shards):
-        # its features cannot be separated, e.g. since a norm is over all heads; replicated layers form no chain at all
+        # The features of the chain cannot be separated, e.g. since a norm is over all heads.
         if chain.row.style is ShardStyle.ROW_SPLIT and {"heads", "groups"} & set(kinds):
             raise ModelError(
                 f"the heads of {chain.row.name.rpartition('.')[0]} cannot be removed: the features of all heads are "
@@ -99,7 +99,7 @@ def _has_head_biases(model: nn.Module, name: str) -> bool:
 
 
 def _heads_of(groups: UnitGroup) -> UnitGroup:
-    """Return single query heads as units, where several share a key head. Keys and values are not removed."""
+    """Return single query heads as units, if several of them share a key head. Keys and values are not removed."""
     query, key = groups.heads
     each = query // key
     tensors = []
@@ -107,7 +107,7 @@ def _heads_of(groups: UnitGroup) -> UnitGroup:
     for tensor in groups.tensors:
         index, layer = tensor.index, tensor.name.rpartition(".")[0].rpartition(".")[2]
         if layer in FUSED_NAMES:
-            index = index[:, : each * size]  # the queries come first, in each unit
+            index = index[:, : each * size]  # queries come first in each unit
         elif layer in (*KEY_NAMES, *VALUE_NAMES) or index.shape[1] % each:
             continue
         tensors.append(replace(tensor, index=index.reshape(query, -1)))
@@ -157,7 +157,7 @@ def _holder(shards: Sequence[ModuleShard]) -> str:
 
 
 def _expert_features(name: str, module: nn.Module) -> UnitGroup:
-    """Return the intermediate features of experts in one tensor; each expert chooses its own."""
+    """Return the intermediate features of experts that are in one tensor; each expert may lose other features."""
     layout = read_fused_experts_layout(module)
     if isinstance(layout, str):
         raise ModelError(f"the features of the experts {name} cannot be removed: {layout}; prune other kinds")
@@ -208,8 +208,8 @@ def _experts(model: nn.Module, name: str, module: nn.Module) -> UnitGroup:
 
 
 def _counts_experts(module: nn.Module, count: int) -> bool:
-    """Return True if a module is a router: a linear layer with an output for each expert, or a module that has their
-    number.
+    """Return True if a module is a router: a linear layer with an output for each expert, or a module with an attribute
+    for the number of experts.
     """
     return _number(module, _EXPERT_COUNTS) == count or getattr(module, "out_features", None) == count
 
@@ -219,7 +219,7 @@ def _number(module: Any, names: Sequence[str]) -> int:
 
 
 def fit_module(model: nn.Module, group: UnitGroup, kept: int) -> None:
-    """Set the attributes with the number of units of a group, on the modules around them, to `kept`."""
+    """Set the attributes for the number of units of a group, on the modules that contain the units, to `kept`."""
     module = model.get_submodule(group.name)
     if group.kind in ("heads", "groups"):
         query, key = group.heads

@@ -1,12 +1,12 @@
-"""Importance of units: how much the model loses when one of them is removed.
+"""Importance of units: an estimate of the effect of removing a unit.
 
 [Note: unit importance] Over the elements of a unit in the tensors that read it, `W[:, j]`:
 magnitude is the norm of all elements of the unit, those that compute it too; activation is
 `sqrt(sum_j |W[:, j]|^2 mean(x_j^2))`, the size of its contribution on the calibration inputs (Wanda's score for one
 weight, Sun et al. 2023, https://arxiv.org/abs/2306.11695, summed over the unit); taylor is
 `mean over batches of (sum W grad W)^2`, the first-order change of the loss, squared (Molchanov et al. 2019,
-https://arxiv.org/abs/1906.10771). For experts, whose tensors are read as a whole, activation is the mean weight that
-the router gives each.
+https://arxiv.org/abs/1906.10771). For experts, which are removed whole, activation is the mean weight that the router
+gives to each expert.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unit_scores(
 
     Args:
         batches: inputs of `loss`, for activation and taylor.
-        loss: maps the model and a batch to its loss.
+        loss: function of the model and a batch that returns the loss.
 
     Raises:
         ConfigError: the importance is unknown, or needs batches and there are none.
@@ -62,7 +62,7 @@ def unit_scores(
 
 
 def _per_unit(values: Tensor, tensor: CoupledTensor) -> Tensor:
-    """Return the sum over a tensor for each unit."""
+    """Return, for each unit, the sum of `values` over the elements that it has in a tensor, `[units]`."""
     values = values if tensor.part is None else values[tensor.part]
     dim = tensor.dim if tensor.part is None else tensor.dim - 1
     rows = values.movedim(dim, 0).flatten(1).sum(1) if values.dim() > 1 else values
@@ -97,7 +97,7 @@ def _taylor(model: nn.Module, groups: Sequence[UnitGroup], batches: Sequence[Any
                 sums = {part: torch.zeros_like(value) for part, value in scores.items()}
                 for tensor in tensors:
                     gradient = gradients[tensor.name]
-                    if gradient is not None:  # else no token reached it
+                    if gradient is not None:  # None: no token reached the parameter
                         product = needed[tensor.name].detach().float() * gradient.float()
                         sums[tensor.part] += _per_unit(product, tensor).cpu()
                 for part, value in sums.items():
@@ -107,7 +107,7 @@ def _taylor(model: nn.Module, groups: Sequence[UnitGroup], batches: Sequence[Any
 
 @contextmanager
 def _requiring_gradients(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Record the gradients of only some parameters."""
+    """Require gradients of only some parameters inside the `with` block."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:
@@ -149,7 +149,7 @@ def _activations(
                     shape = [1] * weight.dim()
                     shape[tensor.dim] = -1
                     scores[tensor.part] += _per_unit(weight * inputs.to(weight.device).view(shape), tensor).cpu()
-        # no hook sees the features inside a module that holds all experts
+        # hooks cannot record the features inside a module that holds all experts
         found.append(
             {part: value.sqrt() for part, value in scores.items()} if is_measured else _magnitudes(model, group)
         )
@@ -167,7 +167,7 @@ def mean_squares(
 
     Args:
         names: names of linear layers and convolutions.
-        routed: modules of experts, for which the mean weight of each expert is returned.
+        routed: names of modules with all experts, for which the mean router weight of each expert is returned.
     """
     sums: dict[str, Tensor] = {}
     rows: dict[str, int] = {}

@@ -14,7 +14,7 @@ _TOKENIZER = "tokenizer_config.json"
 
 
 class _PlainGguf(GgufDirectory):
-    """GGUF file all of whose matrices are read as floats."""
+    """GGUF file whose matrices are all read as floats."""
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -32,7 +32,7 @@ def write_unpacked(path: Path, target: Path) -> None:
     A call after an interruption continues. A complete directory is left as it is.
 
     Raises:
-        ModelError: the file is damaged, or windlass does not know its architecture or its tokenizer.
+        ModelError: the file is damaged, or windlass does not support its architecture or its tokenizer.
     """
     if (target / _TOKENIZER).is_file():
         return

@@ -22,7 +22,7 @@ SECTION = "weight_quantization"
 _KINDS = (nn.Linear, nn.Embedding)
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-"""Returns a context in which the values of parameters are whole."""
+"""Function that returns a context in which parameters are unsharded."""
 
 
 def is_requested(section: WeightQuantization) -> bool:
@@ -32,7 +32,7 @@ def is_requested(section: WeightQuantization) -> bool:
 
 
 def module_format(options: ModuleQuantization, where: str) -> WeightFormat:
-    """Return the weight format of a section.
+    """Return the weight format for the keys of `options`; `where` is their path in the configuration.
 
     Raises:
         ConfigError: no weight format has these properties.
@@ -68,17 +68,18 @@ def quantize_weights(
 ) -> set[int]:
     """Pack the linear layers and embeddings that a section names, in place and one after the other.
 
-    Modules that share a weight and a format share the packed one.
+    Modules that share a weight and have the same format share the packed weight.
 
     Args:
-        gather: context manager that unshards the weights of one module; None: they are not sharded.
+        gather: context manager that unshards the weights of one module; None: the weights are not sharded.
         shard: called with each packed module whose weight was sharded.
 
     Returns:
         Ids of the parameters that are no longer in the model.
 
     Raises:
-        ConfigError: a key of `post_init_quant` matches no module, two match one, or a format does not fit a weight.
+        ConfigError: a key of `post_init_quant` matches no module, two keys with different formats match one module, or
+            a format does not fit a weight.
     """
     if not is_requested(section):
         return set()
@@ -174,7 +175,7 @@ def pack_linear_children(module: nn.Module, form: WeightFormat) -> None:
 
 
 def pack_fitting(model: nn.Module, form: WeightFormat) -> None:
-    """Pack all linear layers and embeddings whose values exist and which fit."""
+    """Pack all linear layers and embeddings that have values and fit the format."""
     chosen = {
         name: form
         for name, one in model.named_modules(remove_duplicate=False)
@@ -188,7 +189,7 @@ def _weight(module: nn.Module) -> nn.Parameter:
 
 
 def misfit(form: WeightFormat, module: nn.Module) -> str | None:
-    """Return the reason for which a format cannot pack a linear layer or embedding; None: it can."""
+    """Return the reason for which a format cannot pack a linear layer or embedding; None: the format can pack it."""
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "it renormalizes its rows, or has sparse gradients"
     if isinstance(form, RangeWeightFormat):
@@ -207,11 +208,11 @@ def _fits(form: WeightFormat, name: str, module: nn.Module) -> bool:
 
 
 def empty_packed(module: nn.Module, form: WeightFormat, dtype: torch.dtype | None = None) -> PackedMatrix:
-    """Return a packed module without values in place of a linear layer or an embedding. It takes the bias of a linear
+    """Return a packed module without values to replace a linear layer or an embedding. It has the bias of the linear
     layer.
 
     Args:
-        dtype: dtype of an embedding's outputs; None: that of its weight.
+        dtype: dtype of an embedding's outputs; None: the dtype of its weight.
     """
     weight = _weight(module)
     device = None if weight.is_meta else weight.device

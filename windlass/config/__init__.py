@@ -1,6 +1,6 @@
 """Configuration: one schema with the keys of `ds_config.json`, parsed strictly and checked as a whole.
 
-Reading order: `key_status` (statuses of keys), `config_section` (base of the schema), one file per section
+Start with: `key_status` (statuses of keys), `config_section` (base of the schema), one file per section
 (`precision_section`, `zero_section`, `parallel_section`, `pipeline_section`, `optimizer_section`, ...), `batch_sizes`,
 `axis_sizes` (ranks along each axis), `feature_matrix` (features that work together), `config_refusals`, `root_config`
 (the whole schema), `config_source`, `key_normalization`, `contradictions`, `config_loading` (from a file to a

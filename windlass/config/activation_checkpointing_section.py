@@ -7,8 +7,8 @@ from windlass.config.key_status import honoured
 
 
 class ActivationCheckpointing(ConfigSection):
-    """Options of `windlass.checkpointing.checkpoint`. Except for `enabled`, they do not affect models that call torch's
-    own function."""
+    """Options of `windlass.checkpointing.checkpoint`. Except for `enabled`, the options do not affect models that call
+    torch's own checkpoint function."""
 
     enabled: bool = honoured(False, windlass_only=True)
     """Call `gradient_checkpointing_enable` of the model in `initialize`, as transformers' Trainer does."""

@@ -26,7 +26,7 @@ class AutoValues:
 
     client: Client
     filled: Mapping[str, str]
-    """Dotted key: description of the value that the client writes there."""
+    """Description of the value that the client writes, by dotted key."""
     defaulted: tuple[str, ...]
     """Keys that the client leaves alone and that have a default."""
     refused: tuple[ConfigRefusal, ...]
@@ -86,9 +86,9 @@ VALUES_BY_CLIENT: dict[Client, dict[str, str]] = {
     },
     Client.NONE: {},
 }
-"""Descriptions of the values that each client fills in, by dotted key. It leaves "auto" at all other keys."""
+"""Descriptions of the values that each client fills in, by dotted key. The client leaves "auto" at all other keys."""
 _MIN_AUTO_KEYS = 3
-"""From this number of keys at "auto" on, a file is taken to be written for a client."""
+"""Minimum number of keys at "auto" in a file that is taken to be written for a client."""
 
 
 def auto_keys_of(config: Config) -> list[str]:

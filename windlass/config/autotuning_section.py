@@ -21,36 +21,39 @@ class ModelInfo(ConfigSection):
 
 
 class Autotuning(ConfigSection):
-    """Options of the search that `--autotuning tune|run` of a launcher starts. A run without that option ignores
-    them."""
+    """Options of the search that a launcher starts with `--autotuning tune|run`. A run without `--autotuning` ignores
+    this section."""
 
     enable_key = "enabled"
 
     enabled: bool = honoured(False)
-    """Allow `--autotuning`, which refuses a configuration without it."""
+    """Allow `--autotuning`. If false, a launcher refuses `--autotuning`."""
     fast: bool = honoured(True)
-    """Leave out sizes of buckets, unless they are "auto" or lists."""
+    """Do not search bucket sizes, except those that are "auto" or lists."""
     results_dir: str = honoured("autotuning_results", min_length=1)
     """Folder of results: one folder for each trial, and ds_config_optimal.json."""
     exps_dir: str = honoured("autotuning_exps", min_length=1)
-    """Folder of the orders of trials."""
+    """Folder of the files with each trial's settings."""
     overwrite: bool = honoured(True)
-    """false: results of an earlier search in results_dir count, if configuration and number of ranks are the same."""
+    """Ignore earlier results. If false, results of an earlier search in results_dir are reused, for the same
+    configuration and number of ranks."""
     start_profile_step: Count = honoured(3)
     """First step of a trial that is timed, counted from 1; the first step of a process is never timed."""
     end_profile_step: Count = honoured(5)
     """Last step of a trial."""
     metric: Literal["latency", "throughput", "flops", "forward", "step"] = honoured("throughput")
-    """Time of a step, samples or operations per second, time of the forward, or of the optimizer step."""
+    """Quantity to optimize. latency: time of a step; throughput and flops: samples per second; forward: time of the
+    forward; step: time of the optimizer step."""
     metric_path: str | None = accepted(None, _PATH_REASON)
     tuner_type: Literal["gridsearch", "random", "model_based"] = honoured("gridsearch")
-    """gridsearch: the best estimates first; random: in random order; model_based: one key at a time from the best."""
+    """Order of the trials. gridsearch: best estimates first; random: random order; model_based: vary one key at a time,
+    starting from the best trial."""
     tuner_early_stopping: Count = honoured(5)
-    """Number of trials without a gain that end the search; 0: none does."""
+    """Number of trials without a gain after which the search ends; 0: the search does not end early."""
     tuner_num_trials: Positive = honoured(50)
     """Maximum number of trials."""
     arg_mappings: dict[str, Any] | None = honoured(None)
-    """Option of the script by configuration key, such as
+    """Command-line option of the script for each configuration key, such as
     `{"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}`."""
     model_info: ModelInfo = accepted(ModelInfo, _MODEL_REASON)
     model_info_path: str | None = accepted(None, _PATH_REASON)
@@ -58,10 +61,10 @@ class Autotuning(ConfigSection):
     max_train_batch_size: Positive | None = honoured(None)
     """Largest global batch; null: the configuration's global batch is kept."""
     min_train_batch_size: Positive = honoured(1)
-    """Smallest global batch, read beside max_train_batch_size."""
+    """Smallest global batch; without effect unless max_train_batch_size is set."""
     max_train_micro_batch_size_per_gpu: Positive = honoured(1024)
     """Largest micro-batch."""
     min_train_micro_batch_size_per_gpu: Positive = honoured(1)
     """Smallest micro-batch."""
     num_tuning_micro_batch_sizes: Positive = honoured(3)
-    """Number of micro-batches that are searched."""
+    """Number of micro-batch sizes to try."""

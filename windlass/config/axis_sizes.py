@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 OtherAxisSizes = Mapping[str, Mapping[str, int]]
 """Axis sizes from other sources than the configuration (an `mpu`, a pipeline module), by the name of the source."""
 
-_DECLARED_AXES = ("pp", "ep", "sp", "tp")  # without the data axes, whose sizes follow from the remaining ranks
+_DECLARED_AXES = ("pp", "ep", "sp", "tp")  # axes with keys for their sizes; dp_shard gets the remaining ranks
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The `checkpoint` section: how checkpoints are written."""
+"""The `checkpoint` section: options of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class CheckpointConfig(ConfigSection):
     load_universal: bool = honoured(False)
     """Load the tag that the file `latest_universal` names, if the file exists; `ds_to_universal` writes it."""
     use_node_local_storage: bool = honoured(False)
-    """Each node may have a local disk: write the whole checkpoint to the directory of each node, so that every node can
-    load it. Nodes that share the directory write it once."""
+    """Write the whole checkpoint on every node, for nodes whose directory is on a local disk. Nodes that share the
+    directory write the checkpoint once."""
     parallel_write: ParallelWrite = honoured(ParallelWrite)
     """Choice of the ranks that write."""
     keep_last: Positive | None = honoured(None, windlass_only=True)

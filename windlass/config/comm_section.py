@@ -15,13 +15,13 @@ class CommConfig(ConfigSection):
     """Back end of the process groups, if the script has not initialized torch.distributed. auto: gloo for CPU tensors,
     nccl for GPU tensors; mpi: the cluster's MPI, through mpi4py, for ranks that mpirun or srun started."""
     transport: Literal["auto", "shm", "gloo", "nccl", "mpi"] = honoured("auto", windlass_only=True)
-    """shm: shared memory between CPU ranks of one host; gloo; nccl; mpi: needs `backend: mpi`; auto:
-    the fastest that works on all ranks. The environment variable WINDLASS_TRANSPORT overrides the key."""
+    """shm: shared memory between CPU ranks of one host; gloo; nccl; mpi: needs `backend: mpi`; auto: the fastest
+    transport that works on all ranks. The environment variable WINDLASS_TRANSPORT overrides the key."""
 
 
 class CommsLoggerConfig(ConfigSection):
     """Log of the collectives that a script calls through `deepspeed.comm` or `windlass.compat.collectives`, and of the
-    bytes that the engines move. `log_summary()` prints it."""
+    bytes that the engines move. `log_summary()` prints the log."""
 
     enabled: bool = honoured(False)
     """Record collectives. If false, nothing is recorded, whatever the values of the other keys."""

@@ -11,7 +11,7 @@ from windlass.config.key_status import refused
 class CompileConfig(ConfigSection):
     """Compiler passes over the whole training step."""
 
-    refusal = "not yet built: compilation of the engine; compile the model's blocks with torch.compile, delete the key"
+    refusal = "not yet built: compilation of the engine; compile modules with torch.compile, and delete the key"
 
     deepcompile: bool = refused(False, "")
     autoep_non_moe: bool = refused(False, "")

@@ -24,7 +24,7 @@ PRUNING_METHODS = {
 }
 """Methods of each pruning technique."""
 BLOCK_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)")
-"""Outputs and inputs of a block."""
+"""Pattern of a block size, `OUTPUTSxINPUTS`, such as `4x1`."""
 _PACKED_BITS, _PACKED_GROUPS = (2, 3, 4, 8), (32, 64, 128)  # bits and group sizes of the symmetric weight formats
 
 
@@ -68,7 +68,7 @@ def _shared_contradictions(section: CompressionTraining, name: str, where: str) 
     if mixed is not None and mixed.enabled and not 0 <= mixed.quantize_change_ratio <= 1:
         yield (
             f"{where}.fp16_mixed_quantize.quantize_change_ratio",
-            f"{mixed.quantize_change_ratio}; write the part that a step takes away, from 0 to 1",
+            f"{mixed.quantize_change_ratio}; write the fraction that a step removes, from 0 to 1",
         )
 
 
@@ -101,8 +101,8 @@ def _bits_contradictions(params: GroupParams, where: str) -> Iterator[tuple[str,
     elif not params.target_bits <= (start := params.start_bits or params.target_bits) <= 16:
         yield (
             where,
-            f"start_bits {start} and target_bits {params.target_bits}; write 16 at most, and no fewer bits at the "
-            "start",
+            f"start_bits {start} and target_bits {params.target_bits}; write at most 16 bits, and "
+            "start_bits no smaller than target_bits",
         )
 
 
@@ -110,7 +110,7 @@ def _pattern_contradictions(pattern: str, where: str) -> Iterator[tuple[str, str
     try:
         re.compile(pattern)
     except re.error as error:
-        yield where, f"{format_value(pattern)} is not a regular expression: {error}"
+        yield where, f"{format_value(pattern)} is not a regular expression: {error}; correct it"
 
 
 def packing_contradictions(config: Config) -> Iterator[tuple[str, str]]:
@@ -132,6 +132,6 @@ def _format_contradictions(options: ModuleQuantization, where: str) -> Iterator[
     elif options.symmetric and not (bits in _PACKED_BITS and group in _PACKED_GROUPS and options.group_dim == 1):
         yield (
             where,
-            f"symmetric with num_bits {bits}, group_size {group} and group_dim {options.group_dim}, which no weight "
-            "format is; write symmetric false, or 2, 3, 4 or 8 bits in groups of 32, 64 or 128 along 1",
+            f"symmetric with num_bits {bits}, group_size {group} and group_dim {options.group_dim}: there is no such "
+            "weight format; write symmetric false, or 2, 3, 4 or 8 bits in groups of 32, 64 or 128 along 1",
         )

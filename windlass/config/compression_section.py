@@ -14,15 +14,15 @@ class LayerReduction(ConfigSection):
     enable_key = "enabled"
 
     enabled: bool = honoured(False)
-    """`init_compression` copies layers of its teacher into the model."""
+    """Let `init_compression` copy layers of its teacher into the model."""
     keep_number_layer: Positive | None = honoured(None)
-    """Layers of the smaller model."""
+    """Number of layers of the smaller model."""
     module_name_prefix: str | None = honoured(None)
     """Name of the list of layers, e.g. `bert.encoder.layer`."""
     teacher_layer: list[Int] | None = honoured(None)
-    """The teacher's layer that each layer of the model begins with."""
+    """Index of the teacher's layer from which each layer of the model is initialized."""
     other_module_name: Names | None = honoured(None)
-    """Modules that are copied whole."""
+    """Names of modules outside the list that are also copied from the teacher."""
 
 
 class MixedQuantize(ConfigSection):
@@ -52,12 +52,12 @@ class WeightQuantizationShared(CompressionSharedParams):
     schedule_offset: Count = honoured(0)
     """Optimizer step from which weights are rounded."""
     quantize_groups: Positive = honoured(1)
-    """Slices of a flattened weight with a scale each."""
+    """Number of slices of a flattened weight. Each slice has its own scale."""
     quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
     quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
     """`symmetric` around 0, or `asymmetric` with a zero point; without effect at 1 and 2 bits."""
     rounding: Literal["nearest", "stochastic"] = honoured("nearest")
-    """`nearest`: to the nearest value; `stochastic`: up or down at random. Without effect at 1 and 2 bits."""
+    """Rounding to the `nearest` value, or `stochastic`: up or down at random. Without effect at 1 and 2 bits."""
     quantize_weight_in_forward: bool = accepted(
         False, "weights are rounded in the forward; the optimizer keeps unrounded ones in every precision"
     )
@@ -71,30 +71,32 @@ class ActivationQuantizationShared(CompressionSharedParams):
     quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
     """`symmetric` around 0, or `asymmetric` with a zero point."""
     range_calibration: Literal["dynamic", "static"] = honoured("dynamic")
-    """`dynamic`: a range for each token; `static`: a running range of all."""
+    """Range of the rounded values. `dynamic`: computed for each token; `static`: a running range of all tokens."""
 
 
 class PruningShared(CompressionSharedParams):
     """Common options of pruning."""
 
     method: str = honoured("l1")
-    """`l1`: keep the largest weights of the beginning; `topk`: scores that are trained."""
+    """Choice of the rows or channels to keep. `l1`: those with the largest sums of absolute weights at the beginning;
+    `topk`: those with the highest trained scores."""
 
 
 class SparsePruningShared(PruningShared):
     """Common options of sparse pruning."""
 
     method: str = honoured("l1")
-    """`l1`: keep the largest weights of the beginning; `topk`: scores that are trained; `snip_momentum`: products of
-    weights and gradients, which prune further at each step of the schedule. The keys below are read with it alone."""
+    """Choice of the weights to keep. `l1`: the largest absolute values at the beginning; `topk`: the highest trained
+    scores; `snip_momentum`: the largest products of weight and gradient, chosen again, and fewer, at each step of the
+    schedule. The keys below apply to `snip_momentum` alone."""
     schedule_offset_end: Count = honoured(1000)
     """Optimizer step of the last change of the mask."""
     schedule_offset_stride: Positive = honoured(1)
-    """Optimizer steps between changes."""
+    """Number of optimizer steps between changes of the mask."""
     block_pattern: str = honoured("4x1")
     """Outputs x inputs of a block of weights that are removed together."""
     dense_ratio: Float = honoured(0.1)
-    """Share of blocks that stays at the end, where a group names none."""
+    """Share of the blocks that stays at the end, unless a group sets its own."""
     excluded_modules: Names = honoured(list)
     """Regular expressions for names of layers that are not pruned."""
 
@@ -103,26 +105,26 @@ class HeadPruningShared(PruningShared):
     """Common options of head pruning."""
 
     method: str = honoured("topk")
-    """`topk`: scores that are trained."""
+    """Choice of the heads to keep. `topk`: those with the highest trained scores."""
     num_heads: Positive | None = honoured(None)
-    """Heads of the attention."""
+    """Number of attention heads of the model."""
 
 
 class GroupParams(ConfigSection):
     """Options of one group of modules; each technique reads its own."""
 
     start_bits: Positive | None = honoured(None)
-    """Bits of weights at the beginning; those at the end by default."""
+    """Bits of weights at the beginning; `target_bits` by default."""
     target_bits: Positive | None = honoured(None)
     """Bits of weights at the end: 1, 2 (ternary), or 3 to 16."""
     weight_format: str | None = honoured(None, windlass_only=True)
     """Weight format, e.g. `int2_g64`, `ternary` or `binary`, instead of `target_bits` and `quantize_groups`: weights
     are rounded as `pack_trained_layers` packs them."""
     quantization_period: Count = honoured(1)
-    """Steps with `start_bits`; each further bit takes twice as many steps as the one before. 0: `target_bits` at
-    once."""
+    """Number of steps with `start_bits`; each further bit takes twice as many steps as the one before. 0: `target_bits`
+    at once."""
     bits: Positive | None = honoured(None)
-    """Bits of inputs."""
+    """Bits of the inputs of layers."""
     dense_ratio: Float | None = honoured(None)
     """Share of elements, rows, heads or channels that stays."""
 
@@ -146,7 +148,7 @@ class CompressionTechnique(ConfigSection):
     shared_parameters: CompressionSharedParams = honoured(CompressionSharedParams)
     """Options of all groups."""
     different_groups: dict[str, CompressionGroup] = honoured(dict)
-    """Groups of layers by a free name."""
+    """Groups of layers, each under a name of your choice."""
 
 
 class WeightQuantizationTraining(CompressionTechnique):
@@ -216,9 +218,9 @@ class ModuleQuantization(ConfigSection):
     num_bits: Literal[2, 3, 4, 6, 8] | None = honoured(None)
     """Bits of a weight; 4 and 8 in DeepSpeed. Without it nothing is packed."""
     group_size: Positive = honoured(64)
-    """Successive weights with one scale."""
+    """Number of successive weights with one scale."""
     group_dim: Literal[0, 1] = honoured(1)
-    """Dimension along which they follow one another: 0, output features, or 1, input features."""
+    """Dimension along which the weights of a group follow one another: 0, output features, or 1, input features."""
     symmetric: bool = honoured(False)
     """False: integers between minimum and maximum of a group, as in DeepSpeed. True: windlass's `int` formats, around
     zero, which native kernels multiply."""
@@ -235,11 +237,11 @@ class WeightQuantization(ConfigSection):
     q_type: Literal["symmetric", "asymmetric"] = accepted("symmetric", "as `num_bits`")
     q_groups: Positive = accepted(1, "as `num_bits`")
     quantized_initialization: ModuleQuantization = honoured(ModuleQuantization)
-    """Format of all linear layers and embeddings. They are packed while `zero.Init` or `windlass.from_pretrained`
-    builds the model, the others in `initialize`.
+    """Format of all linear layers and embeddings. `zero.Init` and `windlass.from_pretrained` pack them while the model
+    is built; `initialize` packs the remaining ones.
     """
     post_init_quant: dict[str, ModuleQuantization] = honoured(dict)
-    """Format of the modules whose names contain the key. They are packed in `initialize` and `init_inference`."""
+    """Format of the modules whose names contain the key. `initialize` and `init_inference` pack these modules."""
 
 
 class Eigenvalue(ConfigSection):
@@ -251,14 +253,14 @@ class Eigenvalue(ConfigSection):
     """Measure the largest eigenvalue of each block's Hessian."""
     verbose: bool = accepted(False, "nothing is logged for each block")
     max_iter: Positive = honoured(100)
-    """Iterations of an eigenvalue, at most, each with two forwards and backwards."""
+    """Maximum number of iterations for an eigenvalue, each with two forwards and backwards."""
     tol: Float = honoured(0.01)
     """Relative change that ends the iteration."""
     stability: Float = honoured(1e-6)
-    """Number that is added to a norm that divides."""
+    """Number added to a norm before a vector is divided by the norm."""
     gas_boundary_resolution: Positive = honoured(1)
-    """Steps at whose multiples bits may fall."""
+    """Number of steps; bits may decrease only at multiples of this number."""
     layer_name: str = honoured("bert.encoder.layer")
     """Name of the list of blocks; empty: the numbered layers of the model itself, as a `PipelineModule` has them."""
     layer_num: Count = honoured(0)
-    """Number of blocks; 0: all of the list."""
+    """Number of blocks; 0: all blocks of the list."""

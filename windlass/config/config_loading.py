@@ -94,7 +94,7 @@ def _validate(remaining: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
                 problems[()] = ConfigProblem(ProblemKind.TYPE, "", str(faults[()]["msg"]))
                 break
             for loc, fault in reversed(faults.items()):
-                # a required key is missing after its wrong value was removed
+                # Keep the first problem of a key: a required key with a wrong value is missing in the next pass.
                 problems.setdefault(loc, _make_problem(loc, fault, hint=len(problems) < MAX_HINTS))
             for loc in faults:
                 _remove_at(loc, remaining)

@@ -38,7 +38,7 @@ class ConfigProblem:
 
 @dataclass(frozen=True)
 class ConfigRefusal:
-    """A key that is valid but asks for an unsupported feature."""
+    """A key that is valid but requests an unsupported feature."""
 
     path: str
     value: Any

@@ -34,8 +34,8 @@ def _dtype_name(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_refuse_bool)
-"""Validator that rejects booleans, so that `true` does not count as 1. Its place is after the bounds of a type, so that
-the bounds reach the JSON Schema."""
+"""Validator that rejects booleans, so that `true` does not count as 1. A type lists its bounds before this validator,
+so that the bounds reach the JSON Schema."""
 Int = Annotated[int, NUMBER]
 """Integer. `5e8` and `"2"` are accepted as integers, because common files have them; `980.1` and `true` are not."""
 Count = Annotated[int, Field(ge=0), NUMBER]
@@ -45,7 +45,7 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NUMBER]
 Names = Annotated[list[str], BeforeValidator(_to_list)]
 """List of names; a bare string is a list of one."""
 Paths = Annotated[Names, AfterValidator(lambda paths: [path for path in paths if path])]
-"""List of paths; a bare string is a list of one, and an empty string is none."""
+"""List of paths; a bare string is a list of one path, and empty strings are left out."""
 DtypeName = Annotated[
     Literal["fp32", "bf16", "fp16"],
     BeforeValidator(_dtype_name),

@@ -98,9 +98,9 @@ def read_source(source: object) -> ConfigSource:
     """Read `source`: a dict (never modified), a path, url-safe base64 of a JSON object, or a `ConfigSource`.
 
     Raises:
-        ConfigError: the file does not exist or cannot be read, it is not JSON even by the relaxed rules (comments,
-            trailing and missing commas), a key is written twice, it is not an object, or it exceeds a limit (of bytes,
-            of nesting, of the digits of a number).
+        ConfigError: the file does not exist or cannot be read; the text is not JSON even by the relaxed rules
+            (comments, trailing and missing commas), is not an object, or exceeds a limit (of bytes, of nesting, of the
+            digits of a number); or a key is written twice.
     """
     found = _read_any(source)
     _check_keys(found.data, found.name)
@@ -112,7 +112,9 @@ def _read_any(source: object) -> ConfigSource:
         return source
     if isinstance(source, dict):
         if exceeds_depth(source, MAX_JSON_DEPTH):
-            raise ConfigError(f"config is nested more than {MAX_JSON_DEPTH} levels deep, or contains itself")
+            raise ConfigError(
+                f"config is nested more than {MAX_JSON_DEPTH} levels deep, or contains itself; pass a plain dict"
+            )
         return ConfigSource(source)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"a configuration is a dict, a path or a base64 string, not {type(source).__name__}")
@@ -175,12 +177,13 @@ def _parse(text: str, name: str) -> ConfigSource:
     lines = find_key_lines(bare)
     if twice:
         shown = [f"{one_line(key, 100)}{_line_numbers(key, lines)}" for key in sorted(set(twice))]
-        raise ConfigError(f"{name}: written twice: {join_abridged(shown)}; delete one of each")
+        raise ConfigError(f"{name} has keys that are written twice: {join_abridged(shown)}; delete one of each")
     return ConfigSource(data, name, {key: found[0] for key, found in lines.items()}, not_strict)
 
 
 class _RelaxedDecoder(hjson.HjsonDecoder):
-    """hjson's decoder without multi-line strings, for each of which it searches back to the start of the line."""
+    """hjson's decoder without multi-line strings, which take quadratic time: each one is traced back to its line's
+    start."""
 
     def __init__(self, pairs: Any) -> None:
         super().__init__(object_pairs_hook=pairs)
@@ -217,7 +220,8 @@ def _check_keys(data: Any, name: str) -> None:
         for text in (key, value):
             if isinstance(text, str) and not _is_encodable(text):
                 raise ConfigError(
-                    f'{name} has half a surrogate pair in "{one_line(text, 100)}"; it was truncated inside a character'
+                    f'{name} has half a surrogate pair in "{one_line(text, 100)}", which was cut inside a '
+                    "character; write the character in full"
                 )
         if isinstance(value, dict | list | tuple):
             _check_keys(value, name)

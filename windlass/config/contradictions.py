@@ -123,7 +123,7 @@ def _delayed_update(section: OffloadOptimizer | None) -> Iterator[tuple[str, str
         yield (
             f"{key}.delayed_update",
             f"true, but ratio {section.ratio} leaves a part of the step on the device, which would not be delayed; "
-            "write ratio 1.0 or false",
+            "write ratio 1.0, or delayed_update false",
         )
 
 
@@ -175,13 +175,13 @@ def _quantized_messages(config: Config) -> Iterator[tuple[str, str]]:
     if on and zero.stage != 3:
         yield (
             f"zero_optimization.{on[0]}",
-            f"true at stage {zero.stage}, and only stage 3 gathers parameters in each use; write stage 3, or false",
+            f"true at stage {zero.stage}, but messages are quantized only at stage 3; write stage 3, or false",
         )
     if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
         yield (
             "zero_optimization.zeropp_loco_param",
-            "set, but zero_quantized_gradients is false, so no message leaves anything out; write true there, or "
-            "delete it",
+            "set, but zero_quantized_gradients is false, so there is no quantization error to feed back; write true "
+            "there, or delete it",
         )
     if zero.zero_quantized_gradients and not zero.reduce_scatter:
         yield (
@@ -209,7 +209,7 @@ def _compressed_optimizer_stage(config: Config) -> Iterator[tuple[str, str]]:
         yield (
             "optimizer.type",
             f'"{name}" at zero_optimization.stage {stage}, and every rank needs whole states; write stage 0, '
-            'or "OneBitAdam" or "ZeroOneAdam" with stage 1 or 2',
+            'or "OneBitAdam", "ZeroOneAdam" or "OneBitLamb" with stage 1 or 2',
         )
     else:
         yield (
@@ -232,8 +232,8 @@ def _ulysses(config: Config) -> Iterator[tuple[str, str]]:
     elif section.ulysses_degree is not None:
         yield (
             "parallel.ulysses_degree",
-            f'{section.ulysses_degree}, but "sp_mode" is "{section.sp_mode}", which has only one size; delete '
-            'it, or write "ulysses+ring"',
+            f'{section.ulysses_degree}, but "sp_mode" is "{section.sp_mode}", and only "ulysses+ring" '
+            'divides the ranks by a degree; delete it, or write sp_mode "ulysses+ring"',
         )
 
 
@@ -268,8 +268,7 @@ def _deepspeed_format_of_compressed_optimizers(config: Config) -> Iterator[tuple
     if config.checkpoint.format == "deepspeed" and name in COMPRESSED_OPTIMIZERS:
         yield (
             "checkpoint.format",
-            f'"deepspeed", whose files have no place for the states of single ranks that {name} keeps; write '
-            '"windlass"',
+            f'"deepspeed", whose files cannot hold the per-rank states that {name} keeps; write "windlass"',
         )
 
 

@@ -24,27 +24,32 @@ class DistillationConfig(ConfigSection):
     task: Weight = honoured(0.0, windlass_only=True)
     """Weight of the model's own loss."""
     hidden: Weight = honoured(0.0, windlass_only=True)
-    """Weight of the squared difference of hidden states. Those of another width pass a trained matrix before."""
+    """Weight of the squared difference of hidden states. If the widths differ, a trained matrix first maps the model's
+    states to the teacher's width."""
     attention: Weight = honoured(0.0, windlass_only=True)
-    """Weight of the divergence of attention maps, of models with as many heads, loaded with
+    """Weight of the divergence of attention maps. Both models need the same number of heads and
     `attn_implementation="eager"`."""
     temperature: Temperature = honoured(1.0, windlass_only=True)
     """Divisor of the logits of both models."""
     divergence: Literal["forward", "reverse"] = honoured("forward", windlass_only=True)
-    """`forward`: KL(teacher, student), which covers all that the teacher expects; `reverse`: KL(student, teacher)."""
+    """Direction of the divergence. `forward`: KL(teacher, student), so that the student covers all outputs that the
+    teacher finds likely; `reverse`: KL(student, teacher)."""
     tokens: Literal["all", "labelled"] = honoured("all", windlass_only=True)
-    """Positions of a sequence that count: `all` that `attention_mask` has, or those whose next token has a label."""
+    """Positions of a sequence that count. `all`: all positions in `attention_mask`; `labelled`: positions whose next
+    token has a label."""
     layers: Literal["uniform", "last"] | dict[str, str] = honoured("uniform", windlass_only=True)
-    """Blocks that are compared. `uniform`: each with the teacher's at the same share of the depth, as TinyBERT; `last`:
-    the last alone, as MiniLM; or pairs of numbers or names of modules, `{"0": "1", "norm": "norm"}`."""
+    """Blocks that are compared. `uniform`: each block with the teacher's at the same relative depth, as in TinyBERT;
+    `last`: only the last blocks, as in MiniLM; or, for numbers or names of the model's modules, those of the teacher:
+    `{"0": "1", "norm": "norm"}`."""
     teacher: str | None = honoured(None, windlass_only=True)
-    """Directory of the teacher that `windlass train` loads. A script passes its own to `Distillation`."""
+    """Directory of the teacher that `windlass train` loads. A script passes its own teacher to `Distillation`."""
     teacher_stage: Literal[0, 3] = honoured(3, windlass_only=True)
-    """ZeRO stage of that teacher: 3 shards it over the ranks, 0 keeps it whole on each."""
+    """ZeRO stage of the teacher that `windlass train` loads: 3 shards the teacher over the ranks, 0 keeps it in full on
+    each rank."""
     teacher_device: Literal["none", "cpu"] = honoured("none", windlass_only=True)
-    """`cpu`: the shards of that teacher are in host memory."""
+    """Memory of the shards of the teacher that `windlass train` loads. `none`: the device; `cpu`: host memory."""
     cache: str | None = honoured(None, windlass_only=True)
-    """Folder of the teacher's largest logits, which are computed once for each sequence. With a complete one no teacher
-    is needed."""
+    """Folder of the teacher's largest logits, which are computed once for each sequence. With a complete cache no
+    teacher is needed."""
     cache_top_k: Positive = honoured(64, windlass_only=True)
-    """Logits of a position that the cache keeps; the others count as one."""
+    """Number of logits that the cache keeps for each position; all others are combined into one class."""

@@ -56,7 +56,7 @@ def solve_elastic_batch(section: Elasticity, world_size: int) -> BatchSizes:
     """Return the three batch sizes for `world_size` ranks.
 
     Raises:
-        ConfigError: this number of ranks does not fit; the message has the nearest that do.
+        ConfigError: this number of ranks does not fit; the message has the nearest numbers that fit.
     """
     best = find_elastic_batch(section)
     if world_size not in best.rank_counts:

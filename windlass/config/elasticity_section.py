@@ -31,7 +31,7 @@ class Elasticity(ConfigSection):
     prefer_larger_batch: bool = honoured(True, aliases=("prefer_large_batch",))
     """Use the larger of two batch sizes that fit equally many numbers of ranks."""
     ignore_non_elastic_batch_info: bool = honoured(False)
-    """Ignore batch sizes outside this section; false: they are an error if this section is enabled."""
+    """Ignore batch sizes outside this section. If false, such sizes are an error if this section is enabled."""
     version: Float = accepted(
         0.2,
         "versions differ in keys of model parallelism, which are refused, and for a number of ranks that does not fit: "

@@ -20,7 +20,9 @@ FeatureChoice = tuple[str, str]
 
 @dataclass(frozen=True)
 class FeatureValue:
-    """Value of an axis: its meaning, the reason if it is not built (empty: it is), and what a test of it requires."""
+    """Value of an axis: its meaning; the reason why it is not built (empty: it is built); and the equipment that its
+    tests require, such as `gpu` or `transformer` (empty: none).
+    """
 
     meaning: str
     not_built_reason: str = ""
@@ -135,9 +137,9 @@ AXIS_KEYS = {
     "transport": "comm.transport",
     "update": "zero_optimization.offload_optimizer.delayed_update",
 }
-"""Configuration key that chooses the value of an axis, where it is one key."""
+"""Configuration key of each axis whose value one key determines."""
 
-_ONE_DATA_AXIS = "messages are exchanged by one group of data-parallel ranks"
+_ONE_DATA_AXIS = "the optimizer's compressed messages need a single group of data-parallel ranks"
 INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 shards nothing, so there is nothing to shard in groups",
     frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
@@ -153,7 +155,7 @@ INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("stage", "2"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
     frozenset({("stage", "0"), ("update", "delayed")}): "stage 0 keeps all states on every rank; use stage 1 or more",
     frozenset({("state_tier", "device"), ("update", "delayed")}): "only a step on the host can be delayed",
-    frozenset({("optimizer", "whole_parameter"), ("update", "delayed")}): "updates of full parameters need other ranks",
+    frozenset({("optimizer", "whole_parameter"), ("update", "delayed")}): "a delayed step cannot gather parameters",
     frozenset({("backward", "plain"), ("pp", "many")}): "engine.train_batch runs the backwards of a pipeline",
     frozenset({("optimizer", "onebit"), ("stage", "3")}): "no rank has whole gradients and parameters to compress",
     frozenset({("optimizer", "onebit"), ("param_tier", "host")}): "only stage 3 shards parameters",
@@ -161,7 +163,7 @@ INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("optimizer", "onebit"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
     frozenset({("optimizer", "onebit"), ("parallel", "mics")}): _ONE_DATA_AXIS,
     **{frozenset({("optimizer", "onebit"), (axis, "many")}): _ONE_DATA_AXIS for axis in ("sp", "ep")},
-    frozenset({("optimizer", "onebit"), ("update", "delayed")}): "the update communicates",
+    frozenset({("optimizer", "onebit"), ("update", "delayed")}): "a delayed step cannot send compressed messages",
 }
 """Pairs of built features that do not work together. Every pair of built features that is not listed works."""
 

@@ -17,7 +17,7 @@ _QUANT = "this engine packs weights, and has no such setting; set dtype to torch
 
 
 def use_own_names(section: type[ConfigSection], given: Any) -> Any:
-    """Replace other names of a section's fields in a dict by their own, and an integer `tp` by its section.
+    """Replace alternative names of a section's fields in a dict by the field names, and an integer `tp` by its section.
 
     Raises:
         ValueError: a field is given under two names.
@@ -92,7 +92,7 @@ class WeightQuant(ActivationQuant):
     quantized_initialization: ModuleQuantization = honoured(ModuleQuantization)
     """Format of all linear layers and embeddings; see `weight_quantization` of the training configuration."""
     post_init_quant: dict[str, ModuleQuantization] = honoured(dict)
-    """Format of the modules whose names contain a key."""
+    """Format of the modules whose names contain the key."""
 
 
 class QkvQuant(ConfigSection):
@@ -147,7 +147,7 @@ class InitInference(ConfigSection):
     )
     tm: bool = accepted(True, "masks are those of the model", aliases=("triangular_masking",))
     moe: bool | InferenceMoe = honoured(InferenceMoe)
-    """Experts; true or false: sharded or not."""
+    """Sharding of experts; a boolean instead of a section: true to shard experts, false not to."""
     keep_module_on_host: bool = refused(False, "the module is computed where it is; move it before, or delete the key")
     quant: InferenceQuant = honoured(InferenceQuant)
     """Quantization."""
@@ -169,7 +169,7 @@ class InitInference(ConfigSection):
     injection_policy_tuple: Any = accepted(None, "layers to sum over ranks are found by the model's plan")
     args: dict[str, Any] | None = accepted(None, "DeepSpeed itself ignores it", aliases=("config",))
     max_tokens: Positive = honoured(1024, aliases=("max_out_tokens",))
-    """Tokens of a prompt and its answer together, if it is given; else the model's window."""
+    """Maximum number of tokens of a prompt and its answer together; the model's window if the key is absent."""
     min_tokens: Count = accepted(1, "the KV cache grows by blocks", aliases=("min_out_tokens",))
     transposed_mode: bool = accepted(False, "weights keep their layout")
     mp_size: Positive = honoured(1)
@@ -202,9 +202,11 @@ class StateManager(ConfigSection):
 
     max_tracked_sequences: Positive = accepted(2048, "further requests wait in a queue")
     max_ragged_batch_size: Positive = honoured(768)
-    """Tokens of a forward, if it is given; `max_tokens_per_step` of `windlass.LLM`."""
+    """Maximum number of tokens in a forward: `max_tokens_per_step` of `windlass.LLM`, whose default applies if the key
+    is absent."""
     max_ragged_sequence_count: Positive = honoured(512)
-    """Sequences that run at the same time, if it is given; `max_sequences` of `windlass.LLM`."""
+    """Maximum number of sequences that run at the same time: `max_sequences` of `windlass.LLM`, whose default applies
+    if the key is absent."""
     max_context: Positive = accepted(8192, "sequences end at the model's window; set max_length for less")
     memory_config: KvMemory = honoured(KvMemory)
     """Memory of the key-value cache."""

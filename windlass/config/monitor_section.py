@@ -103,11 +103,11 @@ class FlopsProfiler(ConfigSection):
     enable_key = "enabled"
 
     enabled: bool = honoured(False)
-    """Count one step, log the report, and log the arithmetic rate and MFU with every later line of a step."""
+    """Count one step, log the report, and add the arithmetic rate and MFU to the log lines of later steps."""
     recompute_fwd_factor: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER] = honoured(0.0)
-    """Forwards that the backward repeats, for the rates of the report; 0: the recomputation that was counted."""
+    """Number of forwards that the backward repeats, for the rates in the report; 0: the counted recomputation."""
     profile_step: Count = honoured(1)
-    """Number of steps before the one that is counted: 1 counts the second, without the costs of a first step."""
+    """Number of steps before the counted step: 1 counts the second step, which is free of start-up costs."""
     module_depth: Int = honoured(-1)
     """Depth of the aggregated profile; -1: all depths."""
     top_modules: Count = honoured(1)
@@ -117,4 +117,4 @@ class FlopsProfiler(ConfigSection):
     output_file: str | None = honoured(None)
     """File that receives the report in place of the log."""
     peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] | None = honoured(None, windlass_only=True)
-    """Peak TFLOP/s of a device, of which MFU is a share; by default from a table of GPUs, or measured."""
+    """Peak TFLOP/s of a device, which is 100 % MFU; by default from a table of GPUs, or measured."""

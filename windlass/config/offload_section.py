@@ -42,7 +42,7 @@ class OffloadParam(ConfigSection):
     device: Device = honoured("none")
     """none: on the device; cpu: in host memory; nvme: in files."""
     nvme_path: Paths | None = honoured(None)
-    """Folder on a disk, or several over which data is striped."""
+    """Folder on a disk, or several folders over which data is striped."""
     pin_memory: bool = honoured(True)
     """Page-lock (pin) host memory, if there is a GPU."""
 
@@ -54,15 +54,14 @@ class OffloadParam(ConfigSection):
 
 
 class OffloadOptimizer(ConfigSection):
-    """Tier of master weights and optimizer states. Unless they are on the device, the optimizer step runs on the
-    host."""
+    """Tier of master weights and optimizer states. The optimizer steps on the host unless this tier is the device."""
 
     enable_key = "device"
 
     device: Device = honoured("none")
     """none: on the device; cpu: in host memory; nvme: in files, with the step in host memory."""
     nvme_path: Paths | None = honoured(None)
-    """Folder on a disk, or several over which data is striped."""
+    """Folder on a disk, or several folders over which data is striped."""
     pin_memory: bool = honoured(True)
     """Page-lock (pin) host memory, if there is a GPU."""
     ratio: Fraction = honoured(1.0)
@@ -95,7 +94,7 @@ class AutoOffload(ConfigSection):
     presence enables it; `"offload": "auto"` is the section with its defaults."""
 
     nvme_path: Paths | None = honoured(None, windlass_only=True)
-    """Folder on a disk, or several over which data is striped; absent: nothing is moved to NVMe."""
+    """Folder on a disk, or several folders over which data is striped; absent: nothing is moved to NVMe."""
     device_memory: ByteCount | None = honoured(None, windlass_only=True)
     """Bytes of a rank's device memory for parameters, gradients, states and their buffers; absent: 70 % of the free
     memory, so that 30 % remain for activations. On a CPU, whose memory is the host's, host_memory applies."""

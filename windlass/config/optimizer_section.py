@@ -158,7 +158,7 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 2, "DiLoCo": 0, "PowerSGD": 0}
 """Optimizers that send compressed messages by themselves, with the highest ZeRO stage of each."""
 FIRST_COMPRESSED_STEP = ("freeze_step", "var_freeze_step", "start_step")
-"""Parameters of them with the number of steps before messages are compressed, or before local steps."""
+"""Parameters of these optimizers that set the number of steps before messages are compressed, or before local steps."""
 UNSUPPORTED_OPTIMIZERS = {
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
     "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
@@ -182,7 +182,7 @@ class OptimizerConfig(ConfigSection):
     MuAdamW, MuSGD (case-insensitive), a class of torch.optim, or a name that the script registered with
     windlass.optim.register_update."""
     params: dict[str, Any] = honoured(dict)
-    """Parameters of the optimizer. Absent ones have torch's default."""
+    """Parameters of the optimizer. An absent parameter has the default of the optimizer's class."""
     legacy_fusion: bool = accepted(False, "chooses among DeepSpeed's fp16 wrappers; there is one path here")
 
     @field_validator("type")
@@ -248,12 +248,16 @@ def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTa
 
     momentum, dampening = value("momentum"), value("dampening")
     if kind == "SGD" and value("nesterov") and None not in (momentum, dampening) and (momentum <= 0 or dampening != 0):
-        yield "nesterov", "true needs a momentum above 0 and a dampening of 0; write those, or false"
+        yield (
+            "nesterov",
+            f"true, with momentum {momentum} and dampening {dampening}; write a momentum above 0 and a dampening of 0, "
+            "or nesterov false",
+        )
     least, most = value("min_coeff"), value("max_coeff")
     if kind in ("Lamb", "OneBitLamb") and None not in (least, most) and least > most:
         yield "min_coeff", f"{least} is more than max_coeff {most}; exchange them"
     if kind == "PowerSGD" and value("nesterov") and momentum == 0:
-        yield "nesterov", "true needs a momentum above 0; write one, such as 0.9, or false"
+        yield "nesterov", "true, but momentum is 0; write a momentum above 0, such as 0.9, or nesterov false"
     smallest, largest = value("factor_min"), value("factor_max")
     if None not in (smallest, largest) and smallest > largest:
         yield "factor_min", f"{smallest} is more than factor_max {largest}; exchange them"
@@ -271,7 +275,7 @@ def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTa
             f"write at most {inner - 1}",
         )
     if kind in _FROM_TORCH and value("fused") and value("foreach"):
-        yield "foreach", "true, and so is fused: they are two implementations of one step; write one true"
+        yield "foreach", "true, and so is fused: they are two implementations of one step; write false for one"
 
 
 def late_start_warning(params: Mapping[str, Any], total_steps: Any) -> str:

@@ -16,7 +16,9 @@ SHARDING_STYLES = ("column", "row", "vocabulary", "partial", "replicated")
 
 def _check_sharding_style(value: str) -> str:
     if not value.strip().startswith(SHARDING_STYLES):
-        raise PydanticCustomError("cut", "Input should begin with {words}", {"words": ", ".join(SHARDING_STYLES)})
+        raise PydanticCustomError(
+            "cut", "Input should begin with one of {words}", {"words": ", ".join(SHARDING_STYLES)}
+        )
     return value
 
 
@@ -46,14 +48,15 @@ class ParallelConfig(ConfigSection):
     sp: Positive = honoured(1, windlass_only=True)
     """Number of ranks that process different parts of the same sequences."""
     tp: Positive = honoured(1, windlass_only=True)
-    """Number of ranks over which matrices are sharded. They communicate in every layer, so keep them inside a node."""
+    """Number of ranks over which matrices are sharded. These ranks communicate in every layer: keep them inside a node.
+    """
     tp_overlap_chunks: Positive = honoured(1, windlass_only=True)
     """Number of parts in which the output of a row-parallel layer is all-reduced, each while the next is computed."""
     tp_sequence_norms: bool = honoured(False, windlass_only=True)
     """Shard hidden states along the sequence between tensor-parallel layers, which saves activation memory."""
     tensor_table: dict[Pattern, ShardingStyle] | None = honoured(None, windlass_only=True)
-    """Sharding style (column, row, vocabulary, partial, replicated) by a regular expression for full names of modules.
-    The last entry that matches is used. Entries override the model's own plan."""
+    """Sharding style (column, row, vocabulary, partial, replicated) of the modules whose full names match a regular
+    expression. The last entry that matches is used. Entries override the model's own plan."""
     sp_mode: Literal["ulysses", "ring", "ulysses+ring"] = honoured("ulysses", windlass_only=True)
     """Way in which attention accesses the whole sequence. ulysses: all-to-all to whole sequences of some heads; ring:
     keys and values are passed around; ulysses+ring: both.
@@ -66,8 +69,8 @@ class ParallelConfig(ConfigSection):
     """Compute MLPs for this many tokens at a time, and recompute them in the backward; true: as many tokens as the
     hidden size."""
     tiled_loss: bool | Positive = honoured(False, windlass_only=True)
-    """Compute logits and their loss for this many tokens at a time if the model receives labels. Its outputs then have
-    no logits. true: 256 MiB of logits at a time."""
+    """Compute logits and their loss for this many tokens at a time if the model receives labels. The model's outputs
+    then have no logits. true: 256 MiB of logits at a time."""
     recompute: bool = honoured(False, windlass_only=True)
     """Save only the inputs of each layer, and recompute the layer in the backward."""
     activation_tier: Literal["device", "cpu", "nvme"] = honoured("device", windlass_only=True)
@@ -76,7 +79,7 @@ class ParallelConfig(ConfigSection):
     def ulysses_size(self, sp_size: int) -> int | None:
         """Return the number of ranks along sp that exchange heads, or None if it depends on the model.
 
-        The number of ranks of a ring is `sp_size` divided by it.
+        The number of ranks of a ring is `sp_size` divided by the result.
         """
         if self.sp_mode == "ulysses+ring":
             return self.ulysses_degree

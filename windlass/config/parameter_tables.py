@@ -21,7 +21,7 @@ class ParameterSpec:
     """Type and range of a parameter's values, its default, and its status.
 
     `minimum` is an inclusive bound, `greater_than` and `less_than` are exclusive; for a list they bound each number.
-    `choices` are the valid values, maybe a view that grows; None is valid too if it is the default.
+    `choices` are the valid values, possibly a view that grows; None is valid too if it is the default.
     """
 
     shape: ValueShape
@@ -58,7 +58,7 @@ def convert_integers(params: Mapping[str, Any], table: ParameterTable) -> dict[s
 
 
 def unknown_type_problem(path: str, kind: str, given: str, known: Collection[str]) -> ConfigProblem:
-    """Return the problem that no `kind` has the given name, with the nearest known name, or all."""
+    """Return the problem that no `kind` has the given name, with the nearest known name, or else all known names."""
     near = nearest_name(given, known)
     hint = f"nearest is {near}" if near else f"known are {', '.join(sorted(set(known)))}"
     return ConfigProblem(ProblemKind.TYPE, path, f"there is no {kind} {format_value(given)}; {hint}")
@@ -96,7 +96,7 @@ def try_construct(path: str, owner: str, construct: Callable[[], Any]) -> Iterat
         construct()
     except Exception as error:  # a foreign constructor may raise anything, and would raise the same in `initialize`
         reason = one_line(f"{type(error).__name__}: {error}", 300)
-        yield ConfigProblem(ProblemKind.TYPE, path, f"{owner} refuses these values: {reason}")
+        yield ConfigProblem(ProblemKind.TYPE, path, f"{owner} cannot be constructed: {reason}; correct the values")
 
 
 def shape_of_default(default: Any) -> ValueShape:

@@ -72,15 +72,16 @@ class TorchAutocast(ConfigSection):
     """Autocast dtype; bf16 when absent."""
     lower_precision_safe_modules: Names | None = honoured(None)
     """Module classes by full name, such as `torch.nn.Linear`. Gradients of their own parameters are reduced in the
-    autocast dtype, all others in communication_data_type. When absent, all gradients are reduced in the autocast dtype.
-    The operations that autocast runs in lower precision are torch's list in any case."""
+    autocast dtype, all others in communication_data_type. When absent, all gradients are reduced in
+    communication_data_type. The operations that autocast runs in lower precision are torch's list in any case."""
 
 
 class DataTypes(ConfigSection):
     """Dtypes that do not follow from the fp16 and bf16 sections."""
 
     grad_accum_dtype: DtypeName | None = honoured(None)
-    """Dtype in which gradients of micro-batches are accumulated; fp32 when absent, at every stage."""
+    """Dtype in which gradients of micro-batches are accumulated; when absent, that of the master weights (fp32 unless
+    they are in 16 bits), at every stage."""
     param_dtype: DtypeName | None = honoured(None)
     """Dtype of the parameters; must agree with fp16.enabled and bf16.enabled."""
     buffer_dtype: DtypeName | None = honoured(None)

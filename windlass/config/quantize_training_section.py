@@ -22,7 +22,7 @@ class QuantizeSchedule(ConfigSection):
     """Steps at which the bits fall."""
 
     quantize_period: Positive = honoured(1000)
-    """Steps with `start_bits`; each further bit takes twice as many steps as the one before."""
+    """Number of steps with `start_bits`; each further bit takes twice as many steps as the one before."""
     schedule_offset: Count = honoured(1000)
     """Optimizer step from which weights are rounded."""
 
@@ -33,7 +33,7 @@ class QuantizeAlgorithm(ConfigSection):
     q_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
     """`symmetric` around 0, or `asymmetric` with a zero point; without effect at 1 and 2 bits."""
     rounding: Literal["nearest", "stochastic"] = honoured("nearest")
-    """`nearest`: to the nearest value; `stochastic`: up or down at random. Without effect at 1 and 2 bits."""
+    """Rounding to the `nearest` value, or `stochastic`: up or down at random. Without effect at 1 and 2 bits."""
 
 
 class QuantizeTraining(ConfigSection):
@@ -46,7 +46,7 @@ class QuantizeTraining(ConfigSection):
     quantize_schedule: QuantizeSchedule = honoured(QuantizeSchedule)
     """Steps at which the bits fall."""
     quantize_groups: Positive = honoured(1)
-    """Slices of a flattened weight with a scale each."""
+    """Number of slices of a flattened weight. Each slice has its own scale."""
     quantize_algo: QuantizeAlgorithm = honoured(QuantizeAlgorithm, aliases=("quantize-algo",))
     """Rule of rounding."""
     quantize_type: Literal["symmetric", "asymmetric"] | None = honoured(None)

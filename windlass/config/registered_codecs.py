@@ -1,7 +1,7 @@
 """Names of the codecs that keys of the configuration may choose.
 
-`windlass.comm.codec.register_codec` adds a name here. Kept apart from `windlass.comm`, because the configuration is
-checked below it and without torch. `windlass check` runs no user code, so it accepts the built-in names alone.
+`windlass.comm.codec.register_codec` adds a name here. The names are not in `windlass.comm`, because `windlass.config`
+is a lower layer and does not import torch. `windlass check` runs no user code, so it accepts the built-in names alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _needs_error_feedback: dict[str, bool] = {
 
 
 def add_codec(name: str, *, needs_error_feedback: bool) -> None:
-    """Add a codec; the name is free, or its codec is registered again, which the caller checks."""
+    """Add a codec. The caller checks that the name is free, or that an equal codec is registered again."""
     _needs_error_feedback[name] = needs_error_feedback
 
 
 def codec_names() -> KeysView[str]:
-    """Return a view of the names of all codecs; it contains those that are registered later, too."""
+    """Return a view of the names of all codecs, which will include codecs that are registered later."""
     return _needs_error_feedback.keys()
 
 
@@ -38,8 +38,8 @@ def _require_quantizing(name: str) -> str:
         reason = "input should be the name of a registered codec"
     elif _needs_error_feedback[name]:
         reason = (
-            "input should be a codec that needs no error feedback, because no later message corrects gathered weights "
-            "and errors of gradients decay"
+            "input should be a codec that needs no error feedback (weights are sent without it, and that of gradients, "
+            "zeropp_loco_param, decays)"
         )
     else:
         return name

@@ -96,7 +96,8 @@ class Config(ConfigSection):
     dataloader_drop_last: bool = honoured(False)
     """Drop the last batch if it is not full."""
     prescale_gradients: bool = honoured(False)
-    """Divide gradients by the world size before the reduction instead of after it."""
+    """Divide gradients by the world size before the reduction. If false, gradients that are reduced in 16 bits are
+    divided after it."""
     gradient_predivide_factor: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
     """Divide gradients by this factor before the reduction, and by the rest of the world size after it."""
     communication_data_type: DtypeName | None = honoured(None)
@@ -194,7 +195,7 @@ class Config(ConfigSection):
     eigenvalue: Eigenvalue = honoured(Eigenvalue)
     """Curvature of blocks, for `quantize_training`."""
     quantize_training: QuantizeTraining | None = honoured(None)
-    """Bits of weights that fall while the model is trained (MoQ)."""
+    """Training in which the number of bits of the weights decreases (MoQ)."""
     data_efficiency: DataEfficiency = refused(DataEfficiency, "")
     curriculum_learning: CurriculumLearning = refused(CurriculumLearning, "")
     progressive_layer_drop: ProgressiveLayerDrop = refused(ProgressiveLayerDrop, "")
@@ -275,7 +276,7 @@ class Config(ConfigSection):
         if count != world_size:
             where = axes or axes_from_data_loading_size(self, count)
             origin = f"dp_replicate x dp_shard x ep of the world size {world_size} ({world_size_source}): {where}"
-            ranks = batch_sizes.DataLoadingRanks(count, "reading ranks", origin)
+            ranks = batch_sizes.DataLoadingRanks(count, "data-loading ranks", origin)
         return batch_sizes.solve_batch_sizes({key: self._given_batch_size(key) for key in batch_sizes.KEYS}, ranks)
 
     def _given_batch_size(self, key: str) -> GivenBatchSize:

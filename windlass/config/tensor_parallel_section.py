@@ -50,7 +50,7 @@ class TensorParallelPartitionConfig(ConfigSection):
     use_default_specs: bool = honoured(True)
     """Shard layers that no rule matches by the model's own plan; false: replicate them."""
     layer_specs: list[TensorParallelLayerSpec] = honoured(list)
-    """Sharding rules. The first that matches a layer applies; entries of parallel.tensor_table override it."""
+    """Sharding rules. The first rule that matches a layer applies; entries of parallel.tensor_table override it."""
 
 
 class TensorParallelConfig(ConfigSection):
@@ -59,7 +59,7 @@ class TensorParallelConfig(ConfigSection):
     autotp_size: Count = honoured(0)
     """Same as parallel.tp; 0 and 1 have no effect."""
     tp: TensorParallelGroupConfig = honoured(TensorParallelGroupConfig, aliases=("tensor_parallel",))
-    """Another place for the size."""
+    """Section that may also set the size, as `tp_size`."""
     tp_overlap_comm: bool = honoured(False)
     """Same as parallel.tp_overlap_chunks 2, if that key is absent."""
     partition_config: TensorParallelPartitionConfig | None = honoured(None)
@@ -80,7 +80,7 @@ class TensorParallelConfig(ConfigSection):
         None, "write parallel.tensor_table, which matches names of modules"
     )
     kernel_inject: bool = refused(
-        False, "retired: replaced modules; write false", aliases=("replace_with_kernel_inject",)
+        False, "retired: replacement of modules by fused kernels; write false", aliases=("replace_with_kernel_inject",)
     )
 
 

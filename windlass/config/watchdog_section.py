@@ -1,4 +1,4 @@
-"""The `watchdog` section: reports of hangs, and when a hanging run is ended."""
+"""The `watchdog` section: reports of hangs, and the time after which a hanging run is ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `zero_optimization` section: the stage, and the sizes of its communication."""
+"""The `zero_optimization` section: ZeRO stage, sizes of collectives, quantized messages and offload."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class LocoConfig(ConfigSection):
     """Error feedback of quantized gradients."""
 
     err_beta: Annotated[float, Field(ge=0, lt=1), NUMBER] = honoured(0.8)
-    """Weight of the error of before; the rest is the weight of what the last message left out."""
+    """Weight of the previous error; 1 - err_beta is the weight of the part that the last message left out."""
     reset_T: Positive = honoured(1024)  # noqa: N815 - DeepSpeed's spelling
-    """Reductions of a unit after which its errors return to zero."""
+    """Number of reductions of a unit after which its errors return to zero."""
 
 
 class ZeroConfig(ConfigSection):
@@ -59,7 +59,7 @@ class ZeroConfig(ConfigSection):
     overlap_comm: bool | None = honoured(None)
     """Overlap communication with computation; true when absent."""
     round_robin_gradients: bool = honoured(False)
-    """Start the reduction of shards with a different peer on each rank, so that not all wait for the same one."""
+    """Start the reduction of shards with a different peer on each rank, so that not all wait for the same peer."""
     sub_group_size: Positive = honoured(1_000_000_000)
     """Maximum number of elements that the optimizer updates at once."""
     ignore_unused_parameters: bool = honoured(True)
@@ -130,19 +130,19 @@ class ZeroConfig(ConfigSection):
     zero_quantized_weights: bool = honoured(False)
     """All-gather stage-3 parameters in fewer bits (ZeRO++ qwZ)."""
     zero_quantized_nontrainable_weights: bool = honoured(False)
-    """All-gather frozen stage-3 parameters in fewer bits, as the base weights under LoRA."""
+    """All-gather frozen stage-3 parameters in fewer bits, such as the base weights under LoRA."""
     zero_quantized_gradients: bool = honoured(False)
     """Reduce stage-3 gradients in fewer bits, inside a node and then across nodes (ZeRO++ qgZ). A node is
     zero_hpz_partition_size ranks if that is above 1, else the ranks of a host."""
     zeropp_loco_param: LocoConfig | None = honoured(None)
-    """Error feedback of quantized gradients (LoCo); null: none."""
+    """Error feedback of quantized gradients (LoCo); null: no error feedback."""
     zero_quantized_weights_codec: QuantizingCodec = honoured("int8", windlass_only=True)
     """Codec of quantized all-gathers: int8, int4, fp8, bf16, identity, or a name that the script registered with
     windlass.comm.codec.register_codec."""
     zero_quantized_gradients_codec: QuantizingCodec = honoured("int8", windlass_only=True)
-    """Codec of quantized gradients inside a node; any of those of zero_quantized_weights_codec."""
+    """Codec of quantized gradients inside a node, with the choices of zero_quantized_weights_codec."""
     zero_quantized_gradients_codec_across: QuantizingCodec = honoured("int4", windlass_only=True)
-    """Codec of quantized gradients across nodes; any of those of zero_quantized_weights_codec."""
+    """Codec of quantized gradients across nodes, with the choices of zero_quantized_weights_codec."""
     cpu_offload: bool | None = honoured(None)
     """Older spelling of `offload_optimizer: {"device": "cpu"}`."""
     cpu_offload_param: bool | None = honoured(None)

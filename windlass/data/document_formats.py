@@ -15,7 +15,7 @@ from windlass.base.errors import DataError
 _FORMAT_BY_SUFFIX = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
 KNOWN_SUFFIXES = tuple(_FORMAT_BY_SUFFIX)
 _PIECE_BYTES = 2**20
-# Errors of an unreadable file. A damaged .gz is truncated, or is not a gzip stream.
+# Errors of an unreadable file. EOFError and zlib.error are those of a truncated or damaged .gz file.
 READ_ERRORS = (OSError, EOFError, zlib.error)
 
 

@@ -12,7 +12,7 @@ IGNORE_INDEX = -100  # label that cross entropy ignores
 
 
 def choose_held_out(digests: np.ndarray, sizes: np.ndarray, target_bytes: int) -> np.ndarray:
-    """Choose the held-out documents: about `target_bytes`, at most a tenth of the corpus, at least one document.
+    """Choose the held-out documents: at least one, and about `target_bytes` or a tenth of the corpus if that is less.
 
     The choice depends only on the documents' hashes, not on their order. Copies of a held-out document are held out
     too, so the score never includes a text from the training set.
@@ -44,7 +44,7 @@ class HeldOutSet:
     """Held-out tokens in batches, and the conversion of nats to bits per byte.
 
     Every token except the first (an end token before the text) is predicted exactly once, including the end token of
-    each document. The byte count is that of the text.
+    each document. `text_bytes` counts the UTF-8 bytes of the documents, without end tokens.
     """
 
     tokens: np.ndarray  # [tokens]

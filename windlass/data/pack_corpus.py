@@ -33,7 +33,7 @@ class PackedCorpus:
     tokenizer: TextTokenizer
     header: TokenFileHeader
     is_reused: bool
-    documents: int  # before the few documents of a small corpus were split
+    documents: int  # number of documents, before those of a small corpus were split
 
 
 class Corpus:
@@ -49,7 +49,7 @@ class Corpus:
             self._scan()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the documents again.
+        """Yield the documents, which are read from the sources again.
 
         Raises:
             DataError: the number of documents has changed.
@@ -93,14 +93,14 @@ def pack_corpus(
     text_field: str = "text",
     eval_bytes: int = 2**17,
 ) -> PackedCorpus:
-    """Return the corpus packed into `directory/tokens.bin`. An undamaged token file of the same text is reused.
+    """Return the corpus packed into `directory/tokens.bin`. An undamaged file of the same text and settings is reused.
 
     Args:
         specs: sources for `corpus_sources.find_sources`.
         tokenizer_dir: tokenizer to use. Without it a BPE is trained on the training documents and stored in
             `directory/tokenizer`.
         vocab_size: vocabulary size of the trained BPE.
-        eval_bytes: bytes of held-out text, at most a tenth of the corpus.
+        eval_bytes: approximate bytes of held-out text; a tenth of the corpus if that is less.
 
     Raises:
         DataError: there is no readable text, the tokenizer is invalid, or the disk is full.
@@ -156,7 +156,7 @@ def _build_key(recipe: dict[str, str | int | None], tokenizer: TextTokenizer) ->
 
 
 def _tokenizer_sample(corpus: Corpus, held_out: np.ndarray) -> Iterator[str]:
-    """Yield training documents of about `_SAMPLE_BYTES`, at least one, drawn evenly by their hashes."""
+    """Yield training documents of about `_SAMPLE_BYTES`, at least one, chosen by their hashes."""
     order = np.argsort(corpus.digests, kind="stable")
     order = order[~held_out[order]]
     before = np.cumsum(corpus.sizes[order]) - corpus.sizes[order]

@@ -62,7 +62,7 @@ class SequenceLoader:
         return self._sampler.consumed / self._sampler.length
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream, equal on all ranks. [Note: sample order]"""
+        """Return the position in the stream, equal on all ranks; see [Note: sample order]."""
         return {"consumed": self._sampler.consumed, "seed": self._sampler.seed} | self._data_identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class CyclingLoader:
             self.loader.load_state_dict(state)
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check the loader's state."""
+        """Check a state with the loader's `check`, if the loader has one."""
         if hasattr(self.loader, "check"):
             self.loader.check(state)
 
@@ -238,7 +238,7 @@ def make_loader(
     """Make a loader of this rank's micro-batches of `dataset`. Every rank reads an iterable dataset completely.
 
     Args:
-        custom_sampler: sampler of this rank's samples, in place of the resumable one.
+        custom_sampler: sampler of this rank's samples; None: an `EpochSampler`, which makes the loader resumable.
 
     Raises:
         DataError: the dataset is empty.

@@ -95,8 +95,8 @@ class StreamSampler:
 class EpochSampler:
     """Sampler of one epoch at a time in the order of `torch.utils.data.DistributedSampler`, resumable inside an epoch.
 
-    Rank r takes the ids at r, r + world_size, ... of the rest of the epoch. Its length is first made a multiple of the
-    world size, by repeating ids from the beginning of the epoch, or with `drop_last` by dropping the last ones.
+    Rank r takes the ids at r, r + world_size, ... of the rest of the epoch. The rest's length is first made a multiple
+    of the world size, by repeating ids from the beginning of the epoch, or with `drop_last` by dropping the last ids.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class TokenWriter:
         documents: int,
         key: str,
     ) -> None:
-        """Write the header and rename the file to its final name, which is atomic."""
+        """Write the header, and rename the file atomically to its final name."""
         header = TokenFileHeader(
             self._vocab_size,
             eos,

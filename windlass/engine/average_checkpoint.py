@@ -1,4 +1,4 @@
-"""Averages of the parameters in a checkpoint, named `average/NAME/PARAMETER`."""
+"""Saving and loading of averages of the parameters, stored in a checkpoint as `average/NAME/PARAMETER`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class AverageLoader:
 
     Args:
         metadata: result of `average_metadata` at the save; None: load no averages.
-        saved_names: names of the tensors in the checkpoint. A trained parameter without a saved average (of a layer
-            that was frozen, or is new) starts its average as a copy of its weight.
+        saved_names: names of the tensors in the checkpoint. A trained parameter without a saved average, because its
+            layer was frozen or is new, starts its average as a copy of its weight.
     """
 
     def __init__(self, model: ShardedModel, metadata: dict[str, Any] | None, saved_names: Container[str]) -> None:
@@ -49,11 +49,11 @@ class AverageLoader:
         self._matched = [(one, metadata[name]) for name, one in own.items() if name in metadata]
         for name in sorted(set(metadata) ^ set(own)):
             where = (
-                "in the checkpoint, but not in this run"
+                "in the checkpoint, but not in this run, and is not loaded: create it before load_checkpoint"
                 if name in metadata
-                else "in this run, but not in the checkpoint"
+                else "in this run, but not in the checkpoint, and keeps its present values"
             )
-            logger.warning(f"the average {name!r} of the parameters is {where}: it is unchanged")
+            logger.warning(f"the average {name!r} of the parameters is {where}")
         self._loaded: list[tuple[ExponentialMovingAverage, Unit, torch.Tensor]] = []
         self.shards: list[FlatShard] = []
         for average, before in self._matched:

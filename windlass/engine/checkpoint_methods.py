@@ -38,7 +38,7 @@ class CheckpointMethods(EngineParts):
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return full parameters, buffers and extra states (`get_extra_state`), named as in a plain `state_dict()`.
 
-        They are on the CPU of rank 0; other ranks get an empty dictionary. Collective.
+        Rank 0 gets the dictionary, with CPU tensors; other ranks get an empty dictionary. Collective.
         """
         self._require_ready("full_state_dict")
         self._sharded.scheduler.sync(SyncPoint.STATE_READ)
@@ -53,8 +53,8 @@ class CheckpointMethods(EngineParts):
     ) -> tuple[list[str], list[str]]:
         """Load a plain `model.state_dict()` of full tensors, the same on every rank. Collective, between steps.
 
-        Master weights take its values at the precision of the given tensors, up to float32; parameters are updated from
-        them.
+        Master weights take the given values at their precision, up to float32; parameters are updated from the master
+        weights.
 
         Args:
             state_dict: the state dictionary, or a dictionary that holds it under the key `module`.
@@ -63,10 +63,11 @@ class CheckpointMethods(EngineParts):
             fetch_z3_params: accepted and ignored; the given tensors are full at every stage.
 
         Returns:
-            Names that are missing in the state dictionary, and names that the model does not have.
+            List of the names that are missing in the state dictionary, and list of the names that the model lacks.
 
         Raises:
-            CheckpointError: there are such names and `strict` is set, or a shape differs. Nothing was changed.
+            CheckpointError: a name is in one of these lists and `strict` is set, or a shape differs. Nothing was
+                changed.
         """
         self._require_ready("load_module_state_dict")
         if isinstance(state_dict.get("module"), Mapping):
@@ -86,8 +87,8 @@ class CheckpointMethods(EngineParts):
     ) -> dict[str, Any]:
         """Return `module.state_dict(...)`, optionally without frozen parameters.
 
-        At stage 3 parameters are sharded, and this raises outside of `GatheredParameters`, as `module.state_dict()`
-        does. `full_state_dict` gathers them instead.
+        At stage 3 parameters are sharded: outside of `GatheredParameters` this method raises an error, as
+        `module.state_dict()` does. `full_state_dict` gathers the parameters instead.
         """
         state: dict[str, Any] = self._module().state_dict(
             destination=cast("dict[str, Any]", destination), prefix=prefix, keep_vars=keep_vars
@@ -120,7 +121,8 @@ class CheckpointMethods(EngineParts):
         refused = "stage3_gather_16bit_weights_on_model_save" in zero.model_fields_set
         if self._sharded.policy.stage == 3 and refused and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
-                "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
+                "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is false; "
+                "write true"
             )
             return False
         self._require_ready("save_16bit_model")

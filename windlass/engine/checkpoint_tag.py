@@ -7,7 +7,7 @@ from windlass.base.log import logger
 
 
 class TagError(CheckpointError, AssertionError):
-    """Error for ranks that save under different tags. DeepSpeed raises an AssertionError there, so this is one too."""
+    """Error for ranks that save under different tags. An AssertionError too, because DeepSpeed raises one."""
 
 
 def agree_on_tag(tags: list[str], tag_validation: str) -> str:
@@ -25,5 +25,7 @@ def agree_on_tag(tags: list[str], tag_validation: str) -> str:
                 f"ranks save under different tags ({tags_text}), and checkpoint.tag_validation is FAIL; pass the same "
                 "tag on all ranks"
             )
-        logger.warning("ranks save under different tags (%s): rank 0's tag is used", tags_text)
+        logger.warning(
+            "ranks save under different tags (%s): rank 0's tag is used; pass the same tag on all ranks", tags_text
+        )
     return tags[0]

@@ -79,17 +79,17 @@ def find_unfit_states(
     saved: GroupMetadata,
     states: Mapping[str, Mapping[str, str]],
 ) -> dict[str, str]:
-    """Return the parameters whose saved states another optimizer made: states that a step needs are missing.
+    """Find parameters whose saved states lack a state that a step needs, because another optimizer saved them.
 
-    Only classes are compared whose states are known before a step.
+    Only optimizer classes whose states can be determined before a step are checked.
 
     Args:
         current: `group_metadata` of the optimizer.
-        saved: that of the checkpoint.
+        saved: `group_metadata` in the checkpoint.
         states: names and kinds of the saved states, by parameter.
 
     Returns:
-        The reason, by name of the parameter.
+        `{name of the parameter: description of the missing states}`.
     """
     found: dict[str, str] = {}
     if not (is_elementwise(optimizer) or get_step_class(optimizer) in _WHOLE_WITH_KNOWN_STATES):
@@ -97,7 +97,7 @@ def find_unfit_states(
     for number, (group, source) in enumerate(zip(optimizer.param_groups, match.source, strict=True)):
         loaded = {} if source is None else saved[source]["values"]
         options = {**group, **{key: loaded[key] for key in _STATE_OPTIONS if key in loaded and key in group}}
-        needed: dict[int, set[str]] = {}  # by number of dimensions
+        needed: dict[int, set[str]] = {}  # names of the states that a step needs, by number of dimensions
         for name, parameter in zip(current[number]["parameters"], group["params"], strict=True):
             if not (given := states.get(name)):
                 continue
@@ -120,9 +120,15 @@ def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
             if key in SCALAR_STATES and isinstance(value, (bool, int, float)):
                 require_compatible(value, 0, f"the state {key!r} of {name!r}")
                 if key == "step" and not 0 <= value < _LARGEST:
-                    raise CheckpointError(f"the state 'step' of {name!r} is {value!r:.60} in the checkpoint")
+                    raise CheckpointError(
+                        f"the state 'step' of {name!r} is {value!r:.60} in the checkpoint, which is not a step count; "
+                        "load another checkpoint, or load with load_optimizer_states=False"
+                    )
             elif key in SCALAR_STATES and not isinstance(value, torch.Tensor):
-                raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, not a number")
+                raise CheckpointError(
+                    f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, which is not a number; load "
+                    "another checkpoint, or load with load_optimizer_states=False"
+                )
 
 
 def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
@@ -175,7 +181,10 @@ def check_saved_position(loader: Any, saved: Mapping[str, Any] | None) -> None:
             raise CheckpointError(f"the data position of the checkpoint has no {key!r}; load another checkpoint")
         require_compatible(saved[key], value, f"{key!r} of the data position")
         if isinstance(value, int) and not 0 <= saved[key] < _LARGEST:
-            raise CheckpointError(f"{key!r} of the data position is {saved[key]!r:.60}; load another checkpoint")
+            raise CheckpointError(
+                f"{key!r} of the data position is {saved[key]!r:.60} in the checkpoint, which is not a count; load "
+                "another checkpoint, or load with load_data_position=False"
+            )
 
 
 def check_rng_state(state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Propagation of errors: if one rank raises in a collective action, all ranks raise, so that none waits for it."""
+"""Propagation of errors: if one rank raises in a collective action, all ranks raise, so that no rank waits for it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SUCCEEDED, _EXHAUSTED, _FAILED = range(3)
 
 
 class PeerMemoryError(PeerError, torch.OutOfMemoryError):
-    """`PeerError` raised because a rank ran out of memory.
+    """`PeerError` raised because all failed ranks ran out of memory.
 
-    A script that catches OutOfMemoryError catches it on every rank.
+    A script that catches OutOfMemoryError thus catches the failure on every rank.
     """
 
 
@@ -61,7 +61,7 @@ class CollectiveErrorCheck:
         """Raise if any rank has an error. Collective.
 
         Args:
-            error: this rank's error, which is raised here.
+            error: this rank's error, which is raised on this rank; None: this rank has succeeded.
             action: description of what this rank did, for messages.
             consequence: description of the model's state after a failure.
 

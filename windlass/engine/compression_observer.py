@@ -19,7 +19,7 @@ from windlass.engine.training_engine import Engine
 
 
 class CompressionObserver(EngineObserver):
-    """Observer that updates masks that follow gradients, and bits that follow curvature.
+    """Observer that updates masks from gradients, and bit widths from curvature.
 
     Args:
         mesh: the ranks of the model.

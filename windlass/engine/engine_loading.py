@@ -169,7 +169,9 @@ class _OpenCheckpoint:
 def load_engine(
     engine: EngineState, directory: str, tag: str | None, options: LoadOptions
 ) -> tuple[str, dict[str, Any]] | None:
-    """Load a checkpoint as `Engine.load_checkpoint` describes. Return its path and plain data, or None without one."""
+    """Load a checkpoint as `Engine.load_checkpoint` describes. Return its path and plain data, or None if there is no
+    checkpoint.
+    """
     model = engine.sharded
     require_unchanged_model(model)
     engine.async_save.finish()  # the async save in flight may be the requested checkpoint
@@ -184,8 +186,8 @@ def load_engine(
     _load_rest(opened, loaded_state)
     if unknown := sorted(unknown_classes(loaded_state.plain["client"])):
         logger.warning(
-            "the client state of %s has objects that are not rebuilt (UnknownObject), of %s; import the class and "
-            "call torch.serialization.add_safe_globals([it]) before load_checkpoint",
+            "the client state of %s has objects of classes not registered as safe, which became UnknownObject: %s; "
+            "import each class and pass it to torch.serialization.add_safe_globals before load_checkpoint",
             loaded_state.path,
             ", ".join(unknown[:3]),
         )
@@ -299,10 +301,10 @@ def _load_rest(opened: _OpenCheckpoint, loaded_state: LoadedState) -> None:
 def _unfit_states(
     engine: EngineState, matched: GroupMatch, plain: dict[str, Any], options: LoadOptions
 ) -> dict[str, str]:
-    """Return why saved states of parameters do not fit this optimizer, by parameter.
+    """Return the parameters whose saved states do not fit this optimizer, each with the reason.
 
     Raises:
-        CheckpointError: there is one, and states must match.
+        CheckpointError: there is such a parameter, and `load_optimizer_strict` is set.
     """
     assert engine.optimizer is not None
     check_saved_groups(engine.optimizer, matched, plain["groups"])
@@ -337,7 +339,10 @@ def _restore_position(
         # Ranks along tp must draw the same numbers, and ranks that compute other samples should not.
         moved = [axis for axis in ("pp", "sp", "tp") if axis in saved and saved[axis] != here.size(axis)]
         if loaded.saved_world_size != engine.sharded.mesh.world.size or random is None:
-            parts.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
+            parts.append(
+                f"random states unchanged (a checkpoint of {plural(loaded.saved_world_size, 'rank')} has none for this "
+                "run)"
+            )
         elif moved:
             sizes = ", ".join(f"{axis} {saved[axis]}" for axis in moved)
             parts.append(f"random states unchanged (saved with {sizes})")
@@ -356,7 +361,7 @@ def _verify_fingerprint(
     """Compare the fingerprint of the loaded values with the saved one. Collective.
 
     Args:
-        comparable: True for parameters and for states if they were loaded completely and without conversion.
+        comparable: two flags, for parameters and for states: True if they were loaded completely, without conversion.
 
     Raises:
         CheckpointError: the fingerprints differ.
@@ -391,7 +396,7 @@ def _load_tensors(
         on_overwrite: called on all ranks before the first of the engine's tensors is filled.
 
     Returns:
-        The loaded state, and whether parameters and states are now bit by bit equal to the saved ones.
+        The loaded state, and two flags, for parameters and for states: True if they equal the saved ones bit by bit.
     """
     options, plain, saved, with_states = opened.options, opened.plain, opened.saved, opened.loads_states
     model = opened.engine.sharded
@@ -500,7 +505,7 @@ def _load_or_mark_lost(
 def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
     """Return the saved scheduler state, adapted to the current number of optimizer groups.
 
-    Lists with another length than the saved ones keep their current values.
+    A list whose saved length differs from the current one keeps its current values.
     """
 
     def fits(key: str, value: Any) -> bool:
@@ -510,7 +515,7 @@ def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) ->
     left = [key for key, value in saved.items() if not fits(key, value)]
     if left:
         logger.warning(
-            f"{', '.join(left)} of the learning rate scheduler are unchanged: the number of groups differs from the "
-            "saved one"
+            f"{', '.join(left)} of the learning rate scheduler keep their present values: the number of optimizer "
+            "groups differs from the saved one; set them if the saved ones are needed"
         )
     return {**saved, **{key: current[key] for key in left}}

@@ -58,7 +58,7 @@ class EngineObserver:
         """Observe the end of `load_checkpoint`. Collective calls are allowed."""
 
     def on_weights_edited(self) -> None:
-        """Observe that parameters, master weights or states are about to be replaced, by a load too."""
+        """Observe that parameters, master weights or states are about to be replaced, e.g. by a load."""
 
     def on_gradient_dropped(self, name: str, zero: bool) -> None:
         """Observe that the script drops the gradient of the parameter `name`, or, with `zero`, sets it to zero."""

@@ -2,9 +2,9 @@
 
 [Note: files of an engine] The class of an engine is written in several files: `training_engine` has forward, backward
 and step; `query_methods` and `checkpoint_methods` are base classes; `pipeline_engine` and `windlass.compat` subclass
-it. `EngineParts` declares every private name that crosses one of these files, and
-`tests/unit/test_engine_interfaces.py` checks it. Other files use an engine's public names, or receive the parts that
-they need, as `EngineState` does.
+it. `EngineParts` declares every private name that more than one of these files uses, which
+`tests/unit/test_engine_interfaces.py` checks. Other files use an engine's public names, or receive the parts that they
+need, as `EngineState` does.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class EngineParts:
         raise NotImplementedError
 
     def _loaded_client_state(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return what `load_checkpoint` returns as the client state, from the plain data of a checkpoint."""
+        """Return the client state for the caller of `load_checkpoint`, from the plain data of a checkpoint."""
         raise NotImplementedError
 
     def _report_external_gradients(self, names: list[str]) -> None:

@@ -49,9 +49,9 @@ class EngineReporter:
     """Log lines and monitors of one engine. Only rank 0 logs.
 
     Args:
-        config: sets the interval of log lines, and the monitors.
+        config: configuration with the interval of log lines, the monitors and the profilers.
         engine: the engine to report on.
-        has_monitor: write values to the configured monitors.
+        has_monitor: True to write values to the configured monitors and to the record of the run.
     """
 
     def __init__(self, config: Config, engine: ReportedEngine, *, has_monitor: bool) -> None:
@@ -179,7 +179,7 @@ class EngineReporter:
         self._step_ended = now
 
     def _mean_loss(self) -> float:
-        """Return the mean loss of the step's micro-batches on this rank; NaN if the engine saw none."""
+        """Return the mean loss of the step's micro-batches on this rank; NaN if no loss was recorded."""
         return (self._loss_sum / self._losses).item() if self._loss_sum is not None else math.nan
 
     def _write_metrics(self, step: int, log_line: bool) -> None:
@@ -216,7 +216,12 @@ class EngineReporter:
         return self._profiler.profile if self._profiler is not None else None
 
     def report(self, model: ShardedModel) -> dict[str, Any]:
-        """Return the memory report of `Engine.report` for the engine's sharded model."""
+        """Return the report of `Engine.report`: `memory_report`, and the traffic of the last step.
+
+        Further keys: `payload`, parameter elements that entered collectives, by operation; `payload_elements`, their
+        sum, in which an all-reduce counts twice; `bytes_moved` and `bytes_across_nodes`, bytes received by operation;
+        `flops`, the profile of a micro-batch as plain data, or None.
+        """
         found = memory_report(model)
         found["payload"] = dict(self._last_payload)
         found["payload_elements"] = sum(self._last_payload.values())
@@ -239,13 +244,13 @@ class EngineReporter:
 
 
 def _count_parameters(model: ShardedModel) -> tuple[int, int]:
-    """Return the numbers of elements of the whole model, and of those that are trained. Collective over a pipeline."""
+    """Return the number of elements of the whole model, and the number of trained ones. Collective over a pipeline."""
     mesh, counts = model.mesh, []
     for units in (model.units, [slot.unit for slot in model.slots]):
         counts.append(0)
         for placement in (one for unit in units for one in unit.placements):
             if placement.shared_stages and placement.shared_stages[0] != mesh.pp.index:
-                continue  # counted on the first rank that has it
+                continue  # a parameter that stages share is counted on the first of them
             is_elsewhere_too = placement.is_expert and "ep" not in placement.sharded_axes
             counts[-1] += math.prod(placement.global_shape) * (mesh.ep.size if is_elsewhere_too else 1)
     if mesh.pp.size > 1:
@@ -262,12 +267,12 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
     """Return the bytes that this rank keeps between steps.
 
     Returns:
-        `disk`: `IoRates` of the NVMe tier since the engine was built, all zero without one; `slots`: bytes by (slot,
-            tier). Slots are `param`, `grad`, `master`, the optimizer's states (`exp_avg`, ...), including per-rank ones
-            (`worker_error`), and with delayed updates `grad in update` and `next param`; `payload_elements`: parameter
-            elements that entered collectives in the last step, an all-reduce counted twice, `payload`: the same by
-            operation; `transit`: bytes of the reduction buffers; `units`: names, elements, and bytes by slot of each
-            unit; `gathered_elements` and `gathered`: units that are unsharded now and could be resharded;
+        `stage`; `transport`: name of the transport; `disk`: `IoRates` of the NVMe tier since the engine was built, all
+            zero without this tier; `slots`: bytes by (slot, tier). Slots are `param`, `secondary` (second copy of
+            hpZ), `grad`, `master`, the optimizer's states (`exp_avg`, ...), including per-rank states
+            (`worker_error`), and with delayed updates `grad in update` and `next param`; `units`: names, elements, and
+            bytes by slot of each unit; `transit`: bytes of the reduction buffers; `gathered` and `gathered_elements`:
+            first parameter of each unit that is unsharded now and could be resharded, and the elements of these units;
             `padding_elements`; `delayed_update`: `seconds` is the duration of the last finished update in the
             background, `waited` the part of it that a step waited for; None without delayed updates.
     """
@@ -332,7 +337,7 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     """Return the log lines that describe a run before its first step."""
     total = sum(unit.numel for unit in model.units)
     trained = sum(slot.unit.numel for slot in model.slots)
-    # Quantised parameters are not what the table describes.
+    # The table describes floating-point parameters, not quantized ones.
     first = next((unit.dtype for unit in model.units if is_castable(unit.dtype)), torch.float32)
     table = config.dtype_table(dtype_name(first))
     released = sum(1 for unit in model.units if unit.reshards)

@@ -82,7 +82,8 @@ def save_engine(
     storage_of = _chunk_storages(model, blocking)
     units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
     absent = frozen_parameter_names(model) if exclude_frozen_parameters else frozenset()
-    # An async save must not read all values before it returns; a blocking one has the time to dequantize states.
+    # The fingerprint is computed while values are written. That is impossible for quantized states, so a blocking save
+    # computes the fingerprint before. An async save must not read all values first, so it leaves such states out.
     streams = not (blocking and has_coded_states(model))
     taken = None if streams else compute_fingerprint(model, units, "nothing is saved", absent)
     streamed: list[StreamedFingerprint] = []
@@ -97,7 +98,7 @@ def save_engine(
             collect_state_fragments(model.update, storage_of, states)
         if streams:
             streamed.append(StreamedFingerprint(model, units, absent))
-        position = data_position(engine.training_dataloader)  # may raise: the state of a loader of another library
+        position = data_position(engine.training_dataloader)  # may raise if the loader is another library's
         if in_step:
             position = position_in_step(engine.step_start_position, position)
         return {**states.metadata(), "data": position, "tag": name}
@@ -112,7 +113,8 @@ def save_engine(
         **engine.metadata,
     }
     require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
-    # first ranks save their buffers; those of other ranks may differ until the next forward (engine/module_buffers)
+    # Only the first ranks save their buffers; the buffers of other ranks may differ until the next forward
+    # (engine/module_buffers).
     tensors = states.tensors | persistent_buffers(model.model, modules_with_saved_buffers(model.model, model.mesh))
     state = SavedState(
         [*shards, *states.shards, *rank_state_shards(model), *average_checkpoint.average_shards(model)],
@@ -174,8 +176,8 @@ def _plain_data(
     places = [one["data"] for one in results]
     if len({repr(place) for place in places}) > 1:
         logger.warning(
-            "ranks are at different data positions, and a load resumes at that of rank 0, so some samples are "
-            "repeated and others skipped: %s",
+            "ranks are at different data positions (%s), and a load resumes at that of rank 0, so some samples are "
+            "repeated and others skipped; read equally many samples on all ranks before a save",
             "; ".join(f"rank {rank}: {place!s:.80}" for rank, place in enumerate(places)),
         )
     return {

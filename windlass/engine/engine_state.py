@@ -23,8 +23,8 @@ class EngineState:
         raw_config: the configuration as the script gave it.
         step_start_position: data position at the start of the current step.
         metadata: plain data of the engine's class, saved beside the state under keys of its own.
-        saved_tags: directories and tags of the checkpoints that the engine wrote; a save adds its own on the rank that
-            removes old checkpoints.
+        saved_tags: directories and tags of the checkpoints that the engine wrote; a save adds its directory and tag on
+            the rank that removes old checkpoints.
     """
 
     sharded: ShardedModel

@@ -1,9 +1,9 @@
 """Error feedback of quantized reductions (LoCo) as per-rank states, so that checkpoints hold it.
 
 See [Note: per-rank states] and [Note: quantized messages]. A checkpoint holds the errors of each parameter, and the
-number of its reductions, which decides when they return to zero. The numbers of a unit differ if the saved run had
-other units. On another number of ranks each rank gets an equal share of the sum of the saved errors. Errors are in
-units of the scaled gradients.
+number of its reductions, which decides when the errors return to zero. Parameters of a unit may have different numbers
+if the saved run had other units. On another number of ranks each rank gets an equal share of the sum of the saved
+errors. Errors are in units of the scaled gradients.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ERROR, REDUCTIONS = "loco_error", "loco_reductions"
 
 
 def error_feedback_states(model: ShardedModel) -> Iterator[RankState]:
-    """Yield the states of all units, zeros for those that were not reduced yet. None before the first reduction.
+    """Yield the states of all units, zeros for units that were not reduced yet; nothing before the first reduction.
 
-    A load needs the states of all parameters, since it does not know the units of the saved run.
+    A load needs the states of all parameters, since the saved run may have had other units.
     """
     lanes = list(_lanes(model))
     if all(errors.flat is None for _, errors in lanes):
@@ -37,7 +37,7 @@ def error_feedback_states(model: ShardedModel) -> Iterator[RankState]:
 def open_error_feedback(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
     """Prepare for the load of a checkpoint that has the per-rank states `saved`.
 
-    Return the names of those that this model does not need.
+    Return the names of the saved states that this model does not need.
     """
     found = frozenset(saved) & {ERROR, REDUCTIONS}
     lanes = list(_lanes(model))
@@ -49,7 +49,7 @@ def open_error_feedback(model: ShardedModel, saved: Collection[str]) -> frozense
 
 
 def rescale_error_feedback(model: ShardedModel, factor: float) -> None:
-    """Multiply all errors by `factor`, the quotient of the new loss scale and that of the errors."""
+    """Multiply all errors by `factor`, the new loss scale divided by the loss scale of the errors."""
     for _, errors in _lanes(model):
         if errors.flat is not None:
             errors.flat.mul_(factor)

@@ -20,7 +20,7 @@ def collect_extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_plain_extra_states(model: nn.Module) -> dict[str, Any]:
-    """Return the extra states that are plain data, which a checkpoint can hold. Log a warning for each other one."""
+    """Return the extra states that are plain data, which a checkpoint can hold. Log a warning for each other state."""
     states = collect_extra_states(model)
     for name in list(states):
         try:

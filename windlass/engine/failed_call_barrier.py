@@ -1,10 +1,10 @@
 """Barrier that keeps ranks that compute a sample together at the same call after one of them raised.
 
 [Note: incomplete forwards] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's
-forward and backward. Suppose that one rank raises there and its script catches the error. Its next collective would
-then match a collective of the forward that the others are still in. If shapes are equal, there is no error, and the
-results are wrong. So the failed rank waits, at its next call of the engine, until the other ranks have posted that they
-failed in the same call too (e.g. because all got the same bad input). Failures are posted in the rendezvous store,
+forward and backward. Suppose that one rank raises there and its script catches the error. The rank's next collective
+would then match a collective of the forward that the other ranks still run. If shapes are equal, there is no error, and
+the results are wrong. So the failed rank waits, at its next call of the engine, until the other ranks have posted that
+they failed in the same call too (e.g. because all got the same bad input). Failures are posted in the rendezvous store,
 since the process groups may be in use. If the other ranks did not fail, all ranks wait at different places, which the
 watchdog detects and reports.
 
@@ -43,7 +43,7 @@ class FailedCallBarrier:
     """Barrier of one engine. Its construction is collective.
 
     Args:
-        mesh: the mesh that defines which ranks compute together.
+        mesh: mesh of the model; its tp, sp and ep axes determine the ranks that compute together.
         gathers: True if forwards all-gather parameters over data-parallel ranks.
     """
 
@@ -56,7 +56,7 @@ class FailedCallBarrier:
         # Pipeline stages run forwards and backwards in orders of their own; `CollectiveErrorCheck` handles their
         # failures.
         self._compares = bool(self._peers) and mesh.pp.size == 1
-        # other ranks may still need this rank at the start of these calls
+        # At the start of these calls, other ranks may still need this rank for a collective.
         served = ("step",) if mesh.ep.size > 1 else ()
         self._resumes = not (served and gathers)
         self._later = ("forward", *served) if self._resumes else _CALLS
@@ -121,7 +121,8 @@ class FailedCallBarrier:
     def begin(self, what: str) -> None:
         """Send to the other ranks which of `_CALLS` begins here. Collective.
 
-        A forward continues at once, and compares before its first collective along an axis.
+        A forward continues at once, and compares the calls before its first collective along an axis. With ep, this
+        also holds for a step or, if forwards all-gather parameters, for every call.
 
         Raises:
             PeerError: another rank skipped this call. Nothing of it was computed.

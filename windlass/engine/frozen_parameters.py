@@ -2,9 +2,9 @@
 
 [Note: adapters] If few parameters are trained, the frozen ones usually come from a pretrained model that can be loaded
 again. So by default a checkpoint leaves frozen parameters out if the trained ones are at most a tenth of all elements.
-It holds hashes of the frozen ones, and a load raises if the model's frozen parameters have other hashes. Above a tenth
-they are saved: leaving them out would save little, and could lose values that exist nowhere else (layers that were
-frozen in the middle of a run, or that were never trained at all).
+Such a checkpoint holds hashes of the frozen parameters, and a load raises if the model's frozen parameters have other
+hashes. Above a tenth, frozen parameters are saved: leaving them out would save little, and could lose values that exist
+nowhere else (layers that were frozen in the middle of a run, or that were never trained at all).
 
 Hashing reads all of the base model, so hashes are cached per unit. A unit is hashed again only if it may have changed:
 the local shard of a resharding unit was written, or a persistent parameter was changed in place or has new storage.
@@ -41,7 +41,7 @@ def trains_adapters(model: ShardedModel) -> bool:
 
 
 def frozen_parameter_names(model: ShardedModel) -> frozenset[str]:
-    """Return the names of the parameters that were never trained here. Some may share a unit with unfrozen ones."""
+    """Return the names of the parameters that were never trained here. A unit may also have unfrozen parameters."""
     return frozenset(name for name, _ in model.unhooked_parameters())
 
 
@@ -91,7 +91,8 @@ def check_frozen_parameters(
         "are not in this model": [name for name in saved_hashes if name not in known],
     }
     differences = [
-        f"{len(names)} of {len(here)} frozen parameters {what}: {', '.join(names[:8])}" + ", ..." * (len(names) > 8)
+        f"{len(names)} frozen parameters (this model has {len(here)}) {what}: {', '.join(names[:8])}"
+        + ", ..." * (len(names) > 8)
         for what, names in differs.items()
         if names
     ]

@@ -39,10 +39,10 @@ class _Sender:
 class FullParameterGather:
     """Gathering of the full parameters of units on rank 0. Collective over all ranks, each with its own units.
 
-    Parameters that a script gave other memory (`p.data = ...`) are read from there, and keep it.
+    If a script gave a parameter other memory (`p.data = ...`), its values are read from that memory, which it keeps.
 
     Attributes:
-        entries: announcements of all parameters, on every rank.
+        entries: announcements of all parameters, on rank 0; other ranks may have none.
     """
 
     def __init__(self, model: ShardedModel, units: Iterable[Unit], names: dict[int, list[str]]) -> None:
@@ -139,7 +139,7 @@ class FullParameterGather:
 
 def _is_sending_rank(unit: Unit, mesh: Mesh) -> bool:
     """Return True if this rank sends the unit: it is the first rank that holds, or all-gathers, the full unit."""
-    # experts that differ from those of the other ranks along ep
+    # True for experts that differ from those of the other ranks along ep.
     apart = unit.kind.is_expert and unit.placements[0].is_full
     data = unit.dp_group.mesh.data if apart else mesh.dense.data
     first_stage = unit.kind.shared_stages[0] if unit.kind.shared_stages else mesh.pp.index

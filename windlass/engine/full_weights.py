@@ -129,7 +129,7 @@ def _names_by_parameter(model: ShardedModel) -> dict[int, list[str]]:
 
 
 def _gather_buffers(model: ShardedModel) -> dict[str, torch.Tensor]:
-    """Return copies of the persistent buffers of all stages and experts, on rank 0; other ranks have some of them.
+    """Return copies of the persistent buffers of all stages and experts on rank 0; other ranks may get only some.
 
     Collective.
     """
@@ -143,7 +143,7 @@ def _gather_buffers(model: ShardedModel) -> dict[str, torch.Tensor]:
 def _named_persistent_buffers(
     model: ShardedModel, modules: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers with all their names; of some modules, if they are given."""
+    """Yield `(name, buffer)` for each name of a persistent buffer in `modules`; None: in all modules."""
     for prefix, module in model.model.named_modules(remove_duplicate=False):
         if modules is not None and module not in modules:
             continue

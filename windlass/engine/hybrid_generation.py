@@ -28,7 +28,7 @@ class HybridGeneration:
     module is in eval mode.
 
     Args:
-        sharded: the sharded model of the training engine, which may change.
+        sharded: function that returns the sharded model of the training engine, which `refresh` may replace.
         options: options of the inference engine.
         releases_cache: free the KV cache after each call.
     """
@@ -60,7 +60,10 @@ class HybridGeneration:
         """Call a function with the engine; None if the unsharded parameters do not fit in memory on some rank."""
         sharded = self._sharded()
         if sharded.mesh.pp.size > 1:
-            raise ModelError("generate needs all layers on each rank, and parallel.pp splits them; export the model")
+            raise ModelError(
+                f"parallel.pp distributes the layers over {sharded.mesh.pp.size} ranks, and generate needs all of them "
+                "on each rank; save a checkpoint, run `windlass export`, and generate with windlass.LLM"
+            )
         sharded.finish_update()
         with unsharded_for_generation(sharded) as fits:
             if not fits:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InitializeObserver:
-    """Observer that sees every model before it is sharded and every engine when it is built.
+    """Observer that `initialize` calls with every model before it is sharded, and with every engine that is built.
 
     This base class does nothing.
 
@@ -25,11 +25,13 @@ class InitializeObserver:
     config_override: Any = None
 
     def change_config(self, source: Any) -> Any:
-        """Return the configuration to use in place of the script's `source`; None: keep it. Called if there is no
-        override."""
+        """Return the configuration to use in place of `source`; None: keep `source`.
+
+        `source` is `config_override` if that is set, else the script's configuration.
+        """
 
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        """Observe `model` before it is sharded; `optimizer` steps its parameters. Called on every rank."""
+        """Observe a model before it is sharded, and its optimizer, if it has one. Called on every rank."""
 
     def after_initialize(self, engine: Engine) -> None:
         """Observe the engine of the model that `before_sharding` observed. Called on every rank."""

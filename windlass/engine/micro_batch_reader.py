@@ -18,7 +18,7 @@ class MicroBatchReader:
         mesh: the mesh that defines which ranks compute the same samples.
 
     Attributes:
-        transform: function applied to each micro-batch; None: none.
+        transform: function applied to each micro-batch; None: micro-batches are returned as they were read.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -36,13 +36,13 @@ class MicroBatchReader:
 
         Args:
             count: number of micro-batches.
-            data: source for this call; by default the one that was set.
+            data: source for this call; by default the source that was set.
             purpose: name of the calling method, for messages.
-            loader: becomes the source, repeated forever, if none was set.
+            loader: data loader that becomes the source, repeated forever, if no source was set.
 
         Raises:
             StopIteration: there are no more micro-batches.
-            DataError: there are too few, or there is no source.
+            DataError: fewer than `count` micro-batches are left, or there is no source.
         """
         if data is None and self._source is None and loader is not None:
             self._source = repeat_forever(loader)
@@ -72,7 +72,7 @@ class MicroBatchReader:
         """Compare micro-batches with those of the ranks that compute the same samples. Collective over these ranks.
 
         Raises:
-            DataError: another rank read different ones.
+            DataError: another rank read different micro-batches.
         """
         InputConsistencyCheck(self._mesh).check(batches)
         axis = self._mesh.pp

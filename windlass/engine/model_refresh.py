@@ -34,8 +34,9 @@ def refresh_model(
     """Adapt an engine's sharded model as `Engine.refresh` describes. Collective.
 
     Args:
-        before_destroy: called before storage of the old layout is freed; waits for an async save, which reads it.
-        rebuild: shards the model again, after `before` was destroyed.
+        before_destroy: function called before storage of the old layout is freed; it waits for an async save, which may
+            read that storage.
+        rebuild: function that shards the model again, after `before` was destroyed.
     """
     for average in before.averages.values():
         average.refuse_applied("refresh()")
@@ -46,7 +47,7 @@ def refresh_model(
     if (joining := _parameters_only_unfrozen(before)) and can_unfreeze(before, joining):
         unfreeze(before, joining)
         return
-    # Exchanged, because ranks may run different numbers of backwards.
+    # All ranks exchange this, because they may run different numbers of backwards.
     if any(before.mesh.world.all_gather_object(has_pending_gradients(before))):
         raise ModelError(
             "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
@@ -76,7 +77,7 @@ def has_pending_gradients(model: ShardedModel) -> bool:
 
     Gradients that stay after a step do not count.
     """
-    model.runtime.end_failed_backwards()  # the gradients of a backward that raised count
+    model.runtime.end_failed_backwards()  # gradients of a backward that raised are pending too
     return any((slot.has_reduced and not slot.unit.unstepped) or slot.written for slot in model.slots)
 
 
@@ -103,7 +104,7 @@ def check_no_lost_gradients(model: ShardedModel) -> None:
     """Check that no parameter unknown to the engine (unfrozen or added later) has a gradient: a step would ignore it.
 
     Raises:
-        ModelError: there is one.
+        ModelError: there is such a parameter.
     """
     groups = model.update.optimizer.param_groups if model.update is not None else []
     unseen = [p for group in groups if not model.all_trained(group["params"]) for p in group["params"]]
@@ -120,8 +121,8 @@ def check_no_lost_gradients(model: ShardedModel) -> None:
 def drop_external_gradients(model: ShardedModel) -> list[str]:
     """Drop the `.grad` of every trained parameter that has one. Return their names.
 
-    The engine takes gradients out of `.grad` during a backward, so a `.grad` at a step was set by the script. It was
-    not reduced, and the next backward would add to it.
+    The engine takes gradients out of `.grad` during a backward, so a `.grad` at a step was set by the script. Such a
+    gradient was not reduced, and the next backward would add to it.
     """
     dropped = []
     with torch._C.DisableTorchFunctionSubclass():  # placeholders of sharded parameters would otherwise raise or gather
@@ -153,8 +154,8 @@ class _StateTransfer:
     def __init__(self, model: ShardedModel) -> None:
         self._states: list[tuple[nn.Parameter, int, _TransferredState | None]] = []
         self._averages = list(model.averages.values())
-        model.finish_update()  # a transfer that is in flight changes states
-        # every rank stays and keeps its own, see [Note: per-rank states]
+        model.finish_update()  # an update or transfer in flight would still change states
+        # The ranks stay the same, so each keeps its own per-rank states, see [Note: per-rank states].
         self._rank_states = {
             (id(state.unit.parameters[state.index]), state.key): state.read().cpu().clone()
             for state in rank_states(model)

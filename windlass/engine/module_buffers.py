@@ -21,12 +21,12 @@ class BufferDtypePolicy:
     """Dtype of each floating-point buffer of a 16-bit model.
 
     Args:
-        model: may name buffers that stay fp32, as models of transformers do.
+        model: the model; modules of transformers may list names of buffers that stay fp32.
         param_dtype: dtype of the parameters.
         buffer_dtype: dtype of all buffers (`data_types.buffer_dtype`). None: persistent buffers are cast to
             `param_dtype` (a norm computes in one dtype), and non-persistent ones (e.g. position tables) keep their
             precision.
-        keep_in_fp32_modules: patterns of names of buffers that stay fp32, or "auto" for those that the model names.
+        keep_in_fp32_modules: patterns of names of buffers that stay fp32, or "auto" for the names that the model lists.
         norms_only: without a `buffer_dtype`, cast only the running statistics of torch's norms, which torch requires in
             the dtype of their weights.
     """
@@ -78,7 +78,7 @@ def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Itera
 class BufferSynchronizer:
     """Synchronizer of a model's buffers.
 
-    They are broadcast at the first training forward after a step, if a rank changed one.
+    Buffers are broadcast at the first training forward after a step, if a rank has changed a buffer.
 
     Args:
         model: the model.
@@ -116,7 +116,7 @@ class BufferSynchronizer:
         self._synced_versions = self._versions()
 
     def mark_stale(self) -> None:
-        """Record that some rank's buffers changed: they are broadcast before the next training forward."""
+        """Record that some rank's buffers changed, so that `broadcast_if_stale` broadcasts all buffers."""
         self._stale = True
 
     def broadcast_if_stale(self) -> None:
@@ -142,9 +142,10 @@ class BufferSynchronizer:
 
 
 def modules_with_saved_buffers(model: nn.Module, mesh: Mesh) -> set[nn.Module]:
-    """Return the modules of which this rank saves the buffers, so that each buffer is saved by one rank.
+    """Return the modules whose buffers this rank saves. One rank saves each buffer.
 
-    The first rank of a stage saves all of its buffers, and the first ranks with other experts those of their experts.
+    The first rank of a stage saves all buffers that it has. For experts that this rank lacks, the first rank that has
+    them saves their buffers.
     """
     if mesh.first_of_stage:
         return set(model.modules())
@@ -166,7 +167,7 @@ def _broadcast_dense(modules: list[nn.Module], group: RankGroup) -> None:
 
 
 def _broadcast_sparse(modules: list[nn.Module], group: RankGroup) -> None:
-    """Replace sparse buffers by those of the first rank: those of a rank may have another number of elements."""
+    """Replace sparse buffers by those of the first rank. Ranks may have different numbers of stored elements."""
     received: dict[int, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module._buffers.items():

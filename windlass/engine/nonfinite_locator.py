@@ -9,7 +9,7 @@ from windlass.zero.core.unit import Unit
 
 
 class NonFiniteLocator:
-    """Recorder of whether each arriving gradient is finite. The cost is one sum per gradient.
+    """Recorder of the sum of each gradient, to find the first gradient that is not finite.
 
     Args:
         group: the ranks to search.
@@ -21,7 +21,7 @@ class NonFiniteLocator:
         self.micro_batch = 0
 
     def record(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """Record the sum of a gradient. It is read only after an overflow."""
+        """Record the sum of a gradient. The sum is copied to the host only after an overflow."""
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         self._gradient_sums.append((self.micro_batch, unit.names[index], values.sum(dtype=torch.float32)))
 

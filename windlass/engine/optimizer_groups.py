@@ -40,9 +40,9 @@ class GroupMatch:
     """Match of the saved groups with this optimizer's groups.
 
     Attributes:
-        source: for each current group, the index of the saved group whose hyper-parameters it takes; None: it keeps its
-            own.
-        matched: number of parameters in both.
+        source: for each current group, the index of the saved group whose hyper-parameters it takes; None: the group
+            keeps its own hyper-parameters.
+        matched: number of parameters in both optimizers.
         missing: current parameters that are in no saved group.
         unexpected: parameters of saved groups that are not in this optimizer.
     """
@@ -97,11 +97,11 @@ def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: Gro
 def load_hyperparameters(
     optimizer: torch.optim.Optimizer, match: GroupMatch, saved: GroupMetadata, applied_steps: int
 ) -> None:
-    """Load the saved hyper-parameters, except those that belong to a run, and log what was matched.
+    """Load the saved hyper-parameters, except choices of an implementation (`foreach`, ...), and log the match.
 
     Args:
-        applied_steps: optimizer steps before the save. If another optimizer made them, an optimizer with phases counts
-            its own steps from there.
+        applied_steps: number of optimizer steps before the save. If another optimizer made these steps, an optimizer
+            with phases starts its own step count at this number.
     """
     for group, number in zip(optimizer.param_groups, match.source, strict=True):
         if number is None:
@@ -110,7 +110,10 @@ def load_hyperparameters(
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     if not any("applied_steps" in group["values"] for group in saved) and count_earlier_steps(optimizer, applied_steps):
         counted = plural(applied_steps, "step")
-        logger.info(f"the states come from another optimizer; the phases of this one continue after its {counted}")
+        logger.info(
+            f"the states come from another optimizer; phases of this optimizer, such as a warm-up, count its {counted} "
+            "too"
+        )
     own = [str(number) for number, source in enumerate(match.source) if source is None]
     logger.info(
         f"optimizer: {plural(match.matched, 'parameter')} matched, {count_and_names('missing', match.missing)}, "

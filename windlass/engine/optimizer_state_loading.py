@@ -31,8 +31,8 @@ from windlass.zero.update.update_protocol import Update
 class _StateConversion:
     """One state to convert: saved in another format, or quantized with blocks that may not match this sharding.
 
-    Quantized codes of a parameter of which this rank holds only a part are read for the full parameter, because their
-    blocks are those of the full parameter.
+    If this rank holds only a part of a parameter, quantized codes are read for the full parameter, because their blocks
+    divide the full parameter.
 
     Attributes:
         loaded, scales: saved values or codes of the span, and their scales, while the chunk is open.
@@ -123,8 +123,8 @@ class ChunkLoadStorage:
     """Lazy storage handle of a chunk whose master weights, and optionally states, are loaded.
 
     Attributes:
-        shards: shards to read into its states.
-        was_opened: True once it was opened, so that its states are those of the checkpoint.
+        shards: shards to read into the chunk's states.
+        was_opened: True once the handle was opened, so that the chunk's states are those of the checkpoint.
     """
 
     def __init__(self, master_weights: MasterWeights, chunk: UpdateChunk) -> None:
@@ -144,7 +144,8 @@ class ChunkLoadStorage:
     def expect_states(self, entry: StateEntry, scalars: dict[str, Any]) -> None:
         """Load the checkpoint's states of one entry.
 
-        `scalars` holds its step counts, loaded before, and its plain values.
+        Args:
+            scalars: step counts of the entry, which are loaded before, and its plain values.
         """
         self._loads_states = True
         self._expected[entry.state_key], self._scalars[entry.state_key] = {}, scalars
@@ -162,7 +163,7 @@ class ChunkLoadStorage:
         Args:
             template: the full state, or a span of it.
             shape: shape of the state that the span belongs to.
-            placement: part of the global state that `shape` is; None: all of it.
+            placement: part of the global state that has this shape; None: the whole global state.
         """
         state_offload = self._master_weights.state_offload
         self._expected[entry.state_key][key] = template
@@ -229,7 +230,8 @@ def plan_state_loading(
         without_states: names of parameters that begin without states.
 
     Raises:
-        CheckpointError: a state that this optimizer cannot have.
+        CheckpointError: the checkpoint has a state that this optimizer cannot have, or lacks a state that its index
+            lists.
     """
     update = model.update
     assert update is not None
@@ -300,7 +302,8 @@ def _state_dtype(
 ) -> torch.dtype:
     """Return the dtype of a state with one value per element.
 
-    It is the dtype of the optimizer's format, else the current dtype of the state, else the saved dtype.
+    The first of these that exists: dtype of the optimizer's format; current dtype of the state; the chunk's
+    `state_dtype`, for floating-point states of an elementwise optimizer; the saved dtype.
     """
     if target_format is not None:
         return target_format.dtype

@@ -5,7 +5,7 @@
 - `pieces DTYPE`: one value per element, sharded as the parameter is;
 - `signed uint8`, `unsigned uint8`: likewise, but quantized to 8-bit codes; the scales of the span `[start, stop)` are
   stored under `.../KEY_scale/START` ([Note: 8-bit states of another sharding]). If a parameter is sharded over tp or
-  ep, its blocks are those of the parts, which another layout does not have; then the dequantized values are saved, as
+  ep, its blocks divide a rank's part, and other layouts have other parts; so the dequantized values are saved, as
   `pieces float32`;
 - `whole DTYPE`: one tensor for the parameter: a step count, or a state with another shape;
 - `value`: a plain Python value (or a tensor without elements), kept in the index.

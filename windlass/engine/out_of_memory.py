@@ -26,7 +26,7 @@ class FailedRun:
 
     Attributes:
         model: the module, possibly sharded.
-        config: its configuration.
+        config: configuration of the run.
         world_size: number of ranks.
         device: device of this rank.
         moment: `load`, `forward`, `backward` or `step`.

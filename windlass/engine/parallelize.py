@@ -28,7 +28,7 @@ from windlass.zero.sharded_init import initial_shard
 AxisPartitioner = Callable[[nn.Module, Mesh, Config], object]
 """Function that partitions a model along one axis, in place, and returns the plan that it applied, or None."""
 
-_meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()  # partitioned models
+_meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()  # mesh of each partitioned model
 _memory_optimized: WeakSet[nn.Module] = WeakSet()  # models to which tiling or recomputation was applied
 
 
@@ -40,12 +40,12 @@ def mesh_of_model(model: nn.Module) -> Mesh | None:
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Collection[str] = ()) -> None:
     """Partition `model` in place along every mesh axis except the data axes. Collective.
 
-    All ranks get rank 0's values. A model with parameters that already have a placement (`windlass.parallel.placement`)
-    keeps its own.
+    All ranks get rank 0's values. If a parameter already has a placement (`windlass.parallel.placement`), the model was
+    partitioned before: its parts and values stay.
 
     Args:
-        script_axes: axes along which the script partitions its own layers (with an `mpu`). Its tensor-parallel
-            parameters must carry Megatron's flags.
+        script_axes: axes along which the script partitions its own layers (with an `mpu`). The tensor-parallel
+            parameters of these layers must carry Megatron's flags.
 
     Raises:
         ConfigError, ModelError: the model cannot be partitioned as requested. Raised on all ranks; the model is still
@@ -82,8 +82,9 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
 
 
 def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> list[RankGroup]:
-    """Return the groups of successive broadcasts, which copy a value from the first of the ranks that built the same
-    model to the others.
+    """Return the groups over which a value of the model is broadcast, one group after the other.
+
+    Together the broadcasts copy the value from the first of the ranks that built the same part of the model.
 
     Args:
         separately_built_axes: axes whose ranks built different parts of the model.
@@ -95,7 +96,7 @@ def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> lis
 
 
 def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Broadcast parameters shared by several stages, which built them separately, from the first one.
+    """Broadcast each parameter that several stages share, and have built separately, from the first of these stages.
 
     Collective over these stages.
     """
@@ -182,7 +183,7 @@ def _partition_matrices(model: nn.Module, mesh: Mesh, config: Config) -> object:
 
 def _has_matrix(module: nn.Module) -> bool:
     if isinstance(module, PackedMatrix) or isinstance(getattr(module, "base_layer", None), PackedMatrix):
-        return True  # its attribute `weight` unpacks
+        return True  # reading the attribute `weight` would unpack the matrix
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.dim() == 2
 

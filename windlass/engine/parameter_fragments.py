@@ -38,7 +38,7 @@ class UnitShardStorage:
     """Lazy storage handle of this rank's shard of an untrained unit.
 
     Args:
-        write_back: write changes made while it is open to the unit's tier.
+        write_back: write the values to the unit's tier when the handle is closed.
     """
 
     def __init__(self, model: ShardedModel, unit: Unit, *, write_back: bool) -> None:
@@ -87,8 +87,8 @@ def parameter_fragments(
 
     Args:
         storage_of: returns the lazy storage handle of a chunk.
-        write_back: a load overwrites the values.
-        deferred: another thread reads the offloaded values later.
+        write_back: True for a load, which overwrites the values.
+        deferred: True if another thread reads the offloaded values later.
         excluded: names of parameters of trained units to leave out.
     """
     for unit in units:

@@ -119,7 +119,7 @@ class PipelineEngine(Engine):
         """Make one step of `gradient_accumulation_steps` micro-batches. Collective over all ranks.
 
         Args:
-            data_iter: yields micro-batches, the same ones on every rank of a pipeline. It is kept for later steps.
+            data_iter: iterator of micro-batches, the same on every rank of a pipeline. It is kept for later steps.
                 Default: the previous iterator, or else the loader of `initialize(training_data=...)`, repeated forever.
 
         Returns:
@@ -128,8 +128,8 @@ class PipelineEngine(Engine):
 
         Raises:
             StopIteration: there are no more micro-batches, on any rank. Nothing was changed.
-            DataError: there are fewer than a step needs, or ranks of a pipeline read different ones. Nothing was
-                changed.
+            DataError: there are fewer micro-batches than a step needs, or ranks of a pipeline read different ones.
+                Nothing was changed.
             PeerError: reading, a stage or the loss raised on another rank. The message names its stage and micro-batch;
                 that rank raises its own error. No rank makes a step, and training can continue with the next batch.
             LossError, StorageError, UpdateError: as `Engine.step`.
@@ -167,9 +167,9 @@ class PipelineEngine(Engine):
         """Run micro-batches without gradients, in evaluation mode. Collective over all ranks.
 
         Args:
-            data_iter: yields micro-batches, the same ones on every rank of a pipeline.
+            data_iter: iterator of micro-batches, the same on every rank of a pipeline.
             return_logits: also return the model's outputs, on the last stage.
-            compute_loss: compute losses; else return outputs in their place.
+            compute_loss: compute losses; if False, return the outputs instead of the loss.
             reduce_output: `"avg"`: the mean over micro-batches and data-parallel ranks; None: a list with one loss per
                 micro-batch.
             bcast_loss: send a reduced loss to every rank; else only the last stage has it.
@@ -215,7 +215,7 @@ class PipelineEngine(Engine):
         over the pipeline. Gradients of parameters are neither computed nor changed.
 
         Args:
-            leaves: tensors without gradients that this rank's stages use in their forwards; none if it uses none.
+            leaves: tensors without gradients that this rank's stages use in their forwards; may be empty.
 
         Returns:
             The gradient of the loss with respect to each of the leaves; None if the loss does not depend on it.

@@ -28,18 +28,19 @@ def rank_state_shards(model: ShardedModel) -> list[FlatShard]:
 
 
 class RankStateLoader:
-    """Per-rank states that a checkpoint holds and this model's update keeps.
+    """Loader of the per-rank states that a checkpoint holds and this model's update keeps.
 
-    On the number of ranks that saved them, rows are read in place. On another one every rank reads all rows of a state,
-    one state at a time, and the update's rule makes its own row: this takes `[saved ranks, *shape]` of host memory.
+    If the number of ranks equals that of the save, each rank reads its row in place. Otherwise every rank reads all
+    rows of a state, one state at a time, and the update's rule computes the rank's row from them: this takes
+    `[saved ranks, *shape]` of host memory.
 
     Args:
-        saved: every tensor of the checkpoint by name, without memory.
+        saved: every tensor of the checkpoint by name, on the meta device.
 
     Attributes:
         shards: shards to read.
-        was_relaid: rows were saved by another number of ranks, so they are not those of the checkpoint.
-        dropped: saved rows that this model's update does not need.
+        was_relaid: True if a row was computed by the rule, and so differs from the saved rows.
+        dropped: names of the saved states that this model's update does not need.
 
     Raises:
         CheckpointError: the checkpoint holds a state of another shape.
@@ -56,7 +57,7 @@ class RankStateLoader:
         )
         if self.dropped:
             logger.warning(
-                f"states of single ranks that {type(model.update).__name__} does not keep at stage "
+                f"per-rank states that {type(model.update).__name__} does not keep at stage "
                 f"{model.policy.stage} on {plural(ranks, 'rank')} are dropped: {', '.join(sorted(keys & needless))}; "
                 "continue at the stage and on the ranks of the checkpoint to keep them"
             )
@@ -124,10 +125,10 @@ class _RelaidStorage:
 
 
 class _StoredRow:
-    """Row of a state that rests on another tier.
+    """Lazy storage handle of the row of a state that is not in memory.
 
     Args:
-        is_loaded: the row is filled while it is open, and stored afterwards.
+        is_loaded: True for a load: the row is filled while the handle is open, and written to its tier afterwards.
     """
 
     def __init__(self, state: RankState, *, is_loaded: bool) -> None:
@@ -140,7 +141,7 @@ class _StoredRow:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Bring the row to memory."""
+        """Read the row into memory, for the context."""
         self._values = self._state.read()
         yield
         if self._is_loaded:
@@ -154,7 +155,7 @@ class _StoredRow:
 
 
 def open_rank_states(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
-    """Let `rank_states` yield those with the names `saved`, to set them. Return the names that the model lacks."""
+    """Create the states named `saved`, so that `rank_states` yields them. Return the names that the model lacks."""
     needless = model.update.open_rank_states(saved) if model.update is not None else frozenset()
     return needless | open_error_feedback(model, saved)
 
@@ -179,7 +180,7 @@ def _row(model: ShardedModel, state: RankState, *, is_loaded: bool = False) -> F
 
 
 def _rows_placement(state: RankState, ranks: int) -> Placement | None:
-    """Return the part of the rows `[ranks, *shape]` of a parameter that is sharded along tp; None: all of it."""
+    """Return the placement of rows `[ranks, *shape]` for a parameter sharded along tp; None: the rows are full."""
     placement = state.unit.placements[state.index]
     if placement.is_full or state.full_shape == state.shape:
         return None

@@ -32,7 +32,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the generators from `rng_state`. Generators that it does not contain are unchanged."""
+    """Restore the generators from a result of `rng_state`. Generators that are missing in `state` are unchanged."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -51,22 +51,23 @@ def data_position(loader: Any) -> dict[str, Any] | None:
 
 
 def step_start_position(loader: Any) -> dict[str, Any] | None:
-    """Return `data_position` for the start of a step. None for a repeated loader of another library: its state may be
-    large, and this is called in every step.
+    """Return `data_position` for the start of a step.
+
+    None for a loader of another library, even if it is repeated: its state may be large, and every step calls this.
     """
     own = loader.loader if isinstance(loader, CyclingLoader) else loader
     return data_position(loader) if isinstance(own, _RESUMABLE) else None
 
 
 def position_in_step(start: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the data position from which a step that has begun is repeated: `start`, that of the step's start.
+    """Return the data position from which a step that has begun is repeated.
 
-    If a script has begun an epoch since then, it is the beginning of that epoch, which the resumed script iterates
-    over: from `start` its first loop would end with the epoch before.
+    This is `start`, or the beginning of the new epoch if the script has begun one since then: from `start`, the first
+    loop over the loader in the resumed script would only complete the previous epoch.
 
     Args:
-        start: `step_start_position` after the step before. None: it is not known, and the result is `now`.
-        now: `data_position` in the step.
+        start: `step_start_position` at the end of the previous step. None: unknown, so that `now` is returned.
+        now: `data_position` during the step.
     """
     if start is None or now is None:
         return now

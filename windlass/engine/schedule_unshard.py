@@ -20,10 +20,11 @@ class ScheduleUnshardPolicy:
     collective over the ranks that share a stage, which make the same choice.
 
     Args:
-        sharded: the rank's stages.
+        sharded: sharded model with the rank's stages.
 
     Attributes:
-        unshards_once: parameters are all-gathered once per step, and gradients stay unsharded until its last backward.
+        unshards_once: True if parameters are all-gathered once per step; gradients then stay unsharded until the step's
+            last backward.
 
     Raises:
         ConfigError: the schedule needs unsharded parameters, and they do not fit in memory.
@@ -36,9 +37,9 @@ class ScheduleUnshardPolicy:
         self.unshards_once = requested and fits
         if requested and not fits:
             logger.warning(
-                f"pipeline.unshard_per: unsharded parameters and gradients of this stage, {needed / 2**20:.1f} MiB, do "
-                f"not fit into the {left / 2**20:.1f} MiB left on the device; they are gathered and reduced for each "
-                "micro-batch"
+                f'pipeline.unshard_per is "step", but unsharded parameters and gradients of this stage, '
+                f"{needed / 2**20:.1f} MiB, do not fit into the {left / 2**20:.1f} MiB left on the device; they are "
+                'gathered and reduced for each micro-batch. Write "micro-batch" to avoid this warning'
             )
         if sharded.policy.param and config.pipeline.schedule == "zero-bubble" and not self.unshards_once:
             raise ConfigError(
@@ -51,7 +52,7 @@ class ScheduleUnshardPolicy:
         return [unit for unit in self._sharded.units if unit.reshards] if self.unshards_once else []
 
     def traffic_summary(self, micro_batches: int) -> str:
-        """Describe the traffic of a step of this many micro-batches, under this policy and under the other one."""
+        """Describe the traffic of a step of this many micro-batches, under this policy and under the other policy."""
         once, often = self._received_bytes(1, 1), self._received_bytes(micro_batches, 2 * micro_batches)
         now, other = (once, often) if self.unshards_once else (often, once)
         how, instead = ("step", "micro-batch") if now is once else ("micro-batch", "step")
@@ -77,7 +78,7 @@ class ScheduleUnshardPolicy:
 
 
 def _fits_in_memory(sharded: ShardedModel) -> tuple[bool, int, int]:
-    """Return whether the unsharded data fits on every rank of the stage, and the bytes needed and free on this rank."""
+    """Return `(fits, needed, free)`: True if the unsharded data fits on every rank of the stage; bytes on this rank."""
     needed = sum(unit.layout.padded * unit.dtype.itemsize for unit in sharded.units if unit.reshards)
     if sharded.policy.grad:
         wide = sharded.settings.accumulation_dtype.itemsize

@@ -77,7 +77,7 @@ def _keep_local_part(parameter: nn.Parameter, full: torch.Tensor) -> None:
     placement = get_placement(parameter)
     if placement.global_shape != tuple(full.shape) or tuple(parameter.shape) != placement.local_shape:
         raise ModelError(
-            f"a parameter constructed with shape {tuple(full.shape)} was partitioned as one of "
-            f"{placement.global_shape}, to {tuple(parameter.shape)}; build the model without zero.Init"
+            f"a parameter constructed with shape {tuple(full.shape)} was partitioned as one of shape "
+            f"{placement.global_shape}, to the local shape {tuple(parameter.shape)}; build the model without zero.Init"
         )
     parameter.data = select_local_shard(full, placement)

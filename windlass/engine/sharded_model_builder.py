@@ -143,7 +143,7 @@ def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placemen
 def _unstepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Return the ids of the trainable parameters that are in no group of the optimizer.
 
-    Empty for an update that reduces gradients by itself: it drops the local gradients of every step.
+    Empty for an update that reduces gradients by itself: such an update drops the local gradients of every step.
     """
     if update_class(optimizer).reduces_itself:
         return frozenset()
@@ -313,10 +313,11 @@ def _nvme_paths(section: Any) -> list[str]:
 def staging_bytes(config: Config, host_memory: int | None = None) -> int:
     """Return the bytes of host memory that stage this rank's NVMe reads and writes.
 
-    The limit is a fraction of free host memory. It is lower if the configuration sets the number and size of buffers.
+    The result is a fraction of `offload.host_memory` if that is set, else of free host memory. In the latter case
+    `offload_optimizer.buffer_count`, if it is set, also limits the result.
 
     Args:
-        host_memory: free host memory of a rank in bytes; None: this rank's part of that of this machine.
+        host_memory: free host memory of a rank in bytes; None: this rank's part of the machine's free memory.
     """
     zero = config.zero_optimization
     if config.offload is not None and config.offload.host_memory is not None:
@@ -335,12 +336,12 @@ def staging_bytes(config: Config, host_memory: int | None = None) -> int:
 def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Mesh) -> tuple[float, float]:
     """Return the factors of a gradient before and after the sum over ranks.
 
-    Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
-    loss of one sequence. A predivide factor is then multiplied back after the sum, and prescale_gradients has nothing
-    to divide, as in DeepSpeed.
+    The product of the two factors is 1 / data-parallel ranks. With `gradient_allreduce_op: sum` it is 1 / (ranks along
+    sp), because those ranks share the loss of one sequence. A predivide factor is then multiplied back after the sum,
+    and prescale_gradients has nothing to divide, as in DeepSpeed.
 
-    Sums in 16 bits are divided after the sum, unless the configuration sets it otherwise: small gradients would
-    underflow before it. In float32 the order does not matter, and dividing before costs nothing.
+    By default 16-bit sums are divided after the sum, because small gradients would underflow if they were divided
+    before. In float32 the order does not matter, and dividing before costs nothing.
     """
     world = mesh.dense.data.size
     divide = config.gradient_predivide_factor

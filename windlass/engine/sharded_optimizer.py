@@ -1,4 +1,4 @@
-"""Optimizer object that users see. It has their groups and full states, and its `step` is the engine's."""
+"""Optimizer object of an engine, for users: the groups of their optimizer, full states, and the engine's `step`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class ShardedOptimizerCallbacks:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Wrapper of the user's optimizer. It shares its `param_groups`, so that schedulers and callers may change them.
+    """Wrapper that shares the `param_groups` of the user's optimizer, so that schedulers and callers may change them.
 
     Args:
         optimizer: the optimizer that the user passed or the configuration named.
-        model: the sharded model whose parameters it steps.
+        model: the sharded model whose parameters are optimized.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Loss scale of the next backward. It can be set between two steps of an engine with `fp16`.
 
         Raises:
-            LossScalingError: set to another value that is out of range, without `fp16`, or in the middle of a step.
+            LossScalingError: on setting another value, if it is out of range, `fp16` is off, or a step has begun.
         """
         return self._callbacks.loss_scale()
 
@@ -82,12 +82,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ModelError(
-                "a closure would need a gradient in the middle of a step; call engine.backward, then engine.step"
+                "step() got a closure, which would compute gradients in the middle of a step; call engine.backward, "
+                "then engine.step without a closure"
             )
         self._callbacks.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this optimizer's parameters, as torch does. After a step there are none.
+        """Drop the gradients of this optimizer's parameters, as torch does. `step` drops them too.
 
         Args:
             set_to_none: if False, gradients become zero, and the next step uses these zeros.

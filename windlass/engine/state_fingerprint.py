@@ -107,8 +107,8 @@ class StreamedFingerprint:
     def __init__(self, model: ShardedModel, units: Iterable[Unit], excluded: Collection[str]) -> None:
         self._hashes = _HashPair(TensorHash(), TensorHash())
         of = _hashed_shards(model, units, lambda chunk: ChunkSaveStorage(model.masters, chunk), self._hashes, excluded)
-        # Iterating hashes plain values. Tensors are hashed when they are written, by the rank that writes them, which
-        # may hold a replica that is not counted otherwise.
+        # Iterating over the shards hashes plain values. Tensors are hashed when they are written, by the rank that
+        # writes them; this rank may hold a replica that `compute_fingerprint` does not count.
         self._hash_of = {part.shard.name: part.target_hash for part in of}
         self._has_coded_states = has_coded_states(model)
 
@@ -123,7 +123,10 @@ class StreamedFingerprint:
         return self._hashes.parameters.value(), self._hashes.states.value()
 
     def combine(self, sums: list[tuple[int, int]]) -> dict[str, str | None]:
-        """Combine the hashes of all ranks to the text in the index."""
+        """Combine the hashes of all ranks into the entry of the index: a digest of parameters and one of states.
+
+        The digest of states is None if some states have 8 bits.
+        """
         states = None if self._has_coded_states else fingerprint_digest(other for _, other in sums)
         return {"parameters": fingerprint_digest(one for one, _ in sums), "states": states}
 

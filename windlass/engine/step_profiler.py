@@ -42,7 +42,7 @@ class ProfiledEngine(Protocol):
 
 
 class StepProfiler:
-    """Profiler of the step that `flops_profiler.profile_step` names, or of the first one after it.
+    """Profiler of the step `flops_profiler.profile_step`, or of the first training step after it.
 
     Attributes:
         profile: result for one micro-batch; None before that step has ended.
@@ -88,7 +88,7 @@ class StepProfiler:
     def rate(self, step: int) -> str:
         """Return the arithmetic rate of a rank and MFU since the last line as text; empty before the profile.
 
-        MFU counts forward and backward without recomputation, as for the profiled micro-batch.
+        Rate and MFU count the forward and backward FLOPs of the profiled micro-batch, without recomputation.
         """
         if self.profile is None:
             return ""

@@ -1,4 +1,4 @@
-"""Tiers of a run that leaves them to windlass (`offload`): measured rates, free memory, and one placement on all ranks.
+"""Choice of tiers by windlass (section `offload`): measured rates, free memory, and one placement on all ranks.
 
 See [Note: choice of tiers].
 """
@@ -45,21 +45,21 @@ from windlass.zero.setup.zero_settings import UnitTiers, ZeroSettings
 from windlass.zero.update.update_class import update_class
 
 _DEVICE_SHARE, _HOST_SHARE = 0.7, 0.8  # fractions of the free memory to use, without limits in the configuration
-_ASSUMED_STATE_BYTES = 8  # two float32 moments, for optimizers of whole parameters, whose states cannot be probed
+_ASSUMED_STATE_BYTES = 8  # per element: two float32 moments, if an optimizer of whole parameters cannot be probed
 _NO_CALLBACKS: Any = None  # units that only have sizes call nothing
 _ORDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
 
 @dataclass(frozen=True)
 class _NoTransport:
-    """Placeholder for a transport of which only the ranks are read."""
+    """Placeholder for a transport; only its ranks are read."""
 
     group: RankGroup
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """Placement of one rank, which the others of its pipeline stage follow."""
+    """Placement of one rank, which the other ranks of its pipeline stage adopt."""
 
     units: tuple[UnitTiers, ...]
     max_live_numel: int

@@ -63,7 +63,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     Attributes that the engine does not have are looked up in the module.
     """
 
-    # True: a step directly after another, without a backward, is accepted; the gradients of the first are gone
+    # True: a second step without a backward between is accepted, although the first has cleared the gradients
     allows_repeated_steps = False
     hides_gradients = False  # True: parameters' `.grad` reads as None; else reading its values raises
     drops_external_gradients = (
@@ -74,7 +74,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     applies_nonfinite_steps = False  # True: a non-finite gradient updates the parameters like any other
     skips_nonfinite_steps = False  # True: a non-finite gradient skips its step with a warning, instead of an error
     keeps_buffers = False  # True: 16-bit models keep the dtype of their buffers, except the statistics of norms
-    _scaling_engine: Engine | None = None  # shared by all engines: the one that scaled the loss of the current backward
+    _scaling_engine: Engine | None = None  # shared by all engines: engine that scaled the current backward's loss
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         self._require_ready("forward")
-        # left by a backward that ended with an exception
+        # A backward that ended with an exception leaves this set.
         if Engine._scaling_engine is not None and current_backward_id() < 0:
             _clear_scaling_engine()
         if torch.is_grad_enabled() and unfrozen_parameters(self._sharded):
@@ -316,7 +316,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Return `loss` times the loss scale. Call `.backward()` on the result where `engine.backward` does not fit.
 
-        `retain_graph` is accepted and ignored: a retained graph may be used for another backward.
+        `retain_graph` is accepted and ignored; pass it to `backward` of the result.
         """
         for observer in self._observers:
             observer.before_backward(loss, 1.0 / self.progress.batch.accumulation)
@@ -327,14 +327,15 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch.
 
-        At the accumulation boundary clip, update, clear gradients and advance the learning rate scheduler.
+        At the accumulation boundary, clip gradients, update parameters, clear gradients and advance the learning rate
+        scheduler.
 
         Raises:
             LossError: a gradient is not finite (under fp16, or with `skips_nonfinite_steps`, such a step is skipped
                 instead). Nothing was updated.
-            StorageError: NVMe failed on some rank. Before the update, nothing was updated. During the update, or if
-                damaged parameters or states were read, the model is unusable: every call raises except `destroy` and a
-                `load_checkpoint` of the complete state. The message names the case.
+            StorageError: NVMe failed on some rank. If that was before the update, nothing was updated. If it was during
+                the update, or if damaged parameters or states were read, the model is unusable: every call raises
+                except `destroy` and a `load_checkpoint` of the complete state. The message names the case.
             UpdateError: the delayed update of the previous step failed on some rank.
         """
         assert self._optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
@@ -418,7 +419,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         if self.lr_scheduler is not None and outcome.applied:
             self._step_lr_scheduler(lr_kwargs)
         self._reporter.record_step(self._sharded.transport.traffic)
-        if outcome.flags[1] > 0:  # set if the save failed on any rank, so that all ranks raise at the same step
+        if outcome.flags[1] > 0:  # the async save failed on some rank: all ranks raise at the same step
             self._async_save.finish()
 
     def _update_loss_scale(self, overflow: bool, location: str = "") -> None:
@@ -428,13 +429,13 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._follow_loss_scale(before)
 
     def _follow_loss_scale(self, before: float) -> None:
-        """Convert values that contain the loss scale, after it was `before`."""
+        """Convert values that contain the loss scale `before` to the current loss scale."""
         if self._scaler.scale != before:
             self._sharded.rescale_unstepped(self._scaler.scale / before)
             rescale_error_feedback(self._sharded, self._scaler.scale / before)
 
     def _set_loss_scale(self, scale: float) -> None:
-        """Replace the loss scale, as a script asks by `optimizer.loss_scale = scale`, the same on every rank."""
+        """Replace the loss scale, for `optimizer.loss_scale = scale` in a script. All ranks set the same scale."""
         if scale == self._scaler.scale:  # scripts that compute the scale set it in every micro-batch
             return
         if not self._config.fp16.enabled:
@@ -451,9 +452,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._follow_loss_scale(before)
 
     def _update_parameters(self) -> StepOutcome:
-        """Check the gradients of the step, agree on it with all ranks, and update the parameters unless it is skipped.
+        """Check the gradients of the step and, unless all ranks agree to skip the step, update the parameters.
 
-        If it raises, the caller drops the gradients.
+        If this method raises, the caller drops the gradients.
         """
         check_no_lost_gradients(self._sharded)
         if by_hand := drop_external_gradients(self._sharded):
@@ -543,8 +544,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
         The next forward then uses the updated parameters. Collective; does nothing without such an update.
 
-        Saving, `destroy`, `full_state_dict`, `GatheredParameters` and functions like `windlass.zero.full_param` call it
-        themselves. A forward does not, in evaluation either, because it may run on one rank only.
+        Saving, `destroy`, `full_state_dict`, `GatheredParameters` and functions like `windlass.zero.full_param` call
+        this method themselves. A forward does not, not even in evaluation, because it may run on one rank only.
 
         Raises:
             ModelError: a parameter that differs between ranks was changed in place. The change was undone.
@@ -602,7 +603,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self.module.eval()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all micro-batches of the current step; after a step there are none.
+        """Drop the gradients of all micro-batches of the current step. `step` drops them too.
 
         As in plain PyTorch, `optimizer.zero_grad()`, `zero_grad()` of the module or a submodule, and `parameter.grad =
         None` do the same for their parameters.
@@ -689,7 +690,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def set_batch_sizes(self, train_batch_size: int, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch sizes from the next step on.
 
-        `train_batch_size` is the product of the other two and the number of ranks.
+        `train_batch_size` is the product of the other two and the number of data-loading ranks.
 
         Raises:
             ModelError: a step has begun.
@@ -706,7 +707,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Set whether the current micro-batch ends a step. The setting holds until the next call.
 
         Raises:
-            ModelError: `managed_gradient_accumulation` is false, so every call of `step` ends one.
+            ModelError: `managed_gradient_accumulation` is false, so every call of `step` ends a step.
         """
         if not self.progress.managed_gradient_accumulation:
             raise ModelError(
@@ -733,7 +734,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             non_blocking: accepted and ignored; the memory is free when this returns.
 
         Raises:
-            ConfigError: another device, or an unknown kind.
+            ConfigError: `device` is not the CPU, or `include` has an unknown kind.
             ModelError: the states are offloaded already.
         """
         if str(getattr(device, "value", device)) not in ("cpu", "OffloadDeviceEnum.cpu"):
@@ -750,7 +751,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def report(self) -> dict[str, Any]:
         """Return the bytes kept by slot and tier and by unit, the unsharded units, and the traffic of a step.
 
-        Rank 0 logs it.
+        Rank 0 logs the bytes by slot and tier. See `EngineReporter.report` and `memory_report` for the keys.
         """
         return self._reporter.report(self._sharded)
 
@@ -766,16 +767,16 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     ) -> Any:
         """Return a loader of this rank's micro-batches, as `initialize(training_data=...)` builds it.
 
-        The first one with `route="train"` becomes `training_dataloader`, whose position is saved in checkpoints.
+        The first loader with `route="train"` becomes `training_dataloader`, whose position is saved in checkpoints.
 
         Args:
             dataset: a dataset of known length. An iterable dataset is read as it is, on every rank.
             batch_size: samples of a micro-batch; the configuration's by default.
             route: "train" is shuffled; "eval" and "predict" are not.
             pin_memory: page-lock batches, if the device is a GPU.
-            data_sampler: this rank's order. A checkpoint cannot resume it.
-            collate_fn: makes a batch from a list of samples.
-            num_local_io_workers: processes that load samples; 0 by default.
+            data_sampler: sampler of this rank's samples. A checkpoint cannot resume its position.
+            collate_fn: function that makes a batch from a list of samples.
+            num_local_io_workers: number of processes that load samples; 0 by default.
         """
         loader = build_data_loader(
             dataset,
@@ -800,7 +801,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         if not self._destroyed:
             self._destroyed = True
             self._restore_gc()
-            with ExitStack() as stack:  # from the last to the first, each also after an error of another
+            with ExitStack() as stack:  # callbacks run from last to first, each also after an error of another
                 stack.callback(self._sharded.destroy)
                 stack.callback(self._async_save.close)
                 stack.callback(self._reporter.close)
@@ -822,7 +823,10 @@ def _offloaded_kinds(include: Iterable[Any]) -> list[str]:
     names = [str(getattr(one, "value", one)) for one in include]
     for name in names:
         if name not in KINDS and name not in _KINDS_BY_DS_NAME:
-            raise ConfigError(f"offload_states: there is no kind {name!r}; use any of {', '.join(KINDS)}")
+            raise ConfigError(
+                f"offload_states: there is no kind {name!r}; use any of {', '.join(KINDS)}, or DeepSpeed's names "
+                f"{', '.join(_KINDS_BY_DS_NAME)}"
+            )
     kinds = dict.fromkeys(_KINDS_BY_DS_NAME.get(name, name) for name in names)
     return [kind for kind in kinds if kind is not None]
 

@@ -19,7 +19,7 @@ class TrainingProgress:
     boundary_override: bool | None = None  # the caller's override of the boundary, until the caller changes it
     managed_gradient_accumulation: bool = True  # False: every call of `step` ends a step
     is_stepping: bool = False  # True while `step` runs
-    backward_count: int = 0  # backwards since the last step, if the caller chooses its end
+    backward_count: int = 0  # backwards since the last step, if `managed_gradient_accumulation` is False
     open_micro_batches: int = 0  # calls of `step` since the last one that ended a step
     last_step_applied: bool = False  # True if the last call of `step` updated the parameters
 
@@ -38,11 +38,11 @@ class TrainingProgress:
     @property
     def is_step_started(self) -> bool:
         """True if micro-batches of an unfinished step were counted."""
-        # Not a remainder of `micro_steps`: a caller that sets the boundary may call `step` once for all micro-batches.
+        # `micro_steps` does not give this: a caller that sets the boundary may call `step` once for all micro-batches.
         return self.open_micro_batches > 0
 
     def end_micro_batch(self) -> None:
-        """Count the end of a call of `step`, also of one that failed: it has dropped the gradients of its step."""
+        """Count the end of a call of `step`, also of a failed call, which has dropped the gradients of its step."""
         self.open_micro_batches = 0 if self.would_end_step() else self.open_micro_batches + 1
         self.micro_steps += 1
 

@@ -29,9 +29,9 @@ class TrialJob:
         overrides: Values by dotted key that replace those of the program's configuration.
         warmup: Steps that are not timed.
         steps: Steps that are timed.
-        slow_s: The trial ends early if the first two timed steps both take longer than this; None: it never does.
-        forecast: `module:attribute` of a function that rank 0 calls with the model before it is sharded; the result is
-            called with the first batch. Empty: there is none.
+        slow_s: Seconds. The trial ends early if the first two timed steps both take longer; None: it never ends early.
+        forecast: `module:attribute` of a function that rank 0 calls with the model before it is sharded. The function's
+            result is called with the first batch. Empty: no forecast.
         forecast_order: Path of the file with the settings of the forecast.
     """
 
@@ -53,7 +53,7 @@ def trial_from_environment(environ: Mapping[str, str] = os.environ) -> TrialJob 
     """Return the job in the environment, or None.
 
     Raises:
-        ConfigError: the variable holds something else.
+        ConfigError: the variable does not hold a job.
     """
     text = environ.get(VARIABLE, "")
     if not text:
@@ -62,5 +62,5 @@ def trial_from_environment(environ: Mapping[str, str] = os.environ) -> TrialJob 
         return TrialJob(**json.loads(base64.urlsafe_b64decode(text.encode())))
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{VARIABLE} is not an order of `windlass tune`, which sets it for its own trials; unset it"
+            f"{VARIABLE} = {text!r:.60} is not a job of `windlass tune`, which sets it for its own trials; unset it"
         ) from error

@@ -62,7 +62,7 @@ class TrialObserver(InitializeObserver):
         self._peak = HostMemoryPeak()
         self._forecast: Forecast | None = None
         self._raw: dict[str, Any] = {}
-        # number of the model's parameters, during an `initialize` with an optimizer
+        # Number of elements of the model; None before the first `initialize` with an optimizer.
         self._parameters: int | None = None
         self._steps: TrialSteps | None = None
 
@@ -99,7 +99,8 @@ class TrialSteps(EngineObserver):
 
     Args:
         parameters: Number of elements of the model.
-        forecast: Called with the arguments of the first forward, before it runs.
+        forecast: Function that is called with the micro-batch size and the arguments of the first forward, before the
+            forward runs; None: no forecast.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class TrialSteps(EngineObserver):
         self._done += 1
         timed = self._done - self._job.warmup
         if timed > self._job.steps:
-            os._exit(0)  # the program went on after TrialFinished
+            os._exit(0)  # the program continued after TrialFinished
         if timed > 0:
             self._step_s.append(now - self._started)
             self._forward_s.append(self._forward)

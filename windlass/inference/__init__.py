@@ -1,10 +1,18 @@
 """Inference: continuous batching of any causal language model with a paged KV cache.
 
-Reading order: sampling_params, outputs (the interface); block_manager, step_cost, scheduler (which tokens run);
-step_batch, paged_backend, decode_graphs, lora_files, lora, paged_runner, own_cache_runner (the forward); token_draw,
-sampler, detokenizer, structured_output, speculation (the next token); request_factory, sequence_table, step_planner,
-answer_writer, llm_engine (one step); llm, async_engine (the interfaces).
-Several ranks: rank_channel, step_message, stage_link, staged_loading, parallel_model, sharded_runner, rank_worker,
-worker_loop.
-transformers' interface: transformers_generate, inference_model.
+Reading order:
+
+1. Interface: lora_request, sampling_params, outputs, vllm_options, engine_options, llm, async_engine, worker_loop.
+2. Choice of the tokens to compute: block_manager, step_cost, scheduler, generation_request, request_factory,
+   preempted_blocks, sequence_table, step_planner.
+3. Forward of a step: step_batch, model_forward, row_positions, paged_backend, cache_population, decode_graphs,
+   lora_files, lora_shards, lora, packed_modules, paged_runner, own_cache_runner.
+4. Recorded forward: step_recording, step_fusion, step_program.
+5. Next token: token_draw, sampler, detokenizer, structured_output, speculation, draft_model, answer_writer.
+6. One step, and its uses: llm_engine, beam_search, embeddings, chat_template, token_bound.
+7. Weights in a file: weight_file, weight_stream, mapped_loading, streamed_modules, streamed_loading.
+8. Several ranks: step_message, rank_channel, stage_link, staged_loading, parallel_model, sharded_lora, sharded_runner,
+   rank_worker.
+9. Loading of a model, and assembly of its engine: model_loading, runner_factory, engine_factory.
+10. Interface of transformers: transformers_generate, inference_model.
 """

@@ -1,4 +1,4 @@
-"""Tokens, texts, log-probabilities and ends of answers."""
+"""Update of answers: tokens, texts, log-probabilities and finish reasons."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AnswerWriter:
         tokenizer: tokenizer of transformers; None: outputs have no text.
         eos_ids: tokens that end an answer.
         stats: counters of the engine, which are updated here.
-        clock: time in seconds.
-        on_finish: called with each sequence that has ended.
+        clock: function that returns the time in seconds.
+        on_finish: function that is called with each sequence that has ended.
 
     Attributes:
-        changed: requests with new tokens or ends, which the engine has not reported.
+        changed: requests by id, with new tokens or ends that the engine has not reported.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AnswerWriter:
         self._table, self._tokenizer, self._eos_ids = table, tokenizer, eos_ids
         self._stats, self._clock, self._on_finish = stats, clock, on_finish
         self.changed: dict[str, GenerationRequest] = {}
-        self._token_texts: dict[int, str] = {}  # at most one for each token of the vocabulary
+        self._token_texts: dict[int, str] = {}  # at most one text for each token of the vocabulary
 
     def append(self, sequence: GenerationSequence, sampled: SampledToken) -> bool:
         """Add a drawn token; return True if it ended the sequence."""
@@ -89,12 +89,12 @@ class AnswerWriter:
             try:
                 stopped = self._finish_text(sequence)
             except Exception:  # from the tokenizer: the end must not fail, since it frees the blocks
-                logger.exception("request %s ends without the rest of its text", request.request_id)
+                logger.exception("request %s ends without the rest of its text: decoding failed", request.request_id)
                 stopped = False
             self._finish(sequence, "stop" if stopped else reason)
 
     def _end_by_text(self, request: GenerationRequest, problem: str, error: Exception) -> None:
-        logger.exception("request %s ends by an error of its text", request.request_id)
+        logger.exception("request %s failed: its tokens could not be converted to text", request.request_id)
         for sequence in request.sequences:
             sequence.detokenizer = None  # the detokenizer may be the cause of the error
         self.end(request, "error", ModelError(f"{problem}: {type(error).__name__}: {one_line(str(error))}"))
@@ -160,7 +160,7 @@ class AnswerWriter:
         return True
 
     def _finish_text(self, sequence: GenerationSequence) -> bool:
-        """Add the text that was held back; return True if it has reached a stop text."""
+        """Add the text that was held back; return True if the answer has reached a stop text."""
         if sequence.detokenizer is None or isinstance(sequence.output.stop_reason, str):
             return False
         new = sequence.detokenizer.finish()  # bytes of an incomplete character

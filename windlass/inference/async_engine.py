@@ -31,7 +31,7 @@ from windlass.inference.structured_output import OutputConstraint
 
 
 class EngineStoppedError(WindlassError, RuntimeError):
-    """Request to an engine that was shut down, or whose thread died. The original error is the cause."""
+    """Request to an engine that was shut down, or was stopped by an error, which is the cause of this error."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Subscriber:
     """Receiver of a request's outputs. Only the newest output is kept, because each contains all tokens so far.
 
     Attributes:
-        loop: event loop of the reader, whose thread alone uses the other attributes.
+        loop: event loop of the reader. Only the thread of this loop uses the other attributes.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -59,12 +59,12 @@ class _Subscriber:
 
 
 class AsyncLLMEngine:
-    """Requests from an event loop to an `LLMEngine` in a thread of its own.
+    """Interface of event loops to an `LLMEngine` that runs in a thread of its own.
 
     torch releases the interpreter lock while it computes, so the event loop answers clients during a step.
 
     Args:
-        engine: changed only by the thread from `start` on.
+        engine: engine that serves the requests. From `start` on, only its own thread changes it.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -75,7 +75,7 @@ class AsyncLLMEngine:
         self._unread: dict[str, _Subscriber] = {}  # used by the event loop's thread only
         self._ready: list[RequestOutput] = []  # outputs of the last step; used by the engine's thread only
         self._numbers = itertools.count()
-        # Seconds of waits for requests that have ended, and the beginning of the present one, if there is one.
+        # Total seconds of the completed waits for requests, and start time of the wait in progress, or None.
         self._idle: tuple[float, float | None] = 0.0, None
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -114,12 +114,12 @@ class AsyncLLMEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """Largest number of tokens of a prompt and its answer together."""
         return self._engine.max_model_len
 
     @property
     def max_queued(self) -> int | None:
-        """Waiting requests, beyond which new ones are refused; None: no limit."""
+        """Largest number of waiting requests; further ones are refused. None: no limit."""
         return self._engine.options.max_queued
 
     @property
@@ -129,7 +129,7 @@ class AsyncLLMEngine:
 
     @property
     def is_healthy(self) -> bool:
-        """True while the thread runs."""
+        """True while the thread runs and no error has stopped the engine."""
         return self._is_alive()
 
     def _is_alive(self) -> bool:
@@ -142,7 +142,7 @@ class AsyncLLMEngine:
             self._thread.start()
 
     async def shutdown(self, drain: bool = False) -> None:
-        """Stop the thread; running requests are finished first if `drain`, else cancelled. New ones are refused."""
+        """Stop the thread; running requests are finished first if `drain`, else cancelled. New requests are refused."""
         self._stopping, self._drains = True, drain
         self._calls.put(None)
         thread = self._thread
@@ -161,10 +161,10 @@ class AsyncLLMEngine:
         sla: ServiceLevel | None = None,
         bad_words: TokenTexts | None = None,
     ) -> str:
-        """Queue a request and return its id, with which `outputs` yields its outputs.
+        """Queue a request and return its id for `outputs`.
 
         Args:
-            bad_words: those of `params`, encoded by `encode_bad_words`; None: they are encoded here.
+            bad_words: tokens of `params.bad_words`, from `encode_bad_words`; None: `add` encodes the words.
 
         Raises:
             RequestError: the request cannot be served.
@@ -177,10 +177,10 @@ class AsyncLLMEngine:
         params = params.clone()  # the caller may change its object before the engine's thread reads it
         constraint: OutputConstraint | None = None
         if params.structured_outputs is not None:
-            # a schema can take seconds, during which other requests get their tokens
+            # compiled in another thread: a schema can take seconds, and other requests get their tokens meanwhile
             await self._call(self._engine.constraints.load)
             constraint = await asyncio.to_thread(self._engine.constraints.compile, params.structured_outputs)
-        if bad_words is None and params.bad_words:  # many take long, like a schema
+        if bad_words is None and params.bad_words:  # encoding many words can take seconds too
             bad_words = await asyncio.to_thread(self.encode_bad_words, params)
 
         def add() -> None:
@@ -262,7 +262,7 @@ class AsyncLLMEngine:
         self._cancel(request_id)
 
     def _cancel(self, request_id: str, subscriber: _Subscriber | None = None) -> None:
-        """End a request. With a subscriber, only if the request still has it, because ids can be reused."""
+        """End a request. If `subscriber` is given, end only a request with this subscriber: ids can be reused."""
 
         def cancel() -> None:
             if subscriber is not None and self._subscribers.get(request_id) is not subscriber:
@@ -301,7 +301,8 @@ class AsyncLLMEngine:
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the embedding of each prompt: the normalized hidden state of its last token.
 
-        Each is a forward of its own. At most one runs between two steps, so that requests get their tokens.
+        Each prompt takes its own forward. At most one of them runs between two steps, so that requests get their
+        tokens.
 
         Raises:
             RequestError: the model cannot embed, or a prompt is too long.
@@ -309,14 +310,14 @@ class AsyncLLMEngine:
         """
         limit = self._engine.options.max_queued
         if limit is not None and self._embeddings.qsize() >= limit:
-            raise EngineOverloadedError(f"{limit} embeddings are waiting, which is the limit; try again later")
+            raise EngineOverloadedError(f"{limit} embeddings are waiting, the maximum (max_queued); try again later")
         found: list[list[float]] = []
         for prompt in prompts:
             found += await self._call(partial(embed_prompts, self._engine, [prompt]), self._embeddings)
         return found
 
     def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
-        """Return the tokens of each bad word of `params`, for one request or several.
+        """Return the tokens of each bad word of `params`; several requests may share the result.
 
         Raises:
             RequestError: there are bad words and no tokenizer.
@@ -329,10 +330,10 @@ class AsyncLLMEngine:
         """Run a function in the engine's thread and return its result.
 
         Args:
-            calls: queue that the function waits in; None: all functions of this queue run before the next step.
+            calls: queue that the function waits in; None: the queue of all calls that run before the next step.
         """
         if self._stopping or not self.is_healthy:
-            raise EngineStoppedError("the inference engine has stopped and takes no requests") from self.error
+            raise EngineStoppedError("the inference engine has stopped; build another one") from self.error
         done: Future[Any] = Future()
 
         def run() -> None:
@@ -340,9 +341,9 @@ class AsyncLLMEngine:
                 return
             try:
                 if self._ended:
-                    raise EngineStoppedError("the inference engine has stopped and takes no requests") from self.error
+                    raise EngineStoppedError("the inference engine has stopped; build another one") from self.error
                 done.set_result(function())
-            except Exception as error:  # goes to the caller
+            except Exception as error:  # the caller receives the error
                 done.set_exception(error)
 
         if calls is not None:
@@ -371,7 +372,7 @@ class AsyncLLMEngine:
             self._engine.close()
             stopped: BaseException = EngineStoppedError("it was shut down")
         except BaseException as error:
-            logger.exception("the inference engine has stopped by an error")
+            logger.exception("the inference engine was stopped by an error")
             self.error = stopped = error
         self._ended = True
         self._deliver_ready()
@@ -379,7 +380,7 @@ class AsyncLLMEngine:
             self._send(subscriber, stopped)
         self._subscribers.clear()
         self._run_calls(wait=False)  # calls queued after the last step
-        while self._run_embedding():  # refused like them
+        while self._run_embedding():  # each waiting embedding raises `EngineStoppedError`
             pass
         if self.error is not None:
             self._close_after_error()
@@ -392,19 +393,20 @@ class AsyncLLMEngine:
         try:
             self._engine.close()
         except Exception:  # the first error is the one that matters, and it was logged and delivered
-            logger.exception("the engine that has stopped by an error could not free all memory")
+            logger.exception("the inference engine was stopped by an error, and could not free all of its memory")
 
     def _run_step(self) -> None:
-        """Run a step, and deliver the outputs of the step before when its forward begins.
+        """Run a step, and deliver the outputs of the previous step when the forward of this step begins.
 
-        [Note: delivery during the forward] An event loop that wakes takes the interpreter lock and answers all clients
-        of a step. It does so while the forward computes without the lock, so that the next step need not wait for it.
+        [Note: delivery during the forward] The event loop holds the interpreter lock while it answers the clients of a
+        step. Outputs are delivered when the next forward begins, because the forward computes without this lock: no
+        step waits for the event loop.
         """
         try:
             outputs = self._engine.step(self._deliver_ready)
         except Exception as error:
             outputs = self._engine.recover(error)
-        self._deliver_ready()  # if the step had no forward
+        self._deliver_ready()  # not delivered yet if the step had no forward
         self._ready = outputs
         if not self._engine.has_requests():
             self._deliver_ready()
@@ -424,7 +426,7 @@ class AsyncLLMEngine:
             call = self._embeddings.get_nowait()
         except queue.Empty:
             return False
-        self._deliver_ready()  # clients need not wait for its forward
+        self._deliver_ready()  # clients need not wait for the forward of the embedding
         call()
         return True
 

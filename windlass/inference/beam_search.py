@@ -18,9 +18,10 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: prompt and answer.
-        logprobs: logprobs of the answer's tokens.
-        cum_logprob: their sum.
-        finish_reason: None while the beam grows.
+        logprobs: log-probabilities of the candidate tokens at each position of the answer.
+        cum_logprob: sum of the log-probabilities of the answer's own tokens, each divided by the temperature.
+        text: decoded prompt and answer; None without a tokenizer.
+        finish_reason: `stop` or `length`; None while the beam grows.
     """
 
     tokens: list[int]
@@ -40,8 +41,9 @@ class BeamSearchOutput:
 def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSearchParams) -> BeamSearchOutput:
     """Return the `beam_width` likeliest answers that the search finds.
 
-    Each step keeps the `beam_width` best of `2 * beam_width` continuations of each beam; beams that end are set aside,
-    and compete at the end by their log-probability divided by `length ** length_penalty`.
+    Each step extends every beam by its `2 * beam_width` likeliest tokens, and keeps the `beam_width` best of all
+    extended beams. Beams that end are set aside. At the end all beams are ranked by their log-probability divided by
+    `length ** length_penalty`.
 
     Raises:
         RequestError: the prompt cannot be served.
@@ -55,7 +57,8 @@ def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSea
     room = min(params.max_tokens, engine.max_model_len - length)
     if room < 1:
         raise RequestError(
-            f"the prompt has {length} tokens; the model takes {engine.max_model_len} together with the answer",
+            f"the prompt has {length} tokens; the model takes {engine.max_model_len} together with the answer: "
+            "shorten the prompt",
             parameter="prompt",
         )
     for _ in range(room):

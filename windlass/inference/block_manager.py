@@ -22,18 +22,18 @@ class OutOfBlocksError(RuntimeError):
 def hash_block(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
     """Return the key of a full block.
 
-    The hash is cryptographic, since requests of one user must not read blocks of another by a collision.
+    The hash is cryptographic, so that no user can read blocks of another user through a collision.
 
     Args:
         parent: key of the block before it; for the first block anything else that the values depend on, such as the
             name of the adapter.
-        token_ids: `[block_size]`.
+        token_ids: tokens of the block, `[block_size]`.
     """
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent[:64], digest_size=16).digest()
 
 
 class BlockManager:
-    """Reference-counted blocks with a prefix cache, evicted in the order of their last release.
+    """Reference-counted blocks with a prefix cache. Cached blocks are evicted in the order of their last release.
 
     Args:
         num_blocks: blocks of the KV cache.
@@ -44,7 +44,7 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the first is allocated next
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the first one is allocated next
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
 
@@ -62,7 +62,7 @@ class BlockManager:
         return self._references[block]
 
     def find_cached(self, keys: Iterable[BlockKey]) -> tuple[int, list[int]]:
-        """Return the length of the longest cached prefix in blocks, and those of its blocks that are in use."""
+        """Return the number of blocks of the longest cached prefix, and a list of those blocks that are in use."""
         cached, used = 0, list[int]()
         for key in keys:
             block = self._block_of.get(key)
@@ -85,10 +85,11 @@ class BlockManager:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks of undefined content. Cached blocks are evicted after all others, the oldest first.
+        """Return `count` blocks of undefined content: first those without cached content, then cached ones, the one
+        released longest ago first.
 
         Raises:
-            OutOfBlocksError: fewer are free; nothing is allocated.
+            OutOfBlocksError: fewer blocks are free; nothing is allocated.
         """
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} KV blocks are needed and {len(self._free)} of {self.num_blocks} are free")
@@ -124,7 +125,7 @@ class BlockManager:
             self._key_of[block], self._block_of[key] = key, block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block. The last ones are evicted first, so that long prefixes lose their ends."""
+        """Drop one reference to each block. The last blocks are evicted first, so prefixes lose only their ends."""
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:

@@ -1,9 +1,9 @@
 """Allocation of a KV cache's pages before its blocks are used.
 
-[Note: pages of the cache] The system allocates a page of the cache at its first write: 0.2 ms for a huge page, and up
-to 10 ms in a virtual machine whose host allocates it at the same time. A new page begins at the same token in all
-layers, so that one step would wait for the pages of all of them, 160 ms with 16 tensors. An engine therefore allocates
-pages ahead of the blocks in use while it has no requests.
+[Note: pages of the cache] The system allocates a page of the cache at the first write to the page: 0.2 ms for a huge
+page, and up to 10 ms in a virtual machine if the host allocates the page too. A new page begins at the same token in
+all layers, so one step would wait for the pages of all layers, 160 ms with 16 tensors. An engine without requests
+therefore allocates pages ahead of the blocks in use.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ class CachePopulation:
         self.reach(0)
 
     def reach(self, block: int) -> None:
-        """Record that blocks up to `block` are in use. Pages are then allocated for several times as many."""
+        """Record that blocks up to `block` are in use. `advance` then allocates pages for the blocks of the next 16,384
+        tokens, or for four times as many blocks as are in use, if these are more.
+        """
         self._wanted = max(self._wanted, min(max(block + self._lead, _LEAD_RATIO * block), self._num_blocks))
 
     def advance(self) -> bool:
-        """Allocate the next pages of one tensor. Return False if the blocks to prepare all have pages."""
+        """Allocate the next pages of one tensor. Return False if the blocks to prepare all have pages, or if the system
+        cannot allocate pages in advance.
+        """
         if self._done >= self._wanted:
             return False
         problem = populate_pages(self._tensors[self._tensor][self._done : self._done + self._step])

@@ -10,15 +10,15 @@ from typing import Any
 from windlass.base.errors import RequestError
 
 CONTENT_FORMATS = ("auto", "string", "openai")
-"""Forms of content, with vLLM's names: the form that the template reads, a text, and parts of the type `text`."""
+"""Forms of content, with vLLM's names: `auto` (as the template reads it), `string` (a text), `openai` (text parts)."""
 
 
 def with_content_form(
     messages: Iterable[Mapping[str, Any]], tokenizer: Any, template: str | None, form: str = "auto"
 ) -> list[Mapping[str, Any]]:
-    """Return messages whose texts have the form that a template reads.
+    """Return messages with their texts in the form that a template reads.
 
-    A template that iterates over the parts of a content would iterate over the characters of a text, and leave it out.
+    A template that iterates over the parts of a content would iterate over the characters of a text, and omit the text.
 
     Args:
         template: template in Jinja; None: that of the tokenizer.
@@ -53,7 +53,7 @@ def parse_template(template: str) -> Any:
     """
     import jinja2
 
-    # a tag of transformers' own, which changes no text
+    # only transformers has the tag `generation`, which changes no text
     plain = re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 if true \2%}{%\1 endif \2%}", template)
     return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
 
@@ -66,7 +66,7 @@ def reads_parts(template: str) -> bool:
     try:
         tree = parse_template(template)
     except TemplateError:
-        return False  # the error belongs to the call that renders it
+        return False  # the call that renders the template raises the error
     names = {"content"}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, {"content"}):
@@ -79,12 +79,12 @@ def reads_parts(template: str) -> bool:
             target = loop.target.name
             if any(isinstance(part, nodes.Name) and part.name == target for part in _parts_read(loop)):
                 return True
-    indexed = (part for part in _parts_read(tree) if isinstance(part, nodes.Getitem))  # content[0].text
+    indexed = (part for part in _parts_read(tree) if isinstance(part, nodes.Getitem))  # e.g. content[0].text
     return any(_is_content(part.node, names) and _is_number(part.arg) for part in indexed)
 
 
 def _parts_read(tree: Any) -> list[Any]:
-    """Return the expressions whose `type` or `text` is read."""
+    """Return each expression `x` of the template with a read of `x.type`, `x.text`, `x["type"]` or `x["text"]`."""
     from jinja2 import nodes
 
     by_name = [node.node for node in tree.find_all(nodes.Getattr) if node.attr in _PART_KEYS]

@@ -1,7 +1,7 @@
 """Decode steps as graphs: launches recorded once for each of a few batch sizes, and replayed with other inputs.
 
 [Note: padded decode steps] A graph has fixed shapes. A batch is padded to the next recorded size with rows that are
-ignored: one token each, at position 0, whose keys and values go to a block that no sequence has.
+ignored: each has one token at position 0, with keys and values in a block that no sequence has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CapturedStep(Protocol):
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], CapturedStep]
-"""Runs a function once or more, records its launches, and returns them with its result."""
+"""Callable that runs a function once or more, records its launches, and returns them with the function's result."""
 
 
 def bucket_sizes(largest: int) -> list[int]:
@@ -40,11 +40,11 @@ class DecodeGraphs:
     """Recorded decode steps of a runner.
 
     Args:
-        run: computes the logits of a batch on the device, without values of the batch on the host.
-        capture: records `run`.
+        run: function that computes the logits of a batch on the device and reads no value of the batch on the host.
+        capture: recorder of `run`.
         max_sequences: largest number of sequences of a batch.
-        max_blocks: KV blocks of a sequence.
-        scratch_block: KV block of padding; see [Note: padded decode steps].
+        max_blocks: largest number of KV blocks of a sequence.
+        scratch_block: KV block of the padding rows; see [Note: padded decode steps].
         block_size: tokens of a KV block.
         device: device of the inputs.
     """
@@ -79,7 +79,7 @@ class DecodeGraphs:
         return sorted(self._steps)
 
     def takes(self, batch: StepBatch) -> bool:
-        """Return True if a graph computes the batch: it is a decode step that is not too large."""
+        """Return True if the batch is a decode step that fits into the largest graph, and no capture has failed."""
         fits = len(batch.sequence_ids) <= self._sizes[-1] and batch.block_table.shape[1] <= self._table.shape[1]
         return not self._failed and batch.is_decode and fits
 
@@ -95,7 +95,7 @@ class DecodeGraphs:
                 step = self._capture(lambda: self._run(inputs))
             except Exception as error:  # code of any model runs here, and some of it reads values on the host
                 self._failed = True
-                logger.info("decode steps are not recorded: %s", str(error).split("\n")[0])
+                logger.info("decode steps run without CUDA graphs, whose capture failed: %s", str(error).split("\n")[0])
                 return self._run(batch)
             self._steps[size] = step
         step.replay()

@@ -1,4 +1,4 @@
-"""Text of generated tokens, as they arrive, and stop texts in it."""
+"""Incremental decoding of generated tokens, and search for stop texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_CONTEXT = 6  # tokens before the first generated one, which decide e.g. about a leading space
+_CONTEXT = 6  # last prompt tokens that are decoded too, because e.g. the leading space of an answer depends on them
 
 
 class TextDecoder:
@@ -36,7 +36,7 @@ class TextDecoder:
 class Detokenizer:
     """Incremental decoding of one sequence.
 
-    A token can be a part of a character, and how a token is written can depend on the one before it. So text is the
+    A token can be a part of a character, and the text of a token can depend on the token before it. So new text is the
     difference between the decoded tail with and without the newest tokens, and is held back while it ends in an
     incomplete character.
 
@@ -96,11 +96,12 @@ def _decoder_of(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int
 
 
 def _backend_of(tokenizer: Any) -> Any:
-    """Return the `tokenizers.Tokenizer` of a tokenizer that does nothing but call it, else None.
+    """Return the `tokenizers.Tokenizer` inside a fast tokenizer of transformers; None for other tokenizers, and if the
+    class of the tokenizer has its own `decode`.
 
-    transformers' own `decode` takes three times as long, which counts for one token at a time.
+    transformers' `decode` takes three times as long, which matters because tokens are decoded one at a time.
     """
-    transformers = sys.modules.get("transformers")  # without it, the tokenizer is not one of its classes
+    transformers = sys.modules.get("transformers")  # None: the tokenizer cannot be of a class of transformers
     fast = getattr(transformers, "PreTrainedTokenizerFast", None)
     kind = type(tokenizer)
     if fast is None or not isinstance(tokenizer, fast):
@@ -121,7 +122,9 @@ def text_offsets(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: boo
 
 
 def find_stop(text: str, new_length: int, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position and the text of the earliest stop text that ends in the last `new_length` characters."""
+    """Return the position and the text of the earliest stop text that ends in the last `new_length` characters, or
+    None.
+    """
     found: tuple[int, str] | None = None
     for stop in stops:
         place = text.find(stop, max(len(text) - new_length - len(stop) + 1, 0))
@@ -131,11 +134,11 @@ def find_stop(text: str, new_length: int, stops: Sequence[str]) -> tuple[int, st
 
 
 def held_back(text: str, stops: Sequence[str], most: int) -> int:
-    """Return the length of the end of `text` that may become a stop text.
+    """Return the length of the longest end of `text` that may become a stop text.
 
     Args:
-        most: upper bound of the result. The end grows by the new characters at most, so the result for the text before
-            them and their number are a bound with which the cost of a text is in proportion to its length.
+        most: upper bound of the result: the characters that were held back before, and the new ones. This bound keeps
+            the total cost of all calls proportional to the length of the text.
     """
     for length in range(min(most, len(text)), 0, -1):
         end = text[-length:]

@@ -50,12 +50,12 @@ class DraftModelProposer:
     model one forward for the accepted tokens of all sequences, and one for each further draft.
 
     Args:
-        owned: nothing else uses the model, so its weights may be packed and its steps recorded.
+        owned: True if nothing else uses the model, so that its weights may be packed and its steps recorded.
     """
 
     def __init__(self, model: nn.Module, options: EngineOptions, *, owned: bool = False) -> None:
         window = find_max_length(model) or options.max_model_len or DEFAULT_LENGTH
-        # the cache has the length of the draft model, for any length of the large model
+        # without max_model_len, the cache has the length of the draft model, not that of the large one
         own = options.replace(
             speculative=None,
             lora=None,
@@ -72,7 +72,7 @@ class DraftModelProposer:
         self._blocks = BlockManager(self._runner.num_blocks, size, prefix_caching=self._pages)
         self._budget = options.max_tokens_per_step
         self._device = find_device(model)
-        self._states: dict[int, DraftSequence] = {}  # the least recently used first
+        self._states: dict[int, DraftSequence] = {}  # by sequence id, the least recently used first
         self.vocab_size = self._runner.vocab_size
 
     def propose(self, sequences: Sequence[tuple[int, list[int]]], count: int) -> list[list[int]]:
@@ -80,7 +80,7 @@ class DraftModelProposer:
         busy = {sequence_id for sequence_id, _ in sequences}
         drafts: dict[int, _Draft] = {}
         for sequence_id, tokens in sequences:
-            # the last draft is not computed itself
+            # the last draft has no forward of its own, so its position needs no place in the cache
             room = min(count, self._length - len(tokens) + 1)
             if room > 0:
                 state = self._begin(sequence_id, tokens)
@@ -109,7 +109,7 @@ class DraftModelProposer:
         self._runner.close()
 
     def _begin(self, sequence_id: int, tokens: list[int]) -> DraftSequence:
-        """Return the state of a sequence without the tokens that differ: drafts that were refused."""
+        """Return the state of a sequence, truncated at the first token that differs from `tokens`: a refused draft."""
         state = self._states.pop(sequence_id, None)
         if state is None:
             state = DraftSequence()
@@ -151,7 +151,9 @@ class DraftModelProposer:
         return True
 
     def _catch_up(self, drafts: Sequence[_Draft]) -> None:
-        """Compute the pending tokens, `max_tokens_per_step` at a time, and append the likeliest next token."""
+        """Compute the pending tokens, `max_tokens_per_step` at a time, and append the likeliest next token to each
+        draft.
+        """
         left = [draft for draft in drafts if draft.pending]
         while left:
             budget, chosen = self._budget, []

@@ -25,10 +25,13 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
         RequestError: the model has no decoder that returns hidden states, or a prompt is empty, too long, or has a
             token beyond the vocabulary.
     """
-    engine.finish_started()  # ranks run commands in the order of their start
+    engine.finish_started()  # ranks run commands in order, so steps in flight come first
     runner = engine.runner
     if find_decoder(runner.model) is None:
-        raise RequestError(f"{type(runner.model).__name__} has no decoder inside, whose hidden states are embeddings")
+        raise RequestError(
+            f"{type(runner.model).__name__} has no inner decoder, whose hidden states would be the embeddings; load a "
+            "causal language model of transformers"
+        )
     results = []
     for ids in prompts:
         if not 0 < len(ids) <= engine.max_model_len:
@@ -36,7 +39,9 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
         wrong = next((token for token in ids if not 0 <= token < runner.vocab_size), None)
         if wrong is not None:
             raise RequestError(
-                f"token {wrong} of an input is not in the vocabulary of {runner.vocab_size} tokens", parameter="input"
+                f"token {wrong} of an input is not in the vocabulary of {runner.vocab_size} tokens; give smaller "
+                "ids, from 0",
+                parameter="input",
             )
         if isinstance(runner, ShardedRunner):
             hidden = runner.call(compute_hidden, list(ids))
@@ -55,7 +60,7 @@ def find_decoder(model: Any) -> nn.Module | None:
 
 
 def compute_hidden(model: nn.Module, ids: list[int]) -> torch.Tensor:
-    """Return the last hidden state of the last token, float32 `[hidden]`; with pp only on the last stage."""
+    """Return the last hidden state of the last token, float32 `[hidden]`; empty on stages of pp before the last."""
     decoder: Any = find_decoder(model)
     tokens = torch.tensor([ids], device=find_device(model))
     link = get_stage_link(model)

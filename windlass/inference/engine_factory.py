@@ -44,8 +44,8 @@ from windlass.inference.step_cost import StepCost
 from windlass.inference.streamed_loading import load_streamed_model
 from windlass.inference.streamed_modules import StreamedModules
 
-_BATCH_MARGIN = 1.25  # sequences beyond those that are computed while weights are read: times vary
-_LEAST_BATCH = 16  # sequences that run together in any case
+_BATCH_MARGIN = 1.25  # factor above the sequences that are computed while weights are read, because times vary
+_LEAST_BATCH = 16  # `fit_batch` never lowers `max_sequences` below this
 
 
 def make_engine(
@@ -93,15 +93,16 @@ def make_rank_engine(
     ranks: RankChannel | None = None,
     owned: bool | None = None,
 ) -> LLMEngine | RankWorker:
-    """Load a model, or take a module as it is, and build its engine, or this rank's part of it. Collective over the
-    ranks of the model.
+    """Load a model, or take a module as it is, and build its engine on the first rank of the model, and a `RankWorker`
+    on each other rank. Collective over the ranks of the model.
 
     Args:
         tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory.
         device: device of a model that is loaded; None: this rank's own.
         skip_tokenizer: load no tokenizer; prompts are token ids then.
-        ranks: ranks of a module that is sharded already; None: those that `options` request.
-        owned: the engine is the only user of the weights, so they may be packed; None: True if the engine loads them.
+        ranks: ranks of a module that is sharded already; None: the ranks that `options` request.
+        owned: True if the engine is the only user of the weights, so that they may be packed; None: True for a
+            directory, False for a module.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
@@ -111,7 +112,7 @@ def make_rank_engine(
         shards_module = isinstance(model, nn.Module) and not is_sharded(model)
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
         ranks.close_with_engine(keeps_axes=shards_module)
-    # a live module keeps the modes of its layers, e.g. between steps of training
+    # a live module has the former modes of its layers afterwards, e.g. between steps of training
     loading = evaluating(model) if isinstance(model, nn.Module) else loading_without_gaps()
     with nullcontext() if ranks is None else ranks.guard(), own_modes(allocates=True), loading:
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
@@ -129,7 +130,7 @@ def _build(
     owned: bool | None,
 ) -> LLMEngine | RankWorker:
     owns = not isinstance(model, nn.Module) if owned is None else owned
-    # before the weights, which may take minutes
+    # configuration and tokenizer come first: an error in them must not wait for the weights, which may take minutes
     if not isinstance(model, nn.Module):
         load_config(model, trust_remote_code=trust_remote_code)
     if isinstance(tokenizer, (str, Path)):
@@ -179,7 +180,7 @@ def _assemble(
     streamed: StreamedModules | None,
     load_draft: Callable[[str | Path], nn.Module],
 ) -> LLMEngine | RankWorker:
-    """Build the engine of a runner, or this rank's part of it, for sequences of up to `longest` tokens."""
+    """Build the engine of a runner, or this rank's worker, for sequences of up to `longest` tokens."""
     if ranks is None or ranks.pipeline is None:
         assert isinstance(runner, (PagedModelRunner, OwnCacheModelRunner))
         runner.lora = _load_adapters(module, options)
@@ -190,7 +191,7 @@ def _assemble(
                 f"the KV cache holds {capacity} tokens, fewer than max_model_len ({longest}); raise kv_cache_tokens or "
                 "lower max_model_len"
             )
-        logger.info("the KV cache holds %d tokens, so requests may have as many, not %d", capacity, longest)
+        logger.info("the KV cache holds %d tokens: prompt and answer have at most that many, not %d", capacity, longest)
         longest = capacity
     cost = None
     if options.measures_steps:
@@ -223,8 +224,8 @@ def _assemble(
 
 
 def _fit_batch(cost: StepCost, options: EngineOptions, streamed: StreamedModules) -> EngineOptions:
-    """Choose how many sequences run together if that is asked for, so that computing them takes as long as reading the
-    weights; log how many that are."""
+    """Log how many tokens a step computes while it reads the weights. With `fit_batch`, return options with
+    `max_sequences` lowered to about this number; else return `options`."""
     hidden = max(1, int(cost.weight_seconds / cost.token_seconds))
     logger.info(
         "a step reads %.2f GB of weights in %.2f s, and computes %d tokens in that time",
@@ -241,10 +242,10 @@ def _fit_batch(cost: StepCost, options: EngineOptions, streamed: StreamedModules
             cost.weight_seconds * 2e3,
         )
     if hidden > options.max_tokens_per_step:
-        logger.info("max_tokens_per_step is %d; up to %d tokens take no more time", options.max_tokens_per_step, hidden)
+        logger.info("max_tokens_per_step is %d; steps of up to %d take no longer", options.max_tokens_per_step, hidden)
     fitting = max(math.ceil(hidden * _BATCH_MARGIN), _LEAST_BATCH)
     if options.fit_batch and fitting < options.max_sequences:
-        logger.info("%d sequences run at the same time, which compute as long as a step reads weights", fitting)
+        logger.info("at most %d sequences run at the same time: more compute longer than weights are read", fitting)
         return replace(options, max_sequences=fitting)
     return options
 

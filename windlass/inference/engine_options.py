@@ -27,19 +27,19 @@ _KV_DTYPES: dict[str, torch.dtype | None] = {
 }
 
 _STREAMED_SEQUENCES = 256
-"""Largest default of `max_sequences` where every forward reads all weights from a disk, which sequences share."""
+"""Default of `max_sequences` for weights on a disk, at most `max_tokens_per_step`: sequences share each read."""
 
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Speculative decoding.
+    """Options of speculative decoding.
 
     Attributes:
         method: `ngram` looks for the last tokens earlier in the sequence, and proposes the tokens that followed them
             (prompt lookup); `draft` lets a smaller model of the same vocabulary propose its likeliest tokens.
-        num_tokens: drafts for each sequence and step.
-        max_ngram, min_ngram: lengths of the looked-up end of the sequence, the longest first.
-        model: directory of the draft model, or a module.
+        num_tokens: largest number of drafts for each sequence and step.
+        max_ngram, min_ngram: largest and smallest number of last tokens that `ngram` looks for, the largest first.
+        model: directory of the draft model, or a module; None for `ngram`.
     """
 
     method: Literal["ngram", "draft"] = "ngram"
@@ -52,7 +52,10 @@ class SpeculativeOptions:
         if self.method not in ("ngram", "draft"):
             raise ConfigError(f'speculative.method is {self.method!r}; write "ngram" or "draft"')
         if (self.model is None) == (self.method == "draft"):
-            raise ConfigError('speculative.model belongs to the method "draft"; give both or neither')
+            raise ConfigError(
+                f"speculative.method is {self.method!r} and speculative.model is {self.model!r:.80}; give a model "
+                'with the method "draft", and none with "ngram"'
+            )
         _check_positive("speculative.num_tokens", self.num_tokens)
         _check_positive("speculative.min_ngram", self.min_ngram)
         if self.max_ngram < self.min_ngram:
@@ -64,53 +67,58 @@ class EngineOptions:
     """Options of an engine. vLLM's names of the same options are accepted by `from_arguments`.
 
     Attributes:
-        max_tokens_per_step: tokens of a forward.
-        max_sequences: sequences that run at the same time.
-        fit_batch: lower `max_sequences` to those whose step computes as long as it reads weights, by measured times:
-            more would wait for each other and gain nothing. Default where weights are on a disk and `max_sequences` is
-            not given.
-        max_model_len: tokens of a sequence, prompt and answer; None: what the model's configuration and the KV cache
-            allow.
+        max_tokens_per_step: largest number of tokens of a forward.
+        max_sequences: largest number of sequences that run at the same time.
+        fit_batch: for weights in a file, lower `max_sequences` to about the number that a step computes while it reads
+            the weights, by measured times. More sequences would only wait for each other. True by default if weights
+            are on a disk and `max_sequences` is not given.
+        max_model_len: largest number of tokens of a sequence, prompt and answer; None: what the model's configuration
+            and the KV cache allow.
         kv_cache_tokens: tokens that the KV cache holds; None: as many as a part of the free memory allows, at most
             those of `max_sequences` sequences of the maximum length.
-        host_engines: engines that share the host's memory, e.g. replicas of a server. On the CPU each takes its part of
-            the free memory for its KV cache.
+        host_engines: number of engines that share the host's memory, e.g. replicas of a server. On the CPU each takes
+            its part of the free memory for its KV cache.
         block_size: tokens of a KV block.
         kv_dtype: dtype of the KV cache; `auto`: that of the model.
         prefix_caching: share the keys and values of equal prefixes.
         policy: see `SchedulerLimits`.
-        max_gap_ms: limit of the predicted time between two tokens of a running answer; prompts are computed within it.
-        max_wait_seconds: a request that would else wait longer for its first token goes before all others.
-        enforce_max_wait: refuse a request with which, by the predicted times, one would wait longer than
-            `max_wait_seconds`, and one that has waited so long and has not begun.
-        max_queued: waiting requests, beyond which new ones are refused, and likewise embeddings; None: no limit.
-        swap_bytes: host memory for the blocks of preempted sequences; blocks that do not fit are computed again.
-        swap_directory: directory for the blocks that do not fit into `swap_bytes`.
-        speculative: speculative decoding.
+        max_gap_ms: limit of the predicted time between two tokens of a running answer; prompts are computed within
+            this limit. None: no limit.
+        max_wait_seconds: limit of the wait for the first token: a request that would wait longer runs before all
+            others.
+        enforce_max_wait: refuse a request if, by the predicted times, any request would then wait longer than
+            `max_wait_seconds`; end a request with an error if it has waited so long and has not begun.
+        max_queued: largest number of waiting requests, and of waiting embeddings; further ones are refused. None: no
+            limit.
+        swap_bytes: bytes of host memory for the blocks of preempted sequences; blocks that do not fit are computed
+            again.
+        swap_directory: directory for the blocks that do not fit into `swap_bytes`; None: no directory.
+        speculative: speculative decoding; None: off.
         lora: directories of LoRA adapters of peft, by name.
-        seed: seed of requests without a seed; None: another one each time.
+        seed: seed of requests without a seed; None: a random one.
         deterministic: tokens and log-probabilities of a request have the same bits in any batch and for any split of
-            its prompt. None: where it costs nothing, which is where weights are packed. True packs a copy of the
-            weights of a live module too. Experts in stacked matrices are not covered.
+            its prompt. None: only if weights are packed, since then it costs nothing. True packs a copy of the weights
+            of a live module too. Experts in stacked matrices are not covered.
         weights: format of packed weights, for a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None:
-            as they are. Formats below 8 bits lose much accuracy unless the model was prepared for them; see
-            `docs/compression.md`.
+            the format of the model. Formats below 8 bits lose much accuracy unless the model was prepared for them;
+            see `docs/compression.md`.
         activations: inputs of packed layers: `float`; `int8`, rounded for each token and 128 features, for integer
-            weights; `bf16`, for bf16 weights; or `auto`, which is `int8` for weights of less than 8 bits, and for 8
-            bits where the directory asks for it (W8A8), else `float`.
+            weights; `bf16`, for bf16 weights; or `auto`: `int8` for weights below 8 bits, and for 8-bit weights of a
+            W8A8 model, else `float`.
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
-        weights_buffer_bytes: memory through which weights are read; None: three times the largest product, or, if more,
-            a quarter of the weights, but at most the largest product and 64 MiB.
-        check_at_load: compare some greedy tokens with those of the plain model, and measure the time of steps. False:
-            the time is measured only if `max_gap_ms`, `enforce_max_wait`, `swap_bytes` or `swap_directory` needs it,
-            and service levels of requests bound no step without it.
-        tp: ranks along the tensor-parallel axis.
-        ep: ranks along the expert axis, each of which holds a part of the experts.
-        pp: ranks along the pipeline axis, each of which holds some layers.
+        weights_buffer_bytes: bytes of memory through which weights are read from the disk; None: three times the
+            weights of the largest product, or a quarter of all weights if that is more. The quarter counts up to 64 MiB
+            plus the weights of the largest product.
+        check_at_load: compare the first logits with those of the plain model, and measure the time of steps. False:
+            the time is measured only if `max_gap_ms`, `enforce_max_wait`, `swap_bytes` or `swap_directory` needs it;
+            without measured times, service levels of requests limit no step.
+        tp: number of ranks along the tensor-parallel axis.
+        ep: number of ranks along the expert axis; each holds a part of the experts.
+        pp: number of ranks along the pipeline axis; each holds some layers.
         cuda_graphs: record decode steps of a loaded model on a CUDA device, and replay them.
-        gpu_memory_utilization: part of a CUDA device's memory for weights and KV cache.
+        gpu_memory_utilization: fraction of a CUDA device's memory for weights and KV cache.
     """
 
     max_tokens_per_step: int = 512
@@ -162,13 +170,17 @@ class EngineOptions:
         if self.block_size % 16:
             raise ConfigError(f"block_size is {self.block_size}; write a multiple of 16")
         if self.max_gap_ms is not None and not 0 < self.max_gap_ms < 1e9:
-            raise ConfigError(f"max_gap_ms is {self.max_gap_ms}; write a positive number of milliseconds")
+            raise ConfigError(f"max_gap_ms is {self.max_gap_ms}; write a number of milliseconds above 0 and below 1e9")
         if not 0 < self.max_wait_seconds < 1e9:
-            raise ConfigError(f"max_wait_seconds is {self.max_wait_seconds}; write a positive number")
+            raise ConfigError(f"max_wait_seconds is {self.max_wait_seconds}; write a number above 0 and below 1e9")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number up to 1")
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number above 0 and up to 1"
+            )
         if self.lora and self.pp > 1:
-            raise ConfigError(f"lora is served without stages, and pp is {self.pp}; merge the adapter, or set only tp")
+            raise ConfigError(
+                f"lora is set and pp is {self.pp}, but adapters are not served over pp; merge the adapter, or use tp"
+            )
         self._check_weights_tier()
         if self.swap_bytes < 0:
             raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")
@@ -201,19 +213,19 @@ class EngineOptions:
 
     @property
     def measures_steps(self) -> bool:
-        """True if the time of steps is measured at load, because it is checked then or an option needs it."""
+        """True if the time of steps is measured at load, for `check_at_load` or for an option that needs the time."""
         if self.check_at_load or self.max_gap_ms is not None or self.enforce_max_wait:
             return True
         return self.swap_bytes > 0 or bool(self.swap_directory)
 
     @property
     def streams_weights(self) -> bool:
-        """True if weights lie in a weight file."""
+        """True if weights stay in a weight file, mapped or read for each use."""
         return self.weights_tier != "device"
 
     @classmethod
     def from_arguments(cls, **arguments: Any) -> EngineOptions:
-        """Return options from keyword arguments, by their own or by vLLM's names.
+        """Return options from keyword arguments with windlass's or vLLM's names.
 
         Raises:
             ConfigError: a name is not known, or a value is out of range.
@@ -231,7 +243,9 @@ class EngineOptions:
             try:
                 values["speculative"] = SpeculativeOptions(**speculative)
             except TypeError as error:
-                raise ConfigError(f"speculative: {error}") from error
+                raise ConfigError(
+                    f"speculative: {error}; write the keys method, num_tokens, max_ngram, min_ngram and model"
+                ) from error
         return cls(**values)
 
     @property

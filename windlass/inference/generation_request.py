@@ -23,12 +23,12 @@ class GenerationSequence:
     Attributes:
         token_ids: prompt and answer, without drafts.
         generated: the answer's tokens.
-        num_computed: tokens whose keys and values are in the cache.
+        num_computed: number of leading tokens with keys and values in the cache.
         blocks: KV blocks in order.
         block_keys: hashes of the full blocks, as far as they were needed.
-        num_registered: blocks that are in the prefix cache.
+        num_registered: number of leading blocks that were offered to the prefix cache.
         drafts: proposed tokens after the last one.
-        saved: content of its blocks while it is preempted.
+        saved: content of the sequence's blocks while the sequence is preempted; else None.
         fair_start: as in `SequenceSnapshot`.
     """
 
@@ -71,7 +71,7 @@ class GenerationSequence:
     def snapshot(
         self, *, num_computed: int, num_blocks: int, num_freed: int, copies_block: bool, now_candidates: int
     ) -> SequenceSnapshot:
-        """Return the facts for the scheduler."""
+        """Return the state of the sequence for the scheduler."""
         request = self.request
         return SequenceSnapshot(
             self.sequence_id,
@@ -97,7 +97,7 @@ class GenerationRequest:
     Attributes:
         cache_salt: further data on which the keys and values of a prompt depend, beside its tokens.
         sequences: only the first one until the prompt is computed; then all candidates.
-        streams: its state is reported at every token, not only at its end.
+        streams: report the request at every token, not only at its end.
     """
 
     request_id: str

@@ -42,13 +42,13 @@ def init_inference(
     Args:
         model: a module, or the directory of a causal language model of transformers. Its parameters are moved to this
             rank's device, converted to `dtype`, and sharded.
-        tp: ranks along the tensor-parallel axis.
-        ep: ranks along the expert axis.
-        pp: ranks along the pipeline axis, each of which keeps some layers.
+        tp: number of ranks along the tensor-parallel axis.
+        ep: number of ranks along the expert axis.
+        pp: number of ranks along the pipeline axis; each keeps some layers.
         dtype: dtype of the parameters; `auto`: as they are.
         trust_remote_code: run the model's own code from its directory, and that of a draft model.
-        options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good, those of
-            encoders and classifiers too, and with `weights_tier` those of a directory stay in a file.
+        options: see `EngineOptions`. `weights` packs the linear layers in place, also those of encoders and
+            classifiers. With `weights_tier` `disk` or `host`, the weights of a directory stay in a file.
 
     Raises:
         ConfigError: an option is not known, or too few ranks run.
@@ -61,9 +61,9 @@ def init_inference(
 class InferenceModel(nn.Module):
     """Module with the forward of `module`, and transformers' `generate` by an engine.
 
-    With several ranks all of them make the same calls. The engine is built at the first `generate`, so that models
-    without tokens to generate (encoders, classifiers) can be sharded and called too. Other attributes are those of
-    `module`.
+    All ranks of a model make the same calls. The engine is built at the first `generate` (for a language model with
+    packed weights or weights in a file, at construction), so that models without tokens to generate (encoders,
+    classifiers) can be sharded and called too. Other attributes are those of `module`.
 
     Attributes:
         module: the model, sharded in place.
@@ -100,7 +100,7 @@ class InferenceModel(nn.Module):
                 )
         self._packs_all = options.weights is not None and isinstance(model, nn.Module) and not _makes_logits(module)
         self._options = options
-        self._versions: list[tuple[int, int]] = []  # parameters at the last `generate`
+        self._versions: list[tuple[int, int]] = []  # id and version of each parameter at the last `generate`
         self.module = module
         self._link: StageLink | None = None
         if self._ranks is not None:
@@ -119,7 +119,7 @@ class InferenceModel(nn.Module):
         return self._find_llm()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module computes, without gradients. With `pp` no cache is used."""
+        """Run the module's forward without gradients. With `pp` no cache is used."""
         with torch.inference_mode():
             if self._link is None or self._ranks is None:
                 return self.module(*args, **kwargs)
@@ -135,8 +135,8 @@ class InferenceModel(nn.Module):
     ) -> Any:
         """Generate answers as transformers' `generate` does; see `generate_by_engine`.
 
-        Settings that the engine lacks, such as beams or a streamer, go to the module's own `generate`, and so do all
-        calls of encoder-decoders.
+        Calls with settings that the engine lacks, such as beams or a streamer, and all calls of encoder-decoders run
+        the module's own `generate`.
 
         Raises:
             RequestError: a prompt is empty, or longer than the model's window with its answer.
@@ -155,8 +155,8 @@ class InferenceModel(nn.Module):
                 return found
         if self._link is not None:
             raise ConfigError(
-                "these settings of generate need the module's own loop and all layers on one rank, and pp splits them "
-                f"({', '.join(sorted(settings))}); leave them out, or use tp"
+                f"settings of generate ({', '.join(sorted(settings))}) need the module's own loop and all layers on "
+                "one rank, but pp splits the layers; leave these settings out, or use tp"
             )
         if own is None:
             raise ConfigError(
@@ -167,10 +167,11 @@ class InferenceModel(nn.Module):
             return own(input_ids, attention_mask=attention_mask, **settings)
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> InferenceModel:
-        """Change the parameters, as `to`, `half` and `cuda` do.
+        """Apply a function to the parameters, as `to`, `half` and `cuda` do. Do nothing if weights are packed or in a
+        file and `fn` keeps their dtype and device.
 
         Raises:
-            ConfigError: weights are packed, and would change. Without a change, nothing is done.
+            ConfigError: weights are packed or in a file, and `fn` would change their dtype or device.
         """
         options = self._options
         if options.weights is None and not options.streams_weights:
@@ -225,7 +226,7 @@ class InferenceModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def _find_current_llm(self) -> LLM:
-        """Return the engine, without keys and values of former weights, e.g. of those before a `load_state_dict`."""
+        """Return the engine; drop its cached keys and values if the weights have changed, e.g. by `load_state_dict`."""
         llm = self._find_llm()
         versions = [(id(one), 0 if one.is_inference() else one._version) for one in self.module.parameters()]
         if versions != self._versions:
@@ -236,8 +237,8 @@ class InferenceModel(nn.Module):
     def _find_llm(self) -> LLM:
         if self._llm is None and self._options.streams_weights:
             raise ConfigError(
-                f"weights_tier is {self._options.weights_tier!r}, and close has closed the file of the weights, or the "
-                "model was a live module; call init_inference with the model's directory"
+                f"weights_tier is {self._options.weights_tier!r}, but the weight file is closed, or there is none "
+                "because the model was a live module; call init_inference with the model's directory"
             )
         if self._llm is None:
             engine = make_rank_engine(
@@ -260,8 +261,8 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
         if not absent:
             raise
         raise ModelError(
-            f"{absent[0]} of {type(model).__name__} is on the meta device and has no values; load them first, give the "
-            "model's directory, or deepspeed.init_inference its checkpoint"
+            f"{absent[0]} of {type(model).__name__} is on the meta device and has no values; load the values first, "
+            "give the model's directory, or pass checkpoint to deepspeed.init_inference"
         ) from error
 
 

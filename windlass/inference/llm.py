@@ -41,7 +41,7 @@ _NOT_BUILT = {
     "stop_profile": "use windlass profile",
     "llm_engine": "use engine, stats, tokenizer and max_model_len",
 }
-"""Members of vLLM's class that are not built, and what to use instead."""
+"""Members of vLLM's class that this class lacks, and what to use instead."""
 
 
 class TextPrompt(TypedDict):
@@ -134,12 +134,12 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """Largest number of tokens of a prompt and its answer together."""
         return int(self._engine.max_model_len)
 
     @property
     def engine(self) -> Any:
-        """The engine, for requests one by one; on ranks that hold another part of the model, their worker."""
+        """The engine, for requests one by one; on all ranks of a model but its first, a `RankWorker`."""
         return self._engine
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -233,7 +233,10 @@ class LLM:
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
-            raise RequestError("the tokenizer has no chat template; pass chat_template, or use generate with a text")
+            raise RequestError(
+                "there is no tokenizer, or the tokenizer has no chat template; load a tokenizer, pass chat_template, "
+                "or use generate with a text"
+            )
         texts: list[str] = []
         prompts: list[Prompt] = []
         for conversation in conversations:
@@ -266,7 +269,7 @@ class LLM:
         """Search the likeliest answers to each prompt by beams.
 
         Returns:
-            One output for each prompt, whose sequences are sorted from the best one.
+            One output for each prompt, with its sequences in order, the best one first.
         """
         return self._on_leader(
             lambda: [search_beams(self._engine, _prompt_of(prompt), params) for prompt in _as_list(prompts)]
@@ -387,7 +390,11 @@ def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
 
 
 def _with_text(message: Any) -> Any:
-    """Return a message whose parts are joined to one text, which is all that templates of text models read."""
+    """Return a message with its parts joined to one text; a message without parts is returned unchanged.
+
+    Raises:
+        RequestError: a part is not text.
+    """
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, (list, tuple)):
         return message

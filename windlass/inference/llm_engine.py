@@ -38,11 +38,11 @@ _MAX_FAILURES = 2  # requests in a row that may fail alone before the engine is 
 
 @dataclass
 class _StartedStep:
-    """Step whose logits are not available yet.
+    """Started step that is not finished.
 
     Attributes:
         began: time of the start.
-        pending: tokens that the device draws; None: the step runs when it is finished, or on other ranks.
+        pending: tokens that the device draws; None: `_finish_step` runs the forward, or takes it from other ranks.
     """
 
     plan: PlannedStep
@@ -56,13 +56,13 @@ class LLMEngine:
     Not thread-safe: one thread adds requests and runs steps. `windlass.inference.async_engine` wraps it for servers.
 
     Args:
-        runner: the model.
+        runner: runner of the model.
         tokenizer: tokenizer of transformers; None: prompts are token ids and outputs have no text.
         eos_ids: tokens that end an answer.
-        max_model_len: tokens of a sequence.
-        cost: model of the time of a step.
+        max_model_len: largest number of tokens of a sequence, prompt and answer together.
+        cost: model of the time of a step; None: times were not measured.
         proposer: source of drafts, for a runner that computes them.
-        clock: time in seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class LLMEngine:
             priority: lower values run first.
             level: service level that the request declares.
             lora_name: name of the adapter.
-            arrival: time of the engine's clock; None: now.
+            arrival: time of arrival by the engine's clock; None: now.
             streams: `step` reports the request at every token, not only at its end.
-            constraint: that of `params`, compiled by `constraints`; None: it is compiled here.
-            bad_words: those of `params`, encoded by `encode_bad_words`; None: they are encoded here.
+            constraint: `params.structured_outputs`, compiled by `constraints`; None: compile them here.
+            bad_words: tokens of `params.bad_words`, from `encode_bad_words`; None: encode the words here.
 
         Raises:
-            RequestError: the request cannot be served. Others go on.
-            EngineOverloadedError: the queue is full, or the request could not begin in time (`enforce_max_wait`).
+            RequestError: the request cannot be served. Other requests continue.
+            EngineOverloadedError: the queue is full, or a request would wait too long (`enforce_max_wait`).
         """
         if self._closed:
             raise RequestError("the engine is closed, and its KV cache is freed; build another one")
@@ -150,13 +150,13 @@ class LLMEngine:
             raise RequestError(f"a request {request_id!r} is running already; use another id", parameter="request_id")
         if self.is_full:
             limit = self.options.max_queued
-            raise EngineOverloadedError(f"{limit} requests are waiting, which is the limit; try again later")
+            raise EngineOverloadedError(f"{limit} requests are waiting, the maximum (max_queued); try again later")
         params, text, ids, max_tokens = self._factory.read_prompt(prompt, params)
         if level is not None and self._warns_of_levels:
             self._warns_of_levels = False
             logger.warning(
-                "requests have service levels, which bound no step, because check_at_load=False left the time of steps "
-                "unmeasured; set check_at_load=True or max_gap_ms"
+                "service levels of requests do not limit the size of steps, because check_at_load=False left the time "
+                "of steps unmeasured; set check_at_load=True or max_gap_ms"
             )
         salt = b""
         if lora_name is not None:
@@ -182,8 +182,9 @@ class LLMEngine:
         sequence = self._factory.make_sequence(request, constraint=constraint, bad_words=bad_words)
         if self.options.enforce_max_wait and (late := self._planner.predict_lateness(sequence, self._clock())) > 0:
             raise EngineOverloadedError(
-                f"with this request, one would wait longer than {self.options.max_wait_seconds:g} seconds for its "
-                f"first token; try again in {math.ceil(late)} seconds",
+                f"with this request in the queue, some request would wait longer than "
+                f"{self.options.max_wait_seconds:g} seconds (max_wait_seconds) for its first token; "
+                f"try again in {math.ceil(late)} seconds",
                 retry_after=math.ceil(late),
             )
         request.sequences.append(sequence)
@@ -213,7 +214,7 @@ class LLMEngine:
         return bool(self._table.running or self._table.waiting or self._started or self._answers.changed)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
-        """Return text and token ids of a prompt.
+        """Return the text of a prompt (None if it is given as token ids) and its token ids.
 
         Raises:
             RequestError: the prompt is neither text nor token ids of the vocabulary, or is text without a tokenizer.
@@ -324,15 +325,15 @@ class LLMEngine:
         return self._take_outputs()
 
     def recover(self, error: Exception) -> list[RequestOutput]:
-        """End the request whose forward made `step` raise `error`, and return its output; the others continue.
+        """End the request whose forward made `step` raise `error`, and return its output; other requests continue.
 
-        [Note: failed steps] The requests of a step whose forward failed run alone, one after the other. The tokens
-        of the step are computed again. A request that fails alone ends with the finish reason `error`, and so do all
-        requests of a step whose tokens could not be drawn, which cannot be repeated (`_end_requests`).
+        [Note: failed steps] If a forward fails, the requests of its step run alone, one after the other. The tokens of
+        the step are computed again. A request that fails alone ends with the finish reason `error`. If the tokens of a
+        step cannot be drawn, all its requests end in this way, because the draw cannot be repeated (`_end_requests`).
 
         Raises:
-            Exception: `error` itself, if no request is at fault: it does not come from a step, several ranks have taken
-                part in it, or the third request in a row has failed alone.
+            Exception: `error` itself, if no single request is at fault: the error does not come from a step, several
+                ranks have taken part in the step, or the third request in a row has failed alone.
         """
         failed = [request_id for request_id in self._failed if request_id in self._requests]
         if not failed or self._pipelined is not None or not self.runner.can_repeat:
@@ -344,7 +345,7 @@ class LLMEngine:
         self._failures += 1
         if self._failures > _MAX_FAILURES:
             raise error
-        logger.error("request %s ends by an error of its forward", failed[0], exc_info=error)
+        logger.error("request %s failed, because its forward raised an error", failed[0], exc_info=error)
         self._planner.alone.pop(failed[0], None)
         cause = ModelError(f"the forward of this request failed with {type(error).__name__}: {one_line(str(error))}")
         self._answers.end(self._requests[failed[0]], "error", cause)
@@ -446,7 +447,7 @@ class LLMEngine:
         step.pending = draw_later(logits, [sequence.sampler for sequence, _ in step.plan.chosen])
 
     def _start_next(self, last: _StartedStep) -> None:
-        """Queue the step after the last one, whose tokens are only on the device, so that the device does not wait.
+        """Queue the next step while the tokens of the last one are only on the device, so that the device never waits.
 
         [Note: one step ahead] A sequence that the last step ends is computed once more; the result is ignored, and its
         blocks are freed after that. Nothing is queued if the next step may have other sequences or lacks blocks.
@@ -485,12 +486,13 @@ class LLMEngine:
         seconds = now - max(step.began, self._finished_at)
         self._count_step(step.plan.batch.num_tokens, seconds)
         if step.plan.has_prompts:
-            # A server answers its clients during decodes, which would shorten the prompts' parts of later steps.
+            # Steps that only decode do not count: a server answers its clients meanwhile, and the longer time would
+            # make the planner give later steps fewer tokens of prompts.
             self._planner.correct_cost(seconds, step.plan.predicted)
         self._finished_at = now
 
     def _check_weights(self) -> None:
-        """Drop keys and values that were computed with other weights: a training engine changes its weights."""
+        """Drop keys and values that were computed with other weights, if a training engine has changed the weights."""
         updates = count_updates(self.runner.model)
         if updates != self._updates:
             self._updates = updates
@@ -534,8 +536,8 @@ class LLMEngine:
                 self._table.register_blocks(sequence)
 
     def _end_requests(self, chosen: Sequence[tuple[GenerationSequence, int]], error: Exception) -> None:
-        """End the requests of a step whose tokens could not be drawn. It cannot be repeated, because some sequences
-        have taken their random numbers and tokens.
+        """End the requests of a step after its tokens could not be drawn. The draw cannot be repeated, because some
+        sequences have taken their random numbers and tokens.
 
         Raises:
             Exception: `error` itself, if the draw has failed three times in a row.
@@ -545,11 +547,11 @@ class LLMEngine:
             self._drop_started()  # else `recover` would blame the requests of steps that were queued ahead
             raise error
         requests = {sequence.request.request_id: sequence.request for sequence, _ in chosen}
-        logger.error("%d requests end by an error of the draw of their tokens", len(requests), exc_info=error)
+        logger.error("%d requests failed, because their next tokens could not be drawn", len(requests), exc_info=error)
         cause = ModelError(f"no token could be drawn: {type(error).__name__}: {one_line(str(error))}")
         for sequence, _ in chosen:
             if sequence.output.finished():
-                self._table.free(sequence)  # it was cancelled while the step was in flight
+                self._table.free(sequence)  # the sequence was cancelled while the step was in flight
         for request in requests.values():
             if not request.finished:
                 self._answers.end(request, "error", cause)
@@ -565,7 +567,7 @@ class LLMEngine:
                 live.append((candidate, rows, computed, drafts))
         depth = 0
         while live:
-            # all rows at depth 0 without repetition are the logits themselves
+            # no copy is needed if each row of the logits is used once, in order
             index = [rows[depth] for _, rows, _, _ in live]
             chosen = logits if index == list(range(logits.shape[0])) else logits[index]
             tokens = sample(chosen, [sequence.sampler for sequence, *_ in live])
@@ -619,7 +621,7 @@ class LLMEngine:
             return
         try:
             found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
-        except Exception:  # drafts change no token
+        except Exception:  # requests continue, because drafts change no token
             logger.exception("speculative decoding was stopped by an error; requests continue without drafts")
             self._proposer.close()
             self._proposer = None

@@ -37,7 +37,7 @@ class LoraLayer:
 
     Args:
         axis: ranks over which `x @ a.T` is summed; None: this rank has all input features.
-        packs: use packed products, whose rows do not depend on one another (see [Note: batch-invariant products]).
+        packs: use packed products, with rows that do not depend on each other; see [Note: batch-invariant products].
     """
 
     def __init__(self, weight: LowRankWeight, device: torch.device, axis: MeshAxis | None, *, packs: bool) -> None:
@@ -106,8 +106,7 @@ class LoraAdapters:
         return read_lora(name, directory)
 
     def add_weights(self, name: str, weights: Mapping[str, LowRankWeight]) -> None:
-        """Add an adapter that was read. Collective over the ranks of a sharded model; an error is raised on all of
-        them.
+        """Add an adapter that was read. Collective over the ranks of a sharded model; an error is raised on all ranks.
 
         Raises:
             ModelError: the adapter does not fit the model. Nothing has changed.
@@ -118,7 +117,7 @@ class LoraAdapters:
             path: LoraLayer(shard.part_of(weights[path]), self._device, shard.axis, packs=self._packs)
             for path, shard in shards.items()
         }
-        # another adapter under the same name has other keys and values
+        # a later adapter of the same name gives other keys and values, so it gets another salt
         self._salts[name] = hashlib.blake2b(f"{next(self._serials)}/{name}".encode(), digest_size=16).digest()
 
     def remove(self, name: str) -> None:
@@ -212,7 +211,10 @@ class LoraAdapters:
             return self._tokens
         if rows == logits:
             return self._logits  # the output head computes only the rows of the wanted logits
-        raise ModelError(f"{path} computed {rows} of {tokens} tokens; adapters of such layers are not served")
+        raise ModelError(
+            f"{path} computed {rows} of {tokens} tokens, and adapters of such layers are not served; merge the "
+            "adapter into the model"
+        )
 
     def _find_shard(self, name: str, path: str, weight: LowRankWeight) -> LayerShard:
         """Return this rank's part of a target layer."""
@@ -222,7 +224,7 @@ class LoraAdapters:
         if shard is None:
             found = "has no such module" if module is None else f"has a {type(module).__name__} there"
             raise ModelError(
-                f"adapter {name!r} changes {path}, and {kind} {found}; adapters of linear layers are served"
+                f"adapter {name!r} changes {path}, and {kind} {found}; give an adapter of linear layers of this model"
             )
         given, sizes = (weight.a.shape[1], weight.b.shape[0]), (shard.in_features, shard.out_features)
         if sizes != given:
@@ -256,7 +258,7 @@ class LoraAdapters:
 
 
 def _rows_of(owner: torch.Tensor, numbers: Sequence[int], device: torch.device) -> Rows:
-    """Return the rows that belong to some sequences, as a slice where they follow one another."""
+    """Return the rows that belong to the sequences `numbers`, as a slice if the rows are consecutive."""
     rows = torch.isin(owner, torch.tensor(numbers)).nonzero()[:, 0]
     if len(rows) == 0:
         return slice(0, 0)

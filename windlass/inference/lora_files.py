@@ -29,7 +29,7 @@ _KNOWN = frozenset(
         *("runtime_config", "target_modules", "task_type", "use_rslora", "velora_config"),
     )
 )
-# Initializations that change the base weights, to which the saved adapter then belongs.
+# Initializations that change the base weights, so that the saved adapter does not fit the original ones.
 _CHANGES_BASE = re.compile("pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
 
@@ -81,8 +81,8 @@ def _make_weight(where: str, path: str, sides: Mapping[str, torch.Tensor], confi
     rank = _pattern_value(config, "rank_pattern", path, config.get("r", 8))
     if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == rank:
         raise ModelError(
-            f"{where}: {path} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, and {_CONFIG_FILE} a rank of "
-            f"{rank}; write [rank, in] and [out, rank]"
+            f"{where}: {path} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, and {_CONFIG_FILE} has "
+            f"a rank of {rank}; save the adapter again, with shapes [rank, in] and [out, rank]"
         )
     alpha = _pattern_value(config, "alpha_pattern", path, config.get("lora_alpha", 8))
     # rsLoRA (Kalajdzievski 2023) divides by the root of the rank
@@ -108,10 +108,10 @@ def _read_config(where: str, path: Path) -> dict[str, Any]:
     except (OSError, JsonError) as error:
         raise ModelError(f"{where}: {path.name} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{where}: {path.name} holds no object; save the adapter again")
+        raise ModelError(f"{where}: {path.name} is not a JSON object; save the adapter again")
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"{where}: peft_type is {kind!r}; adapters of the type LORA are served, merge others first")
+        raise ModelError(f"{where}: peft_type is {kind!r}, and only LORA is served; merge the adapter into its model")
     for key, value in config.items():
         if key not in _KNOWN and value not in (None, False, [], {}):
             raise ModelError(
@@ -119,12 +119,12 @@ def _read_config(where: str, path: Path) -> dict[str, Any]:
                 "merge_and_unload and serve the result"
             )
     if config.get("bias", "none") != "none":
-        raise ModelError(f"{where}: bias is {config['bias']!r}, which changes the biases of the model; merge it first")
+        raise ModelError(f"{where}: bias is {config['bias']!r}, which is not served; merge the adapter into its model")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and _CHANGES_BASE.match(init):
         raise ModelError(
-            f"{where}: init_lora_weights is {init!r}, so it belongs to other base weights; convert it by "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)"
+            f"{where}: init_lora_weights is {init!r}, so the adapter belongs to other base weights; convert it "
+            "by save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     _check_numbers(where, config)
     return config
@@ -135,13 +135,13 @@ def _check_numbers(where: str, config: Mapping[str, Any]) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict):
-            raise ModelError(f"{where}: {name} is {patterns!r}; write an object of numbers by pattern")
+            raise ModelError(f"{where}: {name} is {patterns!r}; write an object from patterns to numbers")
         for pattern, value in patterns.items():
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ModelError(
-                    f"{where}: {name} has {pattern!r}, which is not a regular expression: {error}"
+                    f"{where}: {name} has {pattern!r}, which is not a regular expression ({error}); correct the pattern"
                 ) from error
             numbers[f"{name}[{pattern}]"] = value
     for name, value in numbers.items():
@@ -152,7 +152,7 @@ def _check_numbers(where: str, config: Mapping[str, Any]) -> None:
 
 def _read_tensors(where: str, path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise ModelError(f"{where}: there is no {path.name}; pickled adapters are not read, save it with safetensors")
+        raise ModelError(f"{where}: there is no {path.name}; pickled adapters are not read; save it as safetensors")
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a dict

@@ -23,8 +23,8 @@ class LayerShard:
     Attributes:
         in_features, out_features: sizes of the full layer.
         inputs: ranges of the input features that the forward gets.
-        outputs: ranges of the output features that it returns, or a forward that selects them.
-        axis: mesh axis over which products are summed, if the inputs are sharded.
+        outputs: ranges of the output features that the forward returns, or the `PartialRowsForward` that selects them.
+        axis: mesh axis over which products are summed; None: the inputs are not sharded.
     """
 
     in_features: int

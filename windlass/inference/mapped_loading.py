@@ -1,8 +1,8 @@
-"""Loading of a transformers model whose large parameters stay in files: mapped, converted one by one, or left out.
+"""Loading of a transformers model with large parameters that stay in files: mapped, converted one by one, or absent.
 
-transformers fills a model from tensors by name, converts them (e.g. joins experts) and sets them on the modules. The
-patch hands it tensors that are views of mapped files, converts them one after the other, and moves each large result
-that is not such a view into a temporary file. So no more than one converted parameter is in memory.
+transformers fills a model from tensors by name, converts them (e.g. joins experts) and sets them on the modules.
+`lazy_loading` patches transformers: the tensors are views of mapped files, they are converted one after the other, and
+each large result that is not such a view moves to a temporary file. So at most one converted parameter is in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from windlass.inference.weight_file import MappedFile
 from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
 
 _LOADER = "_load_pretrained_model"
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers converts one parameter after the other
-_SMALL = 1 << 16  # bytes: such a parameter is copied into memory
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # variable that makes transformers convert one parameter after the other
+_SMALL = 1 << 16  # bytes; smaller parameters are copied into memory
 
 
 class LazyTensor:
@@ -69,7 +69,10 @@ def map_safetensors(files: Sequence[Path]) -> dict[str, LazyTensor]:
         mapped = MappedFile(path)
         for name, entry in header.entries.items():
             if entry.dtype not in DTYPES:
-                raise ModelError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be streamed")
+                raise ModelError(
+                    f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be streamed; set "
+                    "weights_tier='device'"
+                )
             begin, end = header.data_offset + entry.begin, header.data_offset + entry.end
             dtype = DTYPES[entry.dtype]
             found[name] = LazyTensor(entry.shape, dtype, _opener(mapped, begin, end, dtype, entry.shape))
@@ -96,11 +99,11 @@ def lazy_loading(
 
     Args:
         directory: directory for temporary files of converted parameters.
-        find_tensors: returns the tensors for a model, still without values, and its files; and True if their names and
-            layouts are those of the model, so that nothing is converted.
+        find_tensors: function of a model without values and the paths of its files. Returns the tensors by name, and
+            True if their names and layouts are those of the model, so that transformers converts nothing.
 
     Raises:
-        ConfigError: this version of transformers loads in another way.
+        ConfigError: this version of transformers loads models in another way, or the model is quantized.
     """
     import transformers
 
@@ -155,7 +158,9 @@ def _parameters_in_files(directory: Path) -> Iterator[None]:
 
 
 def _without_memory(tensor: torch.Tensor, directory: Path) -> torch.Tensor | None:
-    """Return a parameter on the meta device, as a small copy, or in a file; None if it is a view of a file already."""
+    """Return a replacement of a parameter: on the meta device if the parameter is absent, a copy if it is small, else a
+    view of a temporary file. None if the parameter is a view of a file already.
+    """
     if tensor.numel() > 1 and not any(tensor.stride()):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if tensor.nbytes < _SMALL:
@@ -166,7 +171,7 @@ def _without_memory(tensor: torch.Tensor, directory: Path) -> torch.Tensor | Non
 
 
 def write_to_temporary_file(tensor: torch.Tensor, directory: Path) -> torch.Tensor:
-    """Return a view of a mapped file with the values of a tensor; the file is removed with its last view.
+    """Return a view of a mapped file with the values of a tensor; the last view frees the file's disk space.
 
     Raises:
         StorageError: the file cannot be written, e.g. because the disk is full.

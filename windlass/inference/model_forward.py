@@ -18,8 +18,8 @@ class CausalForward:
     """Forward of a model from flat tokens to logits.
 
     Args:
-        model: a causal language model of transformers, or a module whose forward takes `input_ids` (or one positional
-            argument) and `position_ids`, and returns logits or an object with `logits`.
+        model: a causal language model of transformers, or a module with a forward that takes `input_ids` (or one
+            positional argument) and `position_ids`, and returns logits or an object with `logits`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +42,7 @@ class CausalForward:
 
         Args:
             token_ids, positions: int64 `[tokens]`; positions are left out if None.
-            rows: int64, tokens whose logits are returned.
+            rows: int64 `[rows]`, indices of the tokens that get logits.
         """
         arguments = self.make_arguments(token_ids, positions, rows)
         if not self._ids_by_name:
@@ -94,7 +94,7 @@ def own_modes(*, allocates: bool = False) -> Iterator[None]:
     model's dtype and makes its indices on the CPU.
 
     Args:
-        allocates: leave inference mode too, because its tensors cannot be written by later calls outside of it.
+        allocates: True: leave inference mode too, because tensors made in it cannot be written outside of it later.
     """
     with ExitStack() as stack:
         if allocates and torch.is_inference_mode_enabled():
@@ -119,21 +119,21 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def find_first_position(model: nn.Module) -> int:
-    """Return the position of a sequence's first token: 0, except for RoBERTa and its relatives, which count from the
-    number after that of their padding token.
+    """Return the position of a sequence's first token: 0, except for RoBERTa and its relatives, which count from
+    `pad_token_id + 1`.
     """
     derive = find_position_derivation(model)
     if derive is None:
         return 0
     try:
-        # one of the two is not the padding token
+        # at least one of the tokens 0 and 1 is not the padding token, which has a lower position
         return max(int(derive({"input_ids": torch.tensor([[token]])})) for token in (0, 1))
-    except ModelError:  # unknown; the check at load finds a difference
+    except ModelError:  # the first position is unknown; if it is not 0, the check at load finds different logits
         return 0
 
 
 def find_device(model: nn.Module) -> torch.device:
-    """Return the device of the model's weights; packed weights have left a parameter on the meta device."""
+    """Return the device of the model's weights. Parameters on the meta device do not count: they were packed."""
     for parameter in model.parameters():
         if parameter.device.type != "meta":
             return parameter.device
@@ -157,7 +157,7 @@ def get_logits(result: Any) -> torch.Tensor:
 
 
 def _passed_through(model: nn.Module) -> set[str]:
-    """Return arguments that a forward with `**kwargs` hands to the decoder inside it."""
+    """Return the arguments of the inner decoder, to which a forward with `**kwargs` passes its arguments."""
     inner = getattr(model, "get_decoder", lambda: None)()
     if inner is None or inner is model:
         inner = getattr(model, getattr(model, "base_model_prefix", "") or "_", None)

@@ -1,4 +1,4 @@
-"""Loading of a model and its tokenizer for inference, and its facts: end tokens, length, dtype."""
+"""Loading of a model and its tokenizer for inference, and lookup of the model's end tokens and maximum length."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LENGTH_NAMES = (
 )
 
 _SCALING_ROPE = frozenset({"linear", "yarn"})
-# `dynamic` is scaled by the longest sequence that the module has seen, so requests would change each other's tokens
+# `dynamic` is not listed: its scale depends on the module's longest sequence so far, which other requests change
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -65,7 +65,7 @@ def load_model(
             directory of packed weights (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
         dtype: dtype of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened
             to float32, since there is no fast arithmetic for them.
-        pipeline: mesh axis of several ranks; each reads only the weights of its own stage.
+        pipeline: mesh axis pp; each of its ranks reads only the weights of its own stage. None: no pp.
 
     Raises:
         ModelError: there is no model, it is damaged, it needs its own code, it is an encoder-decoder, or transformers
@@ -114,7 +114,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model's directory, of one that has only a tokenizer, or of a GGUF file.
+    """Load the tokenizer of a model's directory, of a directory with only a tokenizer, or of a GGUF file.
 
     Raises:
         ModelError: the directory has no tokenizer, or its files are damaged, so that it cannot be used.
@@ -128,7 +128,7 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
         raise ModelError(_describe_missing_tokenizer(path, "its vocabulary is empty"))
     try:
         tokenizer.decode(tokenizer("a").input_ids)
-    except Exception as error:  # code of transformers with values that it does not check
+    except Exception as error:  # transformers does not check the values in these files
         reason = one_line(str(error) or type(error).__name__, 300)
         raise ModelError(f"the tokenizer of {path} fails at its first text: {reason}; check its files") from error
     return tokenizer
@@ -148,8 +148,8 @@ def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def find_max_length(model: Any) -> int | None:
-    """Return the number of tokens that the model can attend to; None if its configuration has no maximum, as those of
-    recurrent models and of ALiBi.
+    """Return the number of tokens that the model can attend to; None if its configuration has no maximum, e.g. for
+    recurrent models and models with ALiBi.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -163,7 +163,7 @@ def find_max_length(model: Any) -> int | None:
 def find_scaled_length(model: Any) -> int | None:
     """Return the number of tokens to which the rotary embeddings of a model are scaled; None if they are not.
 
-    A configuration may state a scale and the maximum before it, as Qwen's documentation of YaRN has it.
+    A configuration may have a scaling factor and the maximum before scaling, as in Qwen's documentation of YaRN.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -196,7 +196,7 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, *, what: str =
 
 
 def _is_empty(tokenizer: Any) -> bool:
-    """Return True if a tokenizer has special tokens alone, as those of GPT-2 and Qwen that load without their files."""
+    """Return True if a tokenizer has only special tokens: tokenizers of GPT-2 and Qwen load so if files are missing."""
     try:
         num_added = len(tokenizer.added_tokens_decoder)
     except (AttributeError, NotImplementedError):  # tokenizers of mistral-common, which do not load without their files

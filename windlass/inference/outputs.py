@@ -1,4 +1,4 @@
-"""Results of requests, with the names of vLLM's."""
+"""Results of requests, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Reason for the end of a sequence: a stop text or token or end of sequence; its length; cancellation; an error."""
+"""Reason for the end of an answer: `stop` (a stop text, stop token or end-of-sequence token), `length` (the maximum
+length), `abort` (cancellation) or `error`."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class CompletionOutput:
         logprobs: one entry for each token; None if the request asked for none.
         finish_reason: None while the answer grows.
         stop_reason: the stop text or stop token; None if the end-of-sequence token ended the answer.
-        text_offsets: place in `text` where the text of each token begins, that of the whole character for a token that
-            is a part of one; None without logprobs or text.
+        text_offsets: offset in `text` of each token's text; for a token that is a part of a character, the offset of
+            the character. None without logprobs or text.
     """
 
     index: int
@@ -60,11 +61,12 @@ class RequestMetrics:
     """Times of a request in seconds of `time.monotonic`, and counts.
 
     Attributes:
-        arrival_time: the engine got the request.
-        scheduled_time: its first tokens entered a step.
-        first_token_time, last_token_time: times of its first and its latest generated token.
-        num_cached_tokens: tokens of the prompt whose keys and values were in the prefix cache.
-        num_preemptions: times that its blocks were taken away.
+        arrival_time: time at which the engine got the request.
+        scheduled_time: time at which the request's first tokens entered a step; None: not yet.
+        first_token_time, last_token_time: times of the first and the latest generated token; None: there is none.
+        finished_time: time at which the request ended; None: not yet.
+        num_cached_tokens: number of tokens of the prompt with keys and values in the prefix cache.
+        num_preemptions: number of times that sequences of the request lost their blocks.
     """
 
     arrival_time: float
@@ -84,9 +86,10 @@ class RequestOutput:
         prompt: text of the prompt; None if it was given as tokens.
         prompt_logprobs: one entry for each token of the prompt, the first None; None if the request asked for none.
         outputs: the answers, `n` of them once the request has finished.
-        error: message of the error that ended the request.
-        is_request_error: the error is due to the request's own parameters, not to the model.
-        retry_after: seconds after which a request that was refused by load may be sent again; None: it was not.
+        error: message of the error that ended the request; None: no error.
+        is_request_error: True if the error is due to the request's own parameters, not to the model.
+        retry_after: seconds after which a request that was refused because of load may be sent again; None: it was not
+            refused because of load.
     """
 
     request_id: str
@@ -135,9 +138,9 @@ class EngineStats:
 
     Attributes:
         kv_cache_usage: share of the KV blocks that running requests hold, 0 to 1.
-        prefix_cache_queries, prefix_cache_hits: tokens of prompts looked up, and found.
-        steps: forwards that were run; `step_tokens`: tokens in them.
-        step_seconds: time of steps; `forward_seconds`: the part of it in the model.
+        prefix_cache_queries, prefix_cache_hits: numbers of tokens that were looked up in the prefix cache, and found.
+        steps, step_tokens: number of forwards, and of the tokens in them.
+        step_seconds, forward_seconds: seconds in steps, and the part of this time in forwards of the model.
         idle_seconds: time in which an `AsyncLLMEngine` waited for requests.
     """
 

@@ -48,12 +48,12 @@ class OwnCacheModelRunner:
         uses_cache: use the model's cache, if it has one.
 
     Attributes:
-        keeps_cache: the model's cache is used.
+        keeps_cache: True if the model's cache is used.
     """
 
     computes_drafts = False
     is_asynchronous = False
-    can_repeat = False  # some layers may have updated their state already
+    can_repeat = False  # a failed forward may have updated the state of some layers
     block_nbytes = 0
 
     def __init__(
@@ -121,11 +121,11 @@ class OwnCacheModelRunner:
         return False
 
     def save_blocks(self, blocks: Sequence[int]) -> SavedBlocks:
-        """Raise: a preempted sequence is computed again."""
+        """Raise a ModelError: a preempted sequence is computed again."""
         raise ModelError("a model with its own cache has no blocks to save")
 
     def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
-        """Raise: there are no saved blocks."""
+        """Raise a ModelError: there are no saved blocks."""
         raise ModelError("a model with its own cache has no blocks to restore")
 
     def release(self, sequence_id: int) -> None:
@@ -187,7 +187,7 @@ class OwnCacheModelRunner:
         else:
             inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
         if "logits_to_keep" in self._forward.accepts:
-            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: all; some models ask for the last one by themselves
+            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: all; without it, some models return only the last
         inputs["return_dict"] = True
         outputs = self.model(**inputs)
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
@@ -198,7 +198,7 @@ class OwnCacheModelRunner:
 
 
 class _PositionSource:
-    """Positions of a prompt, as `generate` passes them: some models count from 0 in each forward without them."""
+    """Positions of a prompt, as `generate` passes them. Without positions, some models count from 0 in each forward."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -226,5 +226,5 @@ def _has_generation_cache(model: Any) -> bool:
         return False  # RecurrentGemma: layers keep the state of the last batch, whichever cache they get
     from transformers import GenerationMixin
 
-    # older releases count cache positions in another way, and recompute here
+    # older releases count cache positions in another way; with them, the runner computes all tokens again
     return "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters

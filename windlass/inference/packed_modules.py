@@ -44,7 +44,7 @@ _ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # values of `activation
 
 @dataclass(eq=False)
 class LinearGroup:
-    """Linear layers whose weights are packed into one.
+    """Linear layers with weights that are packed into one.
 
     Attributes:
         modules: modules in the order of their calls.
@@ -58,7 +58,7 @@ class LinearGroup:
     _input: torch.Tensor | None = None
     _outputs: tuple[torch.Tensor, ...] = ()
 
-    def first(self, input: torch.Tensor) -> torch.Tensor:  # the name in nn.Linear, which a model may write
+    def first(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's argument name: models may pass it by name
         """Compute all outputs, and return that of the first layer."""
         out = self._multiply(input)
         if len(self.sizes) == 1:
@@ -67,12 +67,12 @@ class LinearGroup:
         return self._outputs[0]
 
     def later(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the stored output of another layer's product. Compute it if this layer got another input."""
+        """Return the output of layer `place` from the product that `first` stored, or a new one for another input."""
         outputs = self._outputs
         if self._input is not x:
             outputs = self._multiply(x).split(self.sizes, dim=-1)
         elif place == len(self.sizes) - 1:
-            self._input, self._outputs = None, ()  # memory of the step
+            self._input, self._outputs = None, ()  # frees the memory of the step
         return outputs[place]
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class PackedModules:
 
     Args:
         groups: all layers that are replaced.
-        permanent: the layers stay replaced. Otherwise the model is as it was outside of `active`.
+        permanent: True: the layers stay replaced; False: they are replaced only inside of `active`.
         weight_format, activations: as for `pack_modules`.
         tables: embeddings that look up rows of a packed weight.
     """
@@ -164,10 +164,12 @@ class PackedModules:
             group.panels, group.bias = packed.panels, packed.bias
 
     def begin_forward(self) -> None:
-        """Prepare for the next forward of the model."""
+        """Prepare for the next forward of the model; do nothing for weights in memory."""
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Allow any weights inside the `with` block, where results do not matter."""
+        """Allow undefined weights inside the `with` block, for forwards with results that do not matter. Weights in
+        memory keep their values.
+        """
         return nullcontext()
 
     def close(self) -> None:
@@ -190,13 +192,13 @@ def pack_modules(
 
     Args:
         model: model on the CPU, in float32 or bfloat16.
-        probe: runs a forward, so that layers with the same input are found.
+        probe: function that runs a forward, in which layers with the same input are found.
         weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
             format.
-        activations: "int8" and "bf16" round inputs of integer weights and of bf16 weights; "float" does not; "auto"
-            rounds those of integers of less than 8 bits, whose own rounding is coarser by far, and of layers whose
-            files ask for it.
-        frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
+        activations: "int8" and "bf16" round inputs of integer weights and of bf16 weights; "float" rounds none. "auto"
+            rounds inputs of weights below 8 bits, because the rounding of these weights is far coarser, and inputs of
+            8-bit layers if the model's files request it.
+        frees_weights: True: free each weight as soon as it is packed, if no other layer uses it, and leave the layers
             replaced.
     """
     groups = []
@@ -224,7 +226,7 @@ def pack_modules(
 def _share_panels(model: nn.Module, group: LinearGroup) -> list[PanelTable]:
     """Let embeddings that share the mapped weight of a layer look up its panels, and free their weight.
 
-    The rows of a mapped file that are looked up would be in memory beside the panels, sixteen pages for each.
+    Otherwise each lookup would bring pages of the mapped file into memory beside the panels, sixteen at a time.
     """
     weight, panels = group.modules[0]._parameters.get("weight"), group.panels.row_panels()
     if len(group.modules) > 1 or panels is None or weight is None or find_pages(weight) is None:
@@ -253,7 +255,7 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
     packed = [module for module in modules if isinstance(module, PackedLinear)]
     if packed:
         for one in packed:
-            one.free_panels()  # the probe made them
+            one.free_panels()  # panels that the probe made
         form = packed[0].format
         tensors = join_packed(form, [module.packed() for module in packed])
         stated = all(module.rounds_inputs for module in packed)
@@ -266,7 +268,7 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
         pages = find_pages(modules[0].get_parameter("weight")) if len(modules) == 1 else None
         panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations), pages=pages)
         for module in modules:
-            drop_pages(module.get_parameter("weight"))  # the weight of a head that shares the embedding is not freed
+            drop_pages(module.get_parameter("weight"))  # a weight that an embedding shares is never freed
     return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
 
 
@@ -284,7 +286,7 @@ def _quantizes(form: WeightFormat, activations: str, stated: bool = False) -> bo
     """Return True if inputs are rounded.
 
     Args:
-        stated: the files of the layers ask for it.
+        stated: True if the files of the layers request rounded inputs; only `auto` depends on this.
     """
     narrow = narrow_input_dtype(form)
     if activations == "auto":
@@ -313,7 +315,7 @@ def can_pack(model: nn.Module) -> bool:
 def _is_packable(module: nn.Module) -> bool:
     if type(module) is PackedLinear:
         return "forward" not in module.__dict__
-    weight = module._parameters.get("weight")  # a computed one is no parameter, e.g. under torch.nn.utils.prune
+    weight = module._parameters.get("weight")  # None e.g. with torch.nn.utils.prune, which computes it
     if weight is None or "forward" in module.__dict__:
         return False
     kind = type(module)
@@ -330,11 +332,11 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 def find_groups(model: nn.Module, probe: Callable[[], Any], weight_format: str | None) -> list[list[nn.Module]]:
     """Return groups of layers that got the same tensor object in consecutive calls, each in call order.
 
-    A layer that runs more than once in a forward is a group of its own, and so is an expert that did not run, and one
-    whose format joins no matrices. Any other layer that did not run is in no group.
+    Each of these layers is a group of its own: a layer that runs more than once in a forward, an expert that did not
+    run, and a layer with a format that joins no matrices. Any other layer that did not run is in no group.
 
     Args:
-        weight_format: format in which layers will be packed that are not packed yet; None: the dtype of the weights.
+        weight_format: format for layers that are not packed yet; None: the dtype of the weights.
     """
     requested = None if weight_format is None else get_weight_format(weight_format)
 
@@ -372,8 +374,8 @@ def find_groups(model: nn.Module, probe: Callable[[], Any], weight_format: str |
 
 
 def _find_unreached(model: nn.Module, called: set[nn.Module]) -> list[nn.Module]:
-    """Return experts that no token of the probe reached: layers whose names differ from those of called ones only in
-    numbers. The code of a model may read the weight of any other layer that it did not call.
+    """Return experts that no token of the probe reached: layers with names that differ from names of called layers only
+    in numbers. Other uncalled layers are left out, because the code of the model may read their weights.
     """
     names = {module: _NUMBER.sub("*", name) for name, module in model.named_modules()}
     forms = {names[module] for module in called}

@@ -34,9 +34,9 @@ class PagedMask:
     """Visible keys of a query, by positions in its sequence.
 
     Attributes:
-        sliding_window: positions that a query sees, its own included; None: all before it.
-        chunk_size: a query sees only its own chunk of positions.
-        predicate: any other pattern, evaluated for every pair.
+        sliding_window: number of latest positions that a query sees, its own included; None: all up to its own.
+        chunk_size: number of positions of a chunk; a query sees only its own chunk. None: no chunks.
+        predicate: any other pattern, evaluated for every pair of query and key; None: there is none.
     """
 
     sliding_window: int | None = None
@@ -59,12 +59,16 @@ class AttentionCall:
 class PagedAttention(AttentionBackend):
     """Backend `"paged"`: each forward is one flat row of tokens of several sequences.
 
-    The mask that the model asks for is taken as a predicate of positions in a sequence. Packed documents, which
-    transformers infers from restarting positions, are the sequences of the batch, and are ignored.
+    The pattern of the model's mask applies to positions in a sequence. transformers infers packed documents from
+    positions that restart. They are the sequences of the batch here, and are ignored.
 
     Args:
-        make_cache: allocates the cache of a layer at its first call. None: a probe, which records shapes and computes
-            attention only within the row.
+        make_cache: function that allocates the cache of a layer, called at the layer's first attention. None: a layer
+            without a cache raises ModelError.
+
+    Attributes:
+        shapes: shape of each layer without a given cache, recorded at its first attention.
+        caches: cache of each layer.
     """
 
     name = "paged"
@@ -89,10 +93,10 @@ class PagedAttention(AttentionBackend):
         return self._batch.positions
 
     def make_mask(self, mask: AttentionMask) -> PagedMask:
-        """Return the pattern, checked to be causal.
+        """Return the pattern of a mask. A predicate is not checked.
 
         Raises:
-            ModelError: queries see later keys, so that a cache would be wrong.
+            ModelError: the mask is not causal: queries see later keys, which a cache does not have.
         """
         pattern = mask.pattern
         if isinstance(pattern, MaskPredicate):
@@ -121,8 +125,8 @@ class PagedAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Store keys and values of the batch's tokens and attend to all tokens of their sequences.
 
-        Of `arguments`, `softcap` bends scores (Gemma 2) and `s_aux` `[heads]` is one more logit in each softmax
-        (GPT-OSS).
+        `arguments` may have `softcap`, which turns a score into `softcap * tanh(score / softcap)` (Gemma 2), and
+        `s_aux` `[heads]`, one more logit in each softmax (GPT-OSS).
         """
         batch = self._batch
         if batch is None or query.shape[0] != 1 or query.shape[2] != batch.num_tokens or key.shape[2] != query.shape[2]:
@@ -156,7 +160,7 @@ class PagedAttention(AttentionBackend):
         scaling: float | None,
         arguments: dict[str, Any],
     ) -> tuple[torch.Tensor, AttentionCall | None]:
-        """Return the output `[tokens, heads, features]`, and the call if it has a native kernel."""
+        """Return the output `[tokens, heads, features]`, and the call, or None for a call without a native kernel."""
         batch = self._batch
         assert batch is not None
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

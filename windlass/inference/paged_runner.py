@@ -1,4 +1,4 @@
-"""Runner of models whose attention goes through the registry: flat batches over a paged KV cache."""
+"""Runner of models that call attention through the registry: flat batches over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from windlass.kernels.paged_attention import PagedKVCache, make_kv_cache
 _PROBE_TOKENS = 4
 
 PAGEABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Values of `config.layer_types` whose only state are keys and values."""
+"""Values of `config.layer_types` for layers that keep no state but keys and values."""
 
 _attention_before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Attention function of each module that a runner uses, as it was before the first of its runners."""
+"""Name of the attention function of each module with a runner, as it was before the module's first runner."""
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings whose frequencies change beyond some number of tokens."""
+"""Types of rotary embeddings with frequencies that change beyond some number of tokens."""
 
 
 class PagedModelRunner:
@@ -47,7 +47,7 @@ class PagedModelRunner:
     Args:
         model: model in eval mode, on one device.
         block_size: tokens of a block.
-        num_blocks: returns the number of blocks of the KV cache, given the bytes of one block.
+        num_blocks: function from the bytes of one block to the number of blocks of the KV cache.
         kv_dtype: dtype of the cache; None: that of the keys.
         packed: packed weights, which are used inside of `run`.
         forward: forward of the model; None: `CausalForward`.
@@ -138,7 +138,7 @@ class PagedModelRunner:
 
         Args:
             max_tokens: largest number of tokens of a step.
-            max_blocks: KV blocks of a sequence.
+            max_blocks: largest number of KV blocks of a sequence.
 
         Returns:
             The reason if the forward cannot be recorded, else None.
@@ -163,7 +163,7 @@ class PagedModelRunner:
 
         Args:
             max_sequences: largest number of sequences of a batch.
-            max_blocks: KV blocks of a sequence.
+            max_blocks: largest number of KV blocks of a sequence.
         """
         self.graphs = DecodeGraphs(
             self._run_modules,
@@ -268,7 +268,8 @@ class PagedModelRunner:
 
 
 def check_pageable(model: Any, max_model_len: int | None = None) -> None:
-    """Raise a ModelError if the state of a sequence is more than the keys and values of its tokens.
+    """Raise a ModelError if a sequence has more state than the keys and values of its tokens, or if its keys depend on
+    the longest sequence of a batch.
 
     Args:
         max_model_len: tokens of the longest sequence; None: not known.
@@ -291,12 +292,12 @@ def check_pageable(model: Any, max_model_len: int | None = None) -> None:
         if limit is None or max_model_len is None or max_model_len > limit:
             advice = "" if limit is None else f"; with max_model_len up to {limit} they do not"
             raise ModelError(
-                f"{name} rotates by frequencies that depend on the longest sequence of a batch ({kind}){advice}"
+                f"the rotary frequencies of {name} depend on the longest sequence of a batch ({kind}){advice}"
             )
 
 
 def _find_rope_limit(config: Any, rope: dict[str, Any], kind: str) -> int | None:
-    """Return the number of tokens up to which all sequences have the same frequencies."""
+    """Return the number of tokens up to which all sequences have the same frequencies; None: not known."""
     if kind == "dynamic":
         return getattr(config, "max_position_embeddings", None)
     name = "original_max_position_embeddings"
@@ -304,10 +305,10 @@ def _find_rope_limit(config: Any, rope: dict[str, Any], kind: str) -> int | None
 
 
 def _install(model: Any) -> Callable[[], None]:
-    """Route the attention of a transformers model through windlass; return the function that undoes it."""
+    """Route the attention of a transformers model through windlass; return a function that restores the former one."""
     before = _attention_of(model)
     if before is None:
-        return lambda: None  # its own code calls windlass.attention, or the probe finds no layer
+        return lambda: None  # another kind of module: its code calls windlass.attention, or the probe finds no layer
     _attention_before[model] = before = _attention_before.get(model, before)
     install_attention(model)
 

@@ -17,7 +17,7 @@ from windlass.parallel.tensor import apply_tensor_parallel
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if the model is sharded over tp or ep, as that of a training engine may be."""
+    """Return True if the model is sharded over tp or ep, e.g. by a training engine."""
     return any(get_placement(parameter).sharded_axes & {"tp", "ep"} for parameter in model.parameters())
 
 
@@ -49,7 +49,7 @@ def share_tokens(experts: nn.Module, axis: MeshAxis) -> None:
 
 
 class SharedTokens:
-    """Hooks around an expert layer whose tokens are equal on all ranks of an axis: split them, and all-gather the
+    """Hooks around an expert layer with equal tokens on all ranks of an axis: they split the tokens, and all-gather the
     outputs."""
 
     def __init__(self, axis: MeshAxis) -> None:

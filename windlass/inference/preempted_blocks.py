@@ -16,8 +16,8 @@ from windlass.inference.step_cost import StepCost
 from windlass.storage.process_directory import ProcessDirectory
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
-# A save that is not made measures no rate. So each one raises the rate a little: a single slow save, e.g. one that
-# waited for other writes, does not end the moves for good, and a slow disk is tried once in some hundred preemptions.
+# A skipped save measures no rate. So each skipped save raises the assumed rate by this factor: a single slow save, e.g.
+# one that waited for other writes, does not end all moves, and a slow disk is tried once in some hundred preemptions.
 _RECOVERY = 1.02
 
 if TYPE_CHECKING:
@@ -44,10 +44,12 @@ class PreemptedBlocks:
             weakref.finalize(self, self._directory.release)
         self._files: dict[int, Path] = {}
         self._held: dict[int, int] = {}
-        self._rates = {"host": 4e9, "disk": 5e8}  # bytes a second, before the first measurement
+        self._rates = {"host": 4e9, "disk": 5e8}  # bytes a second, assumed before the first measurement
 
     def save(self, sequence: GenerationSequence) -> None:
-        """Save the blocks of a sequence that is about to lose them, or leave its `saved` None."""
+        """Save the blocks of a sequence before it loses them, and set its `saved`. Leave `saved` None if there is no
+        room, or if computing the tokens again takes less time.
+        """
         blocks = sequence.blocks[: -(-sequence.num_computed // self._runner.block_size)]
         nbytes = len(blocks) * self._runner.block_nbytes
         again = self._cost.prefill_seconds(sequence.num_computed)

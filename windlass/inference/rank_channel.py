@@ -1,9 +1,9 @@
 """Ranks that run one model together: their groups, the leader's commands, and errors that reach every rank.
 
-[Note: inference ranks] The ranks along tp, ep and pp hold parts of one model and compute the same batches. The first of
-them, the leader, schedules and samples: its clock decides, and the others receive each batch. Ranks along tp and ep
-compute it in lockstep, because the layers communicate. Along pp the leader starts as many steps, of different
-sequences, as there are stages, so that all stages compute; it has the last stage.
+[Note: inference ranks] The ranks along tp, ep and pp hold parts of one model and compute the same batches. The first
+rank, the leader, schedules by its own clock and samples; the other ranks receive each batch. Ranks along tp and ep
+compute a batch in lockstep, because their layers communicate. Along pp the leader has the last stage; it keeps one step
+for each stage in flight, each with other sequences, so that all stages compute.
 
 An error of one rank is posted in the rendezvous store; then the rank closes its process groups, so that the collectives
 in which the others wait fail at once instead of at their time-out, and the others raise the posted error.
@@ -34,8 +34,8 @@ from windlass.inference.step_message import decode_batch, encode_batch
 
 T = TypeVar("T")
 
-_HEADER = 1024  # numbers of a message's first part, which is all of a usual decode step
-_IDLE = timedelta(days=365)  # workers of an idle server wait for the next request
+_HEADER = 1024  # integers in the header of a message; the whole message of a usual decode step fits into it
+_IDLE = timedelta(days=365)  # time-out of the control group: workers of an idle server wait for the next request
 
 
 class RankCommand(IntEnum):
@@ -44,9 +44,9 @@ class RankCommand(IntEnum):
     RUN = 0
     """A batch; the workers run it."""
     CALL = 1
-    """Name and arguments of a method of the runner."""
+    """Name of a method of the runner, or function of the model, with its arguments; the workers call it."""
     RESULT = 2
-    """Result, or error, of a call that all ranks make; the workers return it."""
+    """Result, or error, of a call that all ranks make; the workers return or raise it."""
     CLOSE = 3
     """End of the engine."""
 
@@ -55,7 +55,7 @@ class RankChannel:
     """Messages between the leader and the other ranks of one model.
 
     Args:
-        control: all ranks of the model.
+        control: group of all ranks of the model.
         axes: mesh axes of the model, by name.
         owns_axes: close the process groups of the axes with the channel.
     """
@@ -197,15 +197,16 @@ class RankChannel:
         raise error
 
     def close_with_engine(self, *, keeps_axes: bool) -> None:
-        """Close the process groups when the engine is closed, or in `end`.
+        """Let `end` close the process groups when the engine is closed.
 
         Args:
-            keeps_axes: not those of the axes, over which the layers of a live module go on to communicate.
+            keeps_axes: leave the groups of the axes open, because the layers of a live module still communicate over
+                them.
         """
         self._closes_groups, self._keeps_axes = True, keeps_axes
 
     def end(self) -> None:
-        """Close the process groups if they belong to the engine, which is closed on all ranks. Collective."""
+        """Close the process groups if they belong to the engine. Collective; called when the engine is closed."""
         if self._closes_groups and not self._failed:
             with self.guard():
                 self._control.barrier()  # a rank that closes first would break the last message to the others
@@ -213,7 +214,9 @@ class RankChannel:
             self.close()
 
     def on_close(self, function: Callable[[], None]) -> None:
-        """Call `function` before the process groups are closed. It drops operations, which keep their sockets open."""
+        """Call `function` before the process groups are closed. `function` must drop operations in flight, because they
+        keep the sockets of the groups open.
+        """
         self._cleanups.append(function)
 
     def close(self) -> None:
@@ -253,8 +256,8 @@ def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] 
     Consecutive ranks hold one model. A larger world holds several models, which serve requests independently.
 
     Args:
-        tp, ep, pp: ranks along each axis.
-        axes: axes of a model that is sharded already.
+        tp, ep, pp: number of ranks along each axis.
+        axes: axes of a model that is sharded already; None: the axes are created here.
 
     Raises:
         ConfigError: the world size is not a multiple of the number of ranks of a model.
@@ -277,14 +280,14 @@ def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] 
             "pp": _reversed(_axis("pp", [tuple(range(s + i, s + count, inner)) for s in starts for i in range(inner)])),
         }
     control = create_rank_group([tuple(range(start, start + count)) for start in starts], backend="gloo", timeout=_IDLE)
-    control.barrier()  # a rank that fails next closes its groups, to which others would still connect
+    control.barrier()  # connects all ranks: one that fails next closes its groups, and nothing could connect to them
     return RankChannel(control, axes, owns_axes=owns)
 
 
 def _axis(name: str, partition: list[tuple[int, ...]]) -> MeshAxis:
     if len(partition[0]) == 1:
         rank = dist.get_rank()
-        return MeshAxis(name, RankGroup(None, (rank,), 0))  # type: ignore[arg-type]  # it never communicates
+        return MeshAxis(name, RankGroup(None, (rank,), 0))  # type: ignore[arg-type]  # one rank never communicates
     return MeshAxis(name, create_rank_group(partition))
 
 

@@ -21,7 +21,7 @@ class RankWorker:
         channel: channel to the leader.
         options: options of the engine.
         tokenizer: tokenizer of transformers, or None.
-        max_model_len: tokens of a sequence.
+        max_model_len: largest number of tokens of a sequence.
     """
 
     def __init__(
@@ -101,5 +101,5 @@ class RankWorker:
             getattr(self._runner, method)(*arguments)
 
     def _adapters(self) -> LoraAdapters:
-        assert isinstance(self._runner.lora, LoraAdapters)  # those of this rank
+        assert isinstance(self._runner.lora, LoraAdapters)  # the adapters of this rank
         return self._runner.lora

@@ -25,7 +25,7 @@ class RequestFactory:
     Args:
         tokenizer: tokenizer of transformers; None: prompts are token ids and outputs have no text.
         eos_ids: tokens that end an answer.
-        max_model_len: tokens of a sequence.
+        max_model_len: largest number of tokens of a sequence.
 
     Attributes:
         constraints: compiler of structured outputs.
@@ -45,7 +45,7 @@ class RequestFactory:
     def read_prompt(
         self, prompt: str | Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, str | None, list[int], int]:
-        """Return a copy of the parameters, text and token ids of a prompt, and the maximum length of its answer.
+        """Return (copy of `params`, text of the prompt or None, its token ids, maximum number of tokens of an answer).
 
         Raises:
             RequestError: the prompt or a parameter does not fit the model.
@@ -62,7 +62,7 @@ class RequestFactory:
         return params, text, ids, room if params.max_tokens is None else min(params.max_tokens, room)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
-        """Return text and token ids of a prompt.
+        """Return the text of a prompt (None if it is given as token ids) and its token ids.
 
         Raises:
             RequestError: the prompt is neither text nor token ids of the vocabulary, or is text without a tokenizer.
@@ -72,7 +72,8 @@ class RequestFactory:
             wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
             if wrong is not None:
                 raise RequestError(
-                    f"token {wrong} of the prompt is not in the vocabulary of {self._vocab_size} tokens",
+                    f"token {wrong} of the prompt is not in the vocabulary of {self._vocab_size} tokens; give smaller "
+                    "ids, from 0",
                     parameter="prompt",
                 )
             return None, ids
@@ -90,11 +91,11 @@ class RequestFactory:
         constraint: OutputConstraint | None = None,
         bad_words: TokenTexts | None = None,
     ) -> GenerationSequence:
-        """Return answer `index` of a request.
+        """Return a new sequence for answer `index` of a request.
 
         Args:
-            constraint: compiled constraint of the parameters; None: use that of the first answer, or compile it here.
-            bad_words: those of the parameters as tokens; None: use those of the first answer, or encode them here.
+            constraint: compiled `structured_outputs`; None: copy the first answer's, or compile them here.
+            bad_words: tokens of the bad words; None: take the first answer's, or encode the words here.
         """
         params = request.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None
@@ -147,11 +148,11 @@ class RequestFactory:
         if not params.bad_words:
             return ()
         if self._tokenizer is None:
-            raise RequestError("bad_words needs a tokenizer", parameter="bad_words")
+            raise RequestError("bad_words needs a tokenizer, and there is none; leave it out", parameter="bad_words")
         texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         try:
             found = {tuple(ids) for ids in self._tokenizer(texts, add_special_tokens=False).input_ids}
-        except (TypeError, UnicodeError) as error:  # as in `encode`
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, as in `encode`
             raise RequestError(f"bad_words is not valid Unicode text: {error}", parameter="bad_words") from error
         return tuple(sorted(word for word in found if word))
 
@@ -160,25 +161,27 @@ class RequestFactory:
             raise RequestError("the prompt is empty; give at least one token", parameter="prompt")
         if len(ids) >= self._max_model_len:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens; the model takes {self._max_model_len} together with the answer",
+                f"the prompt has {len(ids)} tokens; the model takes {self._max_model_len} together with the answer: "
+                "shorten the prompt",
                 parameter="prompt",
             )
         if params.num_candidates > self._max_sequences:
             raise RequestError(
-                f"{params.num_candidates} answers are asked for, and the engine runs {self._max_sequences} "
-                "sequences at a time; ask for fewer",
+                f"n or best_of is {params.num_candidates}, and the engine runs {self._max_sequences} sequences at a "
+                "time (max_sequences); write a smaller number",
                 parameter="n",
             )
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             wrong = max(getattr(params, name) or (), default=0)
             if wrong >= self._vocab_size:
                 raise RequestError(
-                    f"{name} has the token {wrong}, beyond a vocabulary of {self._vocab_size}", parameter=name
+                    f"{name} has the token {wrong}, beyond a vocabulary of {self._vocab_size}; write smaller ids",
+                    parameter=name,
                 )
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """Return the tokens of a prompt: Python integers, or those of an array.
+    """Return the tokens of a prompt, a sequence or an array, as Python integers.
 
     Raises:
         RequestError: an element is not an integer; its conversion would give a wrong token.

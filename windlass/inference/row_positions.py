@@ -1,9 +1,9 @@
 """Positions for layers that count tokens from the length of a cache.
 
-[Note: counted positions] Some layers ignore `position_ids` and add `torch.arange(tokens)` to the length of the cache:
-those of Llama 4 without rotary embeddings, which scale queries by their positions. In a flat row of several sequences
-that counts the tokens of the row. Such a layer gets a stand-in for its cache, whose length is a tensor: the position of
-each token less its place in the row.
+[Note: counted positions] Some layers ignore `position_ids` and add `torch.arange(tokens)` to the length of the cache,
+e.g. layers of Llama 4 without rotary embeddings, which scale queries by their positions. In a flat row of several
+sequences, the sum counts tokens of the row, not of a sequence. Such a layer gets a stand-in for its cache with a tensor
+as length: the position of each token minus its place in the row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowPositions:
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Return `[tokens]`: the position of each token, less its place in the row."""
+        """Return `[tokens]`: the position of each token minus its place in the row."""
         return self._positions - torch.arange(self._positions.shape[0], device=self._positions.device)
 
     def update(
@@ -47,7 +47,7 @@ def give_positions(model: nn.Module) -> Callable[[], None]:
     """Pass the positions of the batch to layers that count tokens from the length of a cache, inside a paged step.
 
     Returns:
-        Function that undoes it.
+        Function that removes the hooks from the layers.
     """
     handles = [
         module.register_forward_pre_hook(_pass_positions, with_kwargs=True) for module in _counting_layers(model)
@@ -82,5 +82,5 @@ def _counting_layers(model: nn.Module) -> Iterator[nn.Module]:
 def _read_source(function: Any) -> str:
     try:
         return inspect.getsource(function)
-    except (OSError, TypeError):  # a function without a file
+    except (OSError, TypeError):  # a function without a source file
         return ""

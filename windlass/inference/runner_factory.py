@@ -32,15 +32,15 @@ from windlass.parallel.pipeline.stub_modules import drop_aliases
 from windlass.storage.staging_memory import available_memory
 
 _WIDE = ("fp32", "bf16")
-_FINE = (*_WIDE, "fp16", "int8", "fp8")  # other formats, registered ones too, may have few bits
+_FINE = (*_WIDE, "fp16", "int8", "fp8")  # formats of 8 bits or more; others, also registered ones, may have fewer
 _CHECKED_TOKENS = 8
-_STREAMED_CHECKED_TOKENS = 2  # each forward reads all weights
-_CHECKED_PROMPTS = (11, 5)  # lengths in tokens
+_STREAMED_CHECKED_TOKENS = 2  # few, because each forward reads all weights
+_CHECKED_PROMPTS = (11, 5)  # lengths of the prompts in tokens
 _OWN_CACHE_TOKENS = 1 << 16
 _MEASURED_TOKENS = (1, 8, 32, 128)  # sizes of the steps that are measured, beside the largest
 _LEFT_TOKENS = 24  # tokens of a sequence that are left for the steps that measure attention
 _LONG_STEP = 0.5  # seconds; a step that takes longer is measured once, and larger steps are not measured
-_CACHE_SHARE = 0.4  # fraction of the free host memory
+_CACHE_SHARE = 0.4  # fraction of the free host memory for the KV cache
 
 
 def make_runner(
@@ -55,7 +55,7 @@ def make_runner(
     """Return the fastest runner that computes what the model computes. Collective over `ranks`.
 
     Args:
-        owned: the engine is the only user of the model, so its weights may be packed and freed.
+        owned: True if the engine is the only user of the model, so that its weights may be packed and freed.
         ranks: ranks over which the model is sharded, in place.
         streamed: weights of the model that are read from a file; None: all are in memory.
 
@@ -91,7 +91,7 @@ def make_runner(
     if ranks is not None and link is not None:
         ranks.on_close(link.drop_transfers)
     forward = CausalForward(model) if link is None else StageForward(link)
-    # Few bits change the logits by more than any error of a runner, so the runner is compared with the packed model.
+    # A format of few bits changes logits more than an error of a runner would, so the packed model is the reference.
     coarse = options.weights is not None and options.weights not in _FINE
     plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
@@ -101,7 +101,7 @@ def make_runner(
     records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
     packed = streamed or _pack(model, options, forward, owned=owned, ranks=ranks)
     if packed is not None and owned and link is not None:
-        drop_aliases(model)  # a tied embedding is in the packed head
+        drop_aliases(model)  # frees the weight of a tied embedding, which the packed head replaces
     if options.check_at_load and coarse and ranks is None:
         plain = PlainLogits(model, longest, forward)
     try:
@@ -133,7 +133,9 @@ def make_runner(
         runner.free_cache()
         reason = problem
     if link is not None:
-        raise ModelError(f"{type(model).__name__} cannot be served over pp, which needs a paged KV cache: {reason}")
+        raise ModelError(
+            f"{type(model).__name__} cannot be served over pp, which needs a paged KV cache: {reason}; use tp instead"
+        )
     return _make_own_cache_runner(model, options, packed, plain, ranks, longest, reason)
 
 
@@ -170,7 +172,7 @@ def _make_own_cache_runner(
         difference = plain.find_last_difference(own, options)
         if difference is not None:
             raise ModelError(
-                f"{type(model).__name__} does not compute with packed weights what it computes with its own: "
+                f"{type(model).__name__} computes other logits with packed weights than with its own: "
                 f"{difference}; serve the module itself, with deterministic=False and without weights"
             )
     logger.warning(
@@ -180,7 +182,7 @@ def _make_own_cache_runner(
 
 
 def _find_paged_problem(runner: ModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
-    """Return the reason for which a runner with a paged cache cannot be used."""
+    """Return the reason for which a runner with a paged cache cannot be used; None if it can."""
     try:
         return plain.find_difference(runner, options)
     except (CommunicationError, StorageError):
@@ -196,15 +198,15 @@ def _describe(error: Exception) -> str:
 
 
 def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
-    """Return the reason for which the model's own cache cannot be used."""
+    """Return the reason for which the model's own cache cannot be used; None if it can."""
     try:
         problem = plain.find_difference(own, options)
         own.free_cache()
-        # a model whose prompt is not causal computes other logits without its cache; its `generate` decides
+        # if attention in the prompt is not causal, the plain forward has other logits; then `generate` is the reference
         return None if problem is None or plain.generates_as(own, options) else problem
     except (CommunicationError, StorageError):
         raise
-    except Exception as error:  # code of any model runs here; it can compute without a cache
+    except Exception as error:  # code of any model runs here; the model may still compute without a cache
         return _describe(error)
     finally:
         own.free_cache()
@@ -218,7 +220,7 @@ def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: Engin
         if problem is not None:
             runner.program = None
     if problem is not None:
-        logger.info("%s: steps run its modules, because %s", type(runner.model).__name__, problem)
+        logger.info("%s: steps run its modules, not a recording, because %s", type(runner.model).__name__, problem)
 
 
 class PlainLogits:
@@ -228,7 +230,7 @@ class PlainLogits:
         max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared,
             and the log has the reason.
         forward: forward of the model.
-        streamed: weights of the model that are read for each forward, so that fewer tokens are compared.
+        streamed: weights that are read for each forward, so that fewer tokens are compared; None: all are in memory.
     """
 
     def __init__(
@@ -267,8 +269,8 @@ class PlainLogits:
         """Run the sequences together, first their prompts and then token by token, and compare the logits.
 
         Returns:
-            The difference, if it is larger than rounding explains; else None. The KV cache is written, so call it
-            before other sequences exist.
+            Description of the difference if it is larger than rounding explains, else None. Call this before other
+            sequences exist, because it writes to the KV cache.
         """
         size = runner.block_size
         needed = -(-(max(_CHECKED_PROMPTS) + self._steps) // size)
@@ -299,7 +301,9 @@ class PlainLogits:
         self._has_room = False
 
     def find_last_difference(self, own: OwnCacheModelRunner, options: EngineOptions) -> str | None:
-        """Compare the logits of the last tokens of whole sequences, which see the same tokens in any model."""
+        """Compare the logits of the last token of each whole sequence, which attends to the same tokens in any model.
+        Return the difference as `find_difference` does.
+        """
         if not self._sequences:
             return None
         tables = [[0] * max(map(len, self._sequences))] * len(self._sequences)  # the runner has no blocks
@@ -318,7 +322,7 @@ class PlainLogits:
         return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
 
     def generates_as(self, own: OwnCacheModelRunner, options: EngineOptions) -> bool:
-        """Return True if a runner has the logits of the model's own `generate`, with both sequences side by side."""
+        """Return True if a runner, with both sequences in one batch, has the logits of the model's own `generate`."""
         from transformers import GenerationConfig
 
         settings = GenerationConfig(
@@ -353,7 +357,7 @@ class PlainLogits:
 
 
 def _packed_format(model: nn.Module) -> str | None:
-    """Return the format of the first packed layer, if there is one."""
+    """Return the format of the first packed layer; None: no layer is packed."""
     return next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
 
 
@@ -370,14 +374,17 @@ def _pack(
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
     held = _packed_format(model)
-    prepared = ranks is not None and held == options.weights  # by `pack_before_sharding`
+    prepared = ranks is not None and held == options.weights  # packed by `pack_before_sharding`
     if options.weights is not None and held is not None and not prepared:
         raise ConfigError(
             f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
         )
     if not (wanted or options.weights) or not can_pack(model):
         if options.deterministic:
-            raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
+            raise ConfigError(
+                "deterministic is True, which needs the native kernels and a model on the CPU in float32 or bfloat16; "
+                "leave deterministic out"
+            )
         if options.weights is not None and not prepared:
             pack_layers(model, options.weights)
         return None
@@ -391,14 +398,15 @@ def _pack(
 
 
 def pack_before_sharding(model: nn.Module, weight_format: str) -> None:
-    """Pack layers whose parts will be summed over ranks, and all layers where native products are missing.
+    """Pack all layers but the head, if `weight_format` is neither a coded format nor fp32 or bf16. Without native
+    products, pack all layers in any format.
 
-    A part then has the codes and scales of the whole matrix. Other layers are packed after they are sharded.
+    A shard then has the codes and scales of the full matrix. Other layers are packed after they are sharded.
     """
     native = can_pack(model)
     coded = isinstance(get_weight_format(weight_format), CodedWeightFormat)
-    # Groups of features may not end where ranks do. Panels of layers with a forward of their own lie beside the packed
-    # bytes, so wide formats would take more memory.
+    # A shard of a coded matrix may end inside a group of features. Panels of a packed layer that is sharded lie beside
+    # its packed bytes, so fp32 and bf16 would take more memory.
     if not native or not (coded or weight_format in _WIDE):
         pack_layers(model, weight_format, without_head=native)
 
@@ -415,10 +423,10 @@ def measure_step_cost(
     """Measure steps of one token up to `max_tokens` of a single sequence, and attention to their keys.
 
     Args:
-        longest: tokens of a sequence, which bounds the measurement too.
-        is_sharded: other ranks compute the same steps, so the number of steps does not depend on measured times.
-        streamed: weights that are read for each step. Reading them counts in the time of every step; waiting for them
-            does not count in the time of a token.
+        longest: largest number of tokens of a sequence; no measured sequence is longer.
+        is_sharded: True if other ranks compute the same steps; their number then does not depend on measured times.
+        streamed: weights that are read for each step; None: all are in memory. The time of a step includes reading
+            weights; the time of a token does not include waiting for them.
     """
     if streamed is not None:
         return _measure_streamed(runner, device, max_tokens, streamed)
@@ -453,7 +461,7 @@ def measure_step_cost(
         return StepCost(0.0, fewest, token, fewest / 1e5)
     seconds(0, many)  # the tokens that the next steps attend to
     decode = min(seconds(many + place, 1) for place in range(2))
-    # a model with its own cache computes a chunk token by token
+    # a model with its own cache computes a chunk token by token, so attention in chunks is not measured
     chunk = min(seconds(many + 2, 8), seconds(many + 10, 8)) if runner.computes_drafts else 0.0
     runner.release(0)
     expected = StepCost(points=tuple(points)).step_seconds(8, 0)

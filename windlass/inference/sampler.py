@@ -36,7 +36,8 @@ class SequenceSampler:
         prompt: tokens of the prompt.
         generated: tokens so far; the same list object as the sequence's.
         stop_ids: tokens that end the sequence; not drawn before `min_tokens`.
-        allowed: returns the mask of the tokens that a structured output allows next, bool `[vocabulary]`; or None.
+        allowed: function that returns the mask of the tokens that a structured output allows next, bool
+            `[vocabulary]`; None: no structured output.
     """
 
     params: SamplingParams
@@ -49,7 +50,7 @@ class SequenceSampler:
     allowed: Callable[[], torch.Tensor] | None = None
     _random: random.Random = field(init=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False)
-    # made once, since a request may have one for each token of the vocabulary
+    # tensors made once, since a request may list every token of the vocabulary
     _prompt_ids: torch.Tensor | None = field(default=None, init=False)
     _allowed_ids: torch.Tensor | None = field(default=None, init=False)
     _biases: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
@@ -201,7 +202,9 @@ class PendingTokens:
 
 
 def can_draw_later(sampler: SequenceSampler) -> bool:
-    """Return True if the token of a sequence depends only on its logits and one number."""
+    """Return True if the token of a sequence depends only on its unchanged logits and one uniform number, and no
+    log-probabilities are requested.
+    """
     return not sampler.changes_logits and sampler.params.logprobs is None
 
 
@@ -227,7 +230,7 @@ def draw_later(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> Pen
 def _change_rows(
     logits: torch.Tensor, samplers: Sequence[SequenceSampler]
 ) -> tuple[torch.Tensor, dict[int, RequestError | ModelError]]:
-    """Return logits with masks and penalties, and the errors of rows."""
+    """Return logits with masks and penalties applied, and the error of each row that failed."""
     changed = [row for row, sampler in enumerate(samplers) if sampler.changes_logits]
     if not changed:
         return logits, {}
@@ -239,7 +242,7 @@ def _change_rows(
         except RequestError as error:
             errors[row] = error
         except Exception as error:  # from the structured-output library: the other rows continue
-            logger.exception("a request ends by an error of its masks or penalties")
+            logger.exception("a request failed, because its masks or penalties could not be applied")
             errors[row] = ModelError(f"no token could be chosen: {type(error).__name__}: {one_line(str(error))}")
     return scores, errors
 

@@ -10,20 +10,20 @@ from typing import Any
 from windlass.base.errors import RequestError
 
 MAX_CANDIDATES = 128
-"""Largest `n`, `best_of` and beam width: each is a sequence with a KV cache of its own."""
+"""Largest `n` and `best_of`: each answer is a sequence with KV blocks of its own."""
 
 MAX_LOGPROBS = 64
-"""Largest number of alternatives that a request can ask logprobs of."""
+"""Largest `logprobs` and `prompt_logprobs`; the largest beam width is half of it."""
 
 TokenTexts = tuple[tuple[int, ...], ...]
 """Texts as tokens, e.g. bad words."""
 
-_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e6  # beyond them, divided logits would overflow or vanish
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e6  # beyond these, divided logits would overflow or vanish
 _MAX_STOPS = 64
 _MAX_BAD_WORDS = 1024
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-_MAX_TEXT = 1000  # characters of a stop text or a bad word; each token is compared with all of them
+_MAX_TEXT = 1000  # characters of a stop text or a bad word; each new token is compared with all texts
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class StructuredOutputsParams:
 
     Attributes:
         json: a JSON Schema, as a dict or as text.
-        json_object: any JSON object.
+        json_object: True: the text is any JSON object.
         regex: a regular expression that the whole text matches.
-        choice: the texts of which one is generated.
+        choice: texts; one of them is generated.
         grammar: a context-free grammar in the syntax of Lark (with a rule `start`), or in GBNF (with a rule `root`).
-        disable_any_whitespace: JSON has no whitespace between its tokens.
-        disable_additional_properties: an object of the JSON Schema has the properties that it names, and no others,
-            unless the schema gives `additionalProperties`.
+        disable_any_whitespace: True: JSON has no whitespace between its tokens.
+        disable_additional_properties: True: JSON objects have only the properties that the JSON Schema names, unless
+            the schema has `additionalProperties`.
         whitespace_pattern: regular expression of the whitespace between the tokens of JSON.
     """
 
@@ -62,7 +62,7 @@ class StructuredOutputsParams:
         of_json = [name for name in _JSON_OPTIONS if getattr(self, name) not in (None, False)]
         if of_json and given[0] not in ("json", "json_object"):
             raise RequestError(
-                f"structured_outputs.{of_json[0]} concerns JSON, and the text obeys {given[0]}; leave it out",
+                f"structured_outputs.{of_json[0]} applies only to JSON, and {given[0]} is set; leave it out",
                 parameter="structured_outputs",
             )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
@@ -73,40 +73,45 @@ class StructuredOutputsParams:
         if self.choice is not None:
             choice = [self.choice] if isinstance(self.choice, str) else list(self.choice)
             if not choice or not all(isinstance(text, str) and text for text in choice):
-                raise RequestError("structured_outputs.choice needs non-empty texts", parameter="structured_outputs")
+                raise RequestError(
+                    f"structured_outputs.choice is {self.choice!r}; give one or more non-empty texts",
+                    parameter="structured_outputs",
+                )
             object.__setattr__(self, "choice", tuple(choice))
 
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Parameters of one request. A request copies them and checks the copy, so fields may be set before and after.
+    """Parameters of one request. A request checks and keeps a copy, so fields may be changed before and after.
 
     Attributes:
         n: number of answers that are returned.
-        best_of: number of answers that are generated, of which the `n` with the highest mean log-probability are
-            returned; at least `n`. None: `n`.
-        presence_penalty: subtracted from the logit of each token that the answer has already; -2 to 2.
-        frequency_penalty: subtracted from a token's logit once for each time that the answer has it; -2 to 2.
-        repetition_penalty: logits of tokens in prompt or answer are divided by it if positive and multiplied if
-            negative (Keskar et al. 2019, CTRL); above 0, 1 changes nothing.
-        temperature: divides the logits; 0, and any number below 1e-5, takes the token with the highest logit (greedy).
-        top_p: the draw is among the likeliest tokens whose probabilities together reach it; above 0 and at most 1.
-        top_k: the draw is among this many likeliest tokens; 0 or -1: all.
+        best_of: number of answers that are generated, at least `n`; the `n` answers with the highest mean
+            log-probability are returned. None: `n`.
+        presence_penalty: number subtracted from the logit of each token that the answer has already; -2 to 2.
+        frequency_penalty: number subtracted from a token's logit once for each time that the answer has the token; -2
+            to 2.
+        repetition_penalty: number above 0 by which the logits of tokens in prompt or answer are divided if positive,
+            and multiplied if negative (Keskar et al. 2019, CTRL). 1: no penalty.
+        temperature: divisor of the logits. 0, or any number below 1e-5: take the token with the highest logit (greedy).
+        top_p: the draw is among the smallest set of likeliest tokens with a total probability of at least `top_p`;
+            above 0 and at most 1.
+        top_k: the draw is among the `top_k` likeliest tokens; 0 or -1: all tokens.
         min_p: tokens less likely than `min_p` times the likeliest one are not drawn; 0 to 1.
-        seed: seed of the draws of this request; None: a random one. The tokens of a seeded request do not depend on
-            other requests.
-        stop: texts that end the answer; the text is cut before them.
+        seed: seed of the draws of this request; None: the engine draws a seed. The tokens of a seeded request do not
+            depend on other requests.
+        stop: texts that end the answer; the answer's text ends before them.
         stop_token_ids: tokens that end the answer.
         include_stop_str_in_output: keep the stop text, or the text of the stop token, in the answer.
-        ignore_eos: go on after the end-of-sequence token.
+        ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of generated tokens; None: as many as the context window allows.
         min_tokens: no end-of-sequence token and no stop token is drawn before this number of tokens.
-        logprobs: number of likeliest tokens whose log-probabilities are returned at each position, beside that of the
-            drawn token. None: no logprobs; 0: only of the drawn token. They are taken before penalties, temperature
-            and masks.
-        prompt_logprobs: the same for the tokens of the prompt.
-        logit_bias: added to the logits of these token ids.
-        allowed_token_ids: only these are drawn.
+        logprobs: number of likeliest tokens at each position. Their log-probabilities are returned with that of the
+            drawn token, before penalties, temperature and masks. 0: only that of the drawn token; None: no
+            log-probabilities.
+        prompt_logprobs: as `logprobs`, for the tokens of the prompt.
+        logit_bias: numbers added to logits, by token id.
+        allowed_token_ids: the only tokens that may be drawn; None: all.
         bad_words: texts that are not generated.
         detokenize: False leaves `text` empty.
         skip_special_tokens: leave special tokens out of `text`.
@@ -163,7 +168,7 @@ class SamplingParams:
         """Return a copy.
 
         Raises:
-            RequestError: a value that was set since is out of range.
+            RequestError: a field was set to a value that is out of range.
         """
         return replace(self)
 
@@ -213,7 +218,7 @@ class SamplingParams:
         if self.is_greedy and self.num_candidates > 1:
             raise RequestError(
                 f"{self.num_candidates} answers of greedy sampling would be equal; set n and best_of to 1, or a "
-                "temperature above 0",
+                "temperature above 0 and top_k other than 1",
                 parameter="n",
             )
 
@@ -233,7 +238,10 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             _check_tokens(name, getattr(self, name) or ())
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
-            raise RequestError("allowed_token_ids is empty, so no token could be drawn", parameter="allowed_token_ids")
+            raise RequestError(
+                "allowed_token_ids is empty, so no token could be drawn; give at least one, or leave it out",
+                parameter="allowed_token_ids",
+            )
         biases = self.logit_bias or {}
         _check_tokens("logit_bias", biases)
         if not (set(map(type, biases.values())) <= {int, float} and all(map(math.isfinite, biases.values()))):
@@ -249,10 +257,10 @@ class BeamSearchParams:
     Attributes:
         beam_width: number of beams, and of answers.
         max_tokens: maximum number of generated tokens.
-        ignore_eos: go on after the end-of-sequence token.
-        temperature: divides the log-probabilities of tokens, and so scales `cum_logprob` and changes no order; 0 and 1
-            leave them as they are.
-        length_penalty: a beam's log-probability is divided by its length to this power.
+        ignore_eos: continue after the end-of-sequence token.
+        temperature: divisor of the log-probabilities of tokens. It scales `cum_logprob` and changes no order of beams;
+            0 and 1 change nothing.
+        length_penalty: exponent: beams are ranked by their log-probability divided by `length ** length_penalty`.
     """
 
     beam_width: int
@@ -277,7 +285,7 @@ def _check_texts(name: str, texts: Sequence[Any], most: int) -> None:
 
 
 def _check_tokens(name: str, tokens: Collection[Any]) -> None:
-    # a list may have an entry for each token of the vocabulary, which builtins check many times faster
+    # builtins check a list as long as the vocabulary many times faster than the loop
     if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0):
         for token in tokens:
             _check_integer(name, token, 0, None)
@@ -293,7 +301,7 @@ def _check_integer(name: str, value: Any, lowest: int | None, highest: int | Non
 
 def _check_number(name: str, value: Any, lowest: float, highest: float, *, above: bool = False) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # the bounds themselves are infinite if none is set, and an infinite value is refused
+    # infinite bounds limit nothing; infinite values are refused
     if not number or not math.isfinite(value) or not lowest <= value <= highest or (above and value == lowest):
         bounds = f"above {lowest}" if above else f"of at least {lowest}"
         bounds += "" if highest == math.inf else f" and at most {highest}"

@@ -1,23 +1,23 @@
 """Scheduling of a step: which sequences run, and with how many tokens each.
 
-[Note: scheduling without phases] There are no phases. Each sequence has known tokens (its prompt, what it generated,
-drafts) and computed tokens, whose keys and values are in the KV cache. A step lets computed tokens catch up with known
-ones: sequences that lack one token (decode) get it first, and the rest of the step's tokens is shared among prompts.
+[Note: scheduling without phases] There are no phases. Each sequence has known tokens (prompt, generated tokens, drafts)
+and computed tokens (with keys and values in the KV cache). A step lets computed tokens catch up with known ones:
+sequences that lack one token (decode) get it first, and the rest of the step's tokens is shared among prompts.
 That is Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine (prefill-first)
 and of Orca (Yu et al. 2022) are settings of the same function.
 
 [Note: fair shares] A step has tokens for few prompts. It computes prompts one after the other, in the order in which
 they would end if all prompts always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and
-Henderson 2003, fair sojourn protocol). Each ends about when it would have with equal shares, most of them much earlier:
-a short prompt passes a long one, and a long one waits for short ones in proportion to its own length only. The order
-needs a virtual clock, which counts the work that a prompt with an equal share has been given: the caller advances it by
-the work of a step for prompts (`StepCost.prompt_work`), divided by the number of prompts, and gives each prompt
-`fair_start`, the clock at its arrival plus the work done for it since then.
+Henderson 2003, fair sojourn protocol). No prompt ends much later than with equal shares, and most end much earlier: a
+short prompt passes a long one, and a long prompt waits for short ones only in proportion to its own length. The order
+needs a virtual clock, which counts the work that a prompt with an equal share would have been given. The caller
+advances the clock by the work of a step for prompts (`StepCost.prompt_work`), divided by the number of prompts. Each
+prompt has a `fair_start`: the clock at its arrival plus the work done for it since then.
 
-[Note: bound on waiting] A request's deadline is `max_wait_seconds` after the time that its prompt takes. Requests whose
-deadline would be missed if they did not run now, by the predicted times, are pressing, and go by deadline before all
-others. If all deadlines can be met, they are: no order is better at that than by deadline (Liu and Layland 1973). A
-server that has to keep the bound under any load refuses requests by `lateness`.
+[Note: bound on waiting] A request's deadline is its arrival plus `max_wait_seconds` plus the time that its prompt
+takes. A request is pressing if, by the predicted times, it misses its deadline unless it runs now. Pressing requests
+run before all others, by deadline. This order meets all deadlines if any order can (Liu and Layland 1973). A server
+that has to keep the bound under any load refuses requests by `lateness`.
 
 `schedule` is a pure function of snapshots, so that its properties can be tested without a model.
 """
@@ -34,10 +34,10 @@ from windlass.inference.step_cost import StepCost
 Policy = Literal["splitfuse", "prefill-first", "orca"]
 POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 
-_MIN_CHUNK = 64  # tokens of a prompt in one step, below which more steps cost more than sharing gains
+_MIN_CHUNK = 64  # least tokens of a prompt's share in a step; smaller ones cost more in further steps than they gain
 _LEAST_PROGRESS = 16  # tokens of prompts in each step, however slow decodes are
 _LEAST_PART = 1 / 8  # smallest share of a step's time that prompts get
-_WAIT_SHARE = 0.9  # part of the longest wait after which predictions may have been wrong by the rest
+_WAIT_SHARE = 0.9  # part of the longest wait that planned deadlines allow; the rest covers wrong predictions
 _PRESSING_PART = 7 / 8  # part of a step's prompt tokens that pressing prompts get
 _LEVEL_SHARE = 0.8  # limit of a step's predicted time, relative to the declared time between two tokens
 
@@ -48,34 +48,36 @@ class ServiceLevel:
 
     Attributes:
         first_token_seconds: longest time from arrival to the first token.
-        tokens_per_second: rate of the tokens after it.
+        tokens_per_second: rate of the tokens after the first one; 0: none is declared.
     """
 
     first_token_seconds: float
     tokens_per_second: float = 0.0
 
 
-@dataclass(slots=True)  # not frozen: a frozen one takes three times as long to make
+@dataclass(slots=True)  # not frozen: a frozen dataclass takes three times as long to make
 class SequenceSnapshot:
     """Facts about a sequence that the scheduler needs.
 
     Attributes:
-        sequence_id: unique among running and waiting sequences.
-        arrival: time in seconds.
-        num_known: tokens of prompt and answer, drafts included.
-        num_drafts: drafts among them, which may be dropped.
-        num_computed: tokens with keys and values in the cache; of a waiting sequence, those that it finds there.
-        num_blocks: blocks that it holds; of a waiting sequence, cached blocks that others hold already.
-        num_freed: blocks that become free if it is preempted after all running sequences behind it in the order of
-            `seniority`, i.e. those that no sequence before it holds.
-        copies_block: its last block is shared and has to be copied before the next token.
+        sequence_id: number, unique among running and waiting sequences.
+        arrival: time of arrival in seconds.
+        num_known: number of tokens of prompt and answer, drafts included.
+        num_drafts: number of drafts in `num_known`, which may be dropped.
+        num_computed: number of tokens with keys and values in the cache; for a waiting sequence, tokens that were saved
+            or are in the prefix cache.
+        num_blocks: number of blocks that the sequence holds; for a waiting sequence, blocks of its cached prefix that
+            running sequences hold.
+        num_freed: number of blocks that become free if the sequence is preempted after all running sequences behind it
+            in the order of `seniority`: its blocks that no sequence before it holds.
+        copies_block: True if the sequence's last block is shared and must be copied before the next token.
         priority: lower values run first.
-        level: service level, if one is declared.
-        num_candidates: running sequences that it will become (`n` answers share a prompt).
-        has_answered: its first token was generated.
-        fair_start: the virtual clock at its arrival, plus the work done since then; see [Note: fair shares].
-        shared: number of the `num_blocks` of a waiting sequence that each running one frees if it is preempted; they
-            have to be taken from the free ones then.
+        level: service level; None: none is declared.
+        num_candidates: number of running sequences that the sequence becomes after its prompt (`n` answers share one).
+        has_answered: True if the first token of the answer was generated.
+        fair_start: virtual clock at the arrival, plus the work done since then; see [Note: fair shares].
+        shared: for a waiting sequence, how many of its `num_blocks` become free if a running sequence is preempted, by
+            the id of the running one. The waiting sequence must then take them from the free blocks.
     """
 
     sequence_id: int
@@ -111,13 +113,15 @@ class SchedulerLimits:
     Attributes:
         policy: `splitfuse` runs decodes and parts of prompts together; `prefill-first` runs whole prompts alone before
             any decode; `orca` runs decodes and whole prompts together.
-        max_tokens_per_step: tokens of a forward. Whole prompts of the other two policies may exceed it.
-        max_sequences: sequences that run at the same time.
+        max_tokens_per_step: largest number of tokens of a forward. With `prefill-first` and `orca`, a whole prompt may
+            have more.
+        max_sequences: largest number of sequences that run at the same time.
         block_size, num_blocks: tokens of a block of the KV cache, and number of blocks.
-        max_gap_seconds: limit of the predicted time of a step: no more prompts are computed than can then decode within
-            it. None: only the number of tokens is limited, unless a running answer has a service level.
-        max_wait_seconds: a request that would else wait longer for its first token goes before all others; see
-            [Note: bound on waiting].
+        max_gap_seconds: limit of the predicted time of a step. Only as many prompts are computed at a time as can later
+            decode together within this limit. None: only the number of tokens is limited, unless a running answer has
+            a service level.
+        max_wait_seconds: limit of the wait for the first token: a request that would wait longer runs before all
+            others; see [Note: bound on waiting].
     """
 
     policy: Policy = "splitfuse"
@@ -134,9 +138,9 @@ class StepPlan:
     """Result of `schedule`.
 
     Attributes:
-        num_tokens: tokens of each sequence that runs in the step, in the order of the batch.
-        admitted: waiting sequences that start; each gets blocks for all its known tokens.
-        preempted: running sequences that lose their blocks.
+        num_tokens: number of tokens of each sequence that runs in the step, by id, in the order of the batch.
+        admitted: ids of waiting sequences that start; each gets blocks for all its known tokens.
+        preempted: ids of running sequences that lose their blocks.
     """
 
     num_tokens: dict[int, int] = field(default_factory=dict)
@@ -162,7 +166,7 @@ def schedule(
         waiting: sequences that were not admitted yet, or were preempted.
         free_blocks: blocks that no sequence holds.
         cost: model of the time of a step.
-        now: time in seconds, of the clock of `arrival`.
+        now: time in seconds, by the same clock as `SequenceSnapshot.arrival`.
         elsewhere: number of running sequences that are not in `running`, because another step computes them.
         share: number of running sequences at which admission stops; None: no limit.
 
@@ -193,9 +197,10 @@ def lateness(
     cost: StepCost,
     now: float,
 ) -> float:
-    """Return by how many seconds the latest first token misses nine tenths of its wait if all requests go by deadline.
+    """Return how many seconds the latest first token comes after its planned deadline, if requests run by deadline.
 
-    Negative values are time to spare. The arguments are those of `schedule`.
+    A planned deadline allows nine tenths of `max_wait_seconds`. Negative values are time to spare; `-inf`: no request
+    waits for its first token. The arguments are those of `schedule`.
     """
     return _Planner(running, waiting, 0, limits, cost, now, 0, None).find_lateness()
 
@@ -223,14 +228,14 @@ class _Planner:
         self._admitted: set[int] = set()
         self._used_tokens = 0
         self._cached_tokens = 0  # keys that the decodes of the step read
-        self._pairs = 0.0  # keys that the tokens of its prompts are multiplied by
+        self._pairs = 0.0  # pairs of a prompt token of the step and a key that the token attends to
 
     def run_decodes(self) -> None:
         """Give each decoding sequence its token and drafts, in the order of priority and arrival. If blocks run out,
         preempt the last sequence of this order."""
         decodes = [sequence for sequence in self._running if sequence.is_decode]
         decodes = decodes[: self._limits.max_tokens_per_step]
-        spare = self._limits.max_tokens_per_step - len(decodes)  # for drafts
+        spare = self._limits.max_tokens_per_step - len(decodes)  # tokens left for drafts
         preempted: set[int] = set()
         for sequence in decodes:
             if sequence.sequence_id in preempted:
@@ -270,7 +275,7 @@ class _Planner:
                 break
             if self._lacks_blocks(needed) or not fits(sequence):
                 if self._is_pressing(sequence):
-                    break  # smaller requests must not pass it any longer
+                    break  # smaller requests must not pass a pressing one any longer
                 continue
             self._free -= needed
             places -= sequence.num_candidates
@@ -279,8 +284,9 @@ class _Planner:
             self._running.append(sequence)
 
     def _find_juniors(self, sequence: SequenceSnapshot, needed: int, places: int) -> list[SequenceSnapshot]:
-        """Return the last running sequences that are preempted so that a waiting one of higher priority can run: as few
-        as possible, and none if all together would free too little. A pressing one precedes all others, so it stays.
+        """Return the running sequences to preempt, from the last one on, so that a waiting sequence of higher priority
+        can run: as few as possible, and none if all of them would free too little. A pressing sequence is not
+        preempted, because it precedes all others.
         """
         left, juniors, freed = list(self._running), list[SequenceSnapshot](), 0
         while self._lacks_blocks(needed, len(juniors), freed) or (
@@ -302,12 +308,14 @@ class _Planner:
         return juniors
 
     def _lacks_blocks(self, needed: int, preempted: int = 0, freed: int = 0) -> bool:
-        # a block for each running sequence, so that admission does not cause a preemption in the next step
+        # one block stays free for each running sequence, so that admission causes no preemption in the next step
         others = len(self._running) - preempted + self._elsewhere
         return needed + min(others, max(self._limits.num_blocks - needed, 0)) > self._free + freed
 
     def whole_prompt_fits(self, sequence: SequenceSnapshot) -> bool:
-        """Return True if all tokens of the prompt fit in the step, or if it is the first one, which may exceed it."""
+        """Return True if all tokens of the prompt fit in the step, or if it is the step's first prompt, which may
+        exceed the limit.
+        """
         prompts = self._prompts()
         tokens = self._used_tokens + sum(other.remaining for other in prompts) + sequence.remaining
         return not prompts or tokens <= self._limits.max_tokens_per_step
@@ -344,8 +352,8 @@ class _Planner:
     def _find_room(
         self, gap: float | None, pressing: Sequence[SequenceSnapshot], others: Sequence[SequenceSnapshot]
     ) -> int:
-        """Return how many of the other prompts may become answers, so that the products of a token of each answer leave
-        a part of `gap` for prompts. A gap that a single decode exceeds cannot be kept, and limits nothing.
+        """Return how many of `others` may become answers: a step that decodes all answers must leave a part of `gap`
+        for prompts. A gap that a single decode exceeds cannot be kept, and limits nothing.
 
         Attention is not counted: decodes of a long text may fill the gap, and short prompts need not wait for their
         end.
@@ -378,7 +386,7 @@ class _Planner:
         return left
 
     def _fair_order(self, prompt: SequenceSnapshot) -> tuple[int, int, int, float, float]:
-        """Return a sort key: by priority, then by the virtual time of their end."""
+        """Return a sort key: by priority, then by the virtual time at which the prompt ends."""
         work = self._cost.prompt_work(prompt.remaining, prompt.num_computed)
         return 1, prompt.priority, 0, prompt.fair_start + work, prompt.arrival
 
@@ -398,7 +406,7 @@ class _Planner:
         return low
 
     def _prompts(self) -> list[SequenceSnapshot]:
-        """Return running sequences whose prompt is not computed yet, and those that were admitted in this step."""
+        """Return running sequences that still compute their prompt, and sequences that were admitted in this step."""
         return [s for s in self._running if not s.is_decode or s.sequence_id in self._admitted]
 
     def _gap(self) -> float | None:
@@ -444,8 +452,8 @@ class _Planner:
         return max(total - sequence.num_blocks, 0) + sequence.copies_block
 
     def _predict_token_seconds(self) -> float:
-        """Return the time per prompt token of steps with these decodes that take the whole `_gap`, or as many tokens as
-        a step may have."""
+        """Return the predicted seconds per prompt token of a full step with the present decodes. A step is full if it
+        takes the whole `_gap`, or, without a gap, if it has `max_tokens_per_step` tokens."""
         gap = self._gap()
         decodes = [sequence for sequence in self._running if sequence.is_decode]
         cached = sum(sequence.num_computed for sequence in decodes)
@@ -459,8 +467,8 @@ class _Planner:
         return max(self._cost.prefill_seconds(tokens), tokens * self._token_seconds)
 
     def _sort_by_deadline(self, sequences: Iterable[SequenceSnapshot]) -> list[tuple[float, float, int]]:
-        """Return deadline, predicted seconds of the rest and number of each sequence without an answer. The deadline
-        leaves a part of the longest wait for wrong predictions."""
+        """Return (deadline, predicted seconds for the remaining tokens, id) of each sequence without a first token,
+        sorted. The deadlines are early by a part of the longest wait, as a margin for wrong predictions."""
         margin = (1 - _WAIT_SHARE) * self._limits.max_wait_seconds
         return sorted(
             (
@@ -473,7 +481,7 @@ class _Planner:
         )
 
     def find_lateness(self) -> float:
-        """Return by how much the latest sequence misses its deadline if all go by deadline."""
+        """Return the seconds by which the latest sequence misses its deadline if all run by deadline."""
         end, latest = self._now, float("-inf")
         for deadline, rest, _ in self._by_deadline:
             end += rest
@@ -481,7 +489,7 @@ class _Planner:
         return latest
 
     def _find_pressing(self) -> set[int]:
-        """Return the numbers of sequences that must run now."""
+        """Return the ids of sequences that must run now."""
         pressing, start = set(), float("inf")  # latest time to begin with a sequence and those after it
         for deadline, rest, number in reversed(self._by_deadline):
             start = min(start, deadline) - rest
@@ -526,5 +534,5 @@ def _max_min_shares(wanted: Sequence[int], total: int) -> list[int]:
 
 
 def seniority(sequence: SequenceSnapshot) -> tuple[int, float, int]:
-    """Return the sort key of running sequences, of which the last ones are preempted first."""
+    """Return the sort key of running sequences. The last ones are preempted first."""
     return sequence.priority, sequence.arrival, sequence.sequence_id

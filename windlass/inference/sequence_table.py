@@ -20,15 +20,14 @@ class SequenceTable:
     """Running sequences, which hold KV blocks, and waiting ones, which hold none.
 
     Args:
-        cost: model of the time in which the tokens of a preempted sequence are computed again.
+        cost: model of the time to compute the tokens of a preempted sequence again.
         stats: counters of the engine, which are updated here.
 
     Attributes:
-        running, waiting: sequences by their numbers.
+        running, waiting: sequences by their ids.
         blocks: blocks of the KV cache.
-        admits: False if the last plan left all waiting sequences waiting, and since then no sequence has been queued
-            or has left its place or its blocks.
-        fair_clock: virtual clock of the scheduler, see [Note: fair shares] there.
+        admits: False if the last plan admitted no waiting sequence, and no sequence was queued or freed since.
+        fair_clock: virtual clock of the scheduler; see [Note: fair shares].
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost, stats: EngineStats) -> None:
@@ -49,7 +48,7 @@ class SequenceTable:
         self.admits = True
 
     def admit(self, sequence: GenerationSequence, now: float) -> bool:
-        """Allocate the blocks of a waiting sequence's known tokens. Return False if too few are free by now."""
+        """Allocate the blocks of a waiting sequence's known tokens. Return False if too few blocks are free by now."""
         saved = None
         if sequence.saved is not None:
             if self.blocks.blocks_for(sequence.num_known) > self.blocks.num_free:
@@ -79,7 +78,9 @@ class SequenceTable:
         return True
 
     def grow(self, sequence: GenerationSequence, tokens: int, copies: list[tuple[int, int]]) -> None:
-        """Extend a running sequence's blocks to `tokens` tokens, and copy its last block if that is shared."""
+        """Extend a running sequence's blocks to `tokens` tokens. If the block of the next token is shared, replace it
+        by a new block, and add (shared block, new block) to `copies`.
+        """
         place = sequence.num_computed // self.blocks.block_size
         if place < len(sequence.blocks):
             block = sequence.blocks[place]
@@ -111,7 +112,7 @@ class SequenceTable:
         self.blocks.clear_cache()
 
     def add_candidates(self, sequence: GenerationSequence, others: Sequence[GenerationSequence]) -> None:
-        """Let new sequences continue from the computed tokens of another one, whose blocks they share."""
+        """Let new sequences continue from the computed tokens of `sequence` and share its blocks."""
         self.register_blocks(sequence)
         for other in others:
             other.num_computed, other.num_registered = sequence.num_computed, sequence.num_registered
@@ -120,8 +121,8 @@ class SequenceTable:
         self._runner.fork(sequence.sequence_id, [other.sequence_id for other in others])
 
     def remove(self, sequence: GenerationSequence) -> None:
-        """Remove a finished sequence, whose full blocks stay in the prefix cache."""
-        if sequence.saved is None:  # else it was preempted, and other sequences may hold its blocks
+        """Remove a finished sequence. Its full blocks stay in the prefix cache."""
+        if sequence.saved is None:  # a preempted sequence with saved blocks holds none
             self.register_blocks(sequence)
         self._saved.drop(sequence)
         self.free(sequence)
@@ -131,7 +132,7 @@ class SequenceTable:
     def free(self, sequence: GenerationSequence) -> None:
         self.admits = True
         if sequence.in_flight:
-            return  # cancelled; a step still writes to its blocks, and frees them at its end
+            return  # a step still writes to the blocks of this cancelled sequence; they are freed when the step ends
         self.blocks.release(sequence.blocks)
         self._runner.release(sequence.sequence_id)
         sequence.blocks, sequence.num_registered = [], 0
@@ -153,7 +154,9 @@ class SequenceTable:
     def snapshot_running(
         self, sequences: Sequence[GenerationSequence], *, counts_freed: bool
     ) -> tuple[list[SequenceSnapshot], dict[int, int]]:
-        """Return the facts about running sequences, and by which of them each block is freed, if that is counted."""
+        """Return the snapshots of running sequences, and a dict from a block to the id of the sequence that frees the
+        block if it is preempted. The dict is empty unless `counts_freed`.
+        """
         snapshots = [self._snapshot_one(sequence) for sequence in sequences]
         freed_by: dict[int, int] = {}
         if not counts_freed:
@@ -180,7 +183,7 @@ class SequenceTable:
         )
 
     def snapshot_waiting(self, sequence: GenerationSequence, freed_by: Mapping[int, int]) -> SequenceSnapshot:
-        """Return the facts about a waiting sequence, given the running sequence by which each block is freed."""
+        """Return the snapshot of a waiting sequence; `freed_by` is the second result of `snapshot_running`."""
         computed, used = sequence.num_computed, list[int]()
         if sequence.saved is None:
             cached, used = self.blocks.find_cached(self._cacheable_keys(sequence))

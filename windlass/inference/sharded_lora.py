@@ -10,10 +10,10 @@ from windlass.inference.rank_channel import RankChannel, RankCommand
 
 
 class ShardedLoraAdapters:
-    """Adapters of which each rank has its part; an `AdapterStore`.
+    """`AdapterStore` of adapters that are sharded over ranks.
 
     Args:
-        adapters: adapters of this rank.
+        adapters: this rank's parts of the adapters.
         channel: channel to the other ranks, each of which runs a `RankWorker`.
     """
 

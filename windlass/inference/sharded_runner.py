@@ -19,7 +19,7 @@ T = TypeVar("T")
 class ShardedRunner:
     """Runner that executes every operation on all ranks of a model; see [Note: inference ranks].
 
-    Construction is collective: each rank has `block_nbytes` of its own.
+    Construction is collective: the leader gathers the `block_nbytes` of all ranks.
 
     Args:
         runner: runner of this rank's part.
@@ -36,7 +36,7 @@ class ShardedRunner:
         self.block_nbytes = sum(channel.gather(runner.block_nbytes))
         self.depth = channel.stages
         self._started: deque[StepBatch] = deque()
-        self._saved_counts: list[int] = []  # tensors of each rank in the result of `save_blocks`
+        self._saved_counts: list[int] = []  # number of each rank's tensors in the result of `save_blocks`
         self.computes_drafts = runner.computes_drafts
         adapters = runner.lora
         self.lora = ShardedLoraAdapters(adapters, channel) if isinstance(adapters, LoraAdapters) else None
@@ -85,7 +85,7 @@ class ShardedRunner:
             self._runner.restore_blocks(blocks, saved[: counts[0]])
 
     def release(self, sequence_id: int) -> None:
-        """Free the runners' state of a sequence."""
+        """Free the state of a sequence on all ranks."""
         # a paged cache consists of blocks, which need no release
         if not self._runner.block_nbytes and not self._channel.failed:
             self._call("release", sequence_id)
@@ -122,7 +122,7 @@ class ShardedRunner:
             return function(self.model, *arguments)
 
     def share(self, function: Callable[[], T]) -> T:
-        """Call a function on the leader. All ranks get its result or error; the workers are in `take_part`."""
+        """Call a function on the leader, and return its result. The workers return or raise it from `take_part`."""
         try:
             value = function()
         except Exception as error:

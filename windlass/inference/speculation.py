@@ -1,4 +1,4 @@
-"""Drafts for speculative decoding: tokens that the model is likely to generate, computed together with the last one.
+"""Drafts for speculative decoding: likely next tokens, which the model computes together with the last token.
 
 A draft is kept if it equals the token that is drawn at its position (see [Note: one draw a token]). That is rejection
 sampling (Leviathan et al. 2023) with proposals of probability 1: the result has the distribution of the model, and for
@@ -25,7 +25,7 @@ class DraftProposer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all state."""
         ...
 
 
@@ -59,7 +59,7 @@ class NgramProposer:
 
     def _propose(self, sequence_id: int, tokens: list[int], count: int) -> list[int]:
         index = self._indexes.setdefault(sequence_id, {})
-        # n-grams that end before the last token: the last one has no successor yet
+        # only n-grams that end before the last token, because the last token has no successor yet
         for end in range(self._indexed.get(sequence_id, 1), len(tokens)):
             for length in self._lengths:
                 if length <= end:

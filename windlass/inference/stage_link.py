@@ -1,7 +1,7 @@
-"""Forward of a model whose layers lie on several ranks: each rank runs its stage and sends hidden states on.
+"""Forward of a model with layers on several ranks: each rank runs its stage and sends hidden states to the next one.
 
 [Note: stages from the last rank] Rank 0 of a model is its leader, and has the last stage: logits are computed where
-tokens are drawn, and only token ids, which every rank needs, and hidden states travel.
+tokens are drawn. So only hidden states, and token ids, which every rank needs, are sent between ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ class StageLink:
     Args:
         model: model that was split in place.
         stages: stages of `model`, one on each rank.
-        axis: the mesh axis, whose indices are numbers of stages.
+        axis: mesh axis pp; the index of a rank is the number of its stage.
 
     Attributes:
-        received_form: last dimension of the hidden states that arrived last, and the index of their dtype in `_DTYPES`.
+        received_form: size of the last dimension, and index of the dtype in `_DTYPES`, of the hidden states that
+            arrived last.
     """
 
     def __init__(self, model: nn.Module, stages: StagedModel, axis: MeshAxis) -> None:
         self.model, self.axis = model, axis
         self._stages = stages
         self._device = find_device(model)
-        # each entry keeps the tensor that is sent
+        # transfers, and the tensor that they send, which must stay alive
         self._sends: deque[tuple[list[Any], torch.Tensor]] = deque()
         self.received_form = (0, 0)
 
@@ -101,7 +102,7 @@ class StageLink:
             self.axis.group.send(header, target)
         sent = hidden.detach().contiguous()
         self._sends.append((start_exchange(self.axis.group, [(target, sent.view(-1))], ()), sent))
-        # at most as many steps as stages are in flight, so that of more transfers the oldest has been received
+        # at most one step for each stage is in flight, so the oldest of more transfers has been received already
         while len(self._sends) > self.axis.size:
             wait_for_transfers(self._sends.popleft()[0])
 
@@ -117,7 +118,7 @@ class StageForward:
         self._link = link
         self._plain = CausalForward(link.model)
         if "input_ids" not in self._plain.accepts:
-            raise ModelError(f"{type(link.model).__name__}.forward takes no input_ids, which pp needs")
+            raise ModelError(f"{type(link.model).__name__}.forward takes no input_ids, which pp needs; use tp")
         self._vocabulary = 0
         self._width, self._dtype = 0, torch.float32
         self._agree()
@@ -142,8 +143,8 @@ class StageForward:
         return {"input_ids": token_ids[None], **self._plain.make_arguments(token_ids, positions, rows)}
 
     def _agree(self) -> None:
-        """Run one token through all stages, to determine the vocabulary size and the width and dtype of hidden states
-        on each."""
+        """Run one token through all stages, so that each rank gets the vocabulary size, and the width and dtype of
+        hidden states."""
         one = torch.zeros(1, dtype=torch.long, device=find_device(self.model))
         facts = torch.zeros(3, dtype=torch.long)
         with torch.inference_mode():
@@ -167,7 +168,7 @@ def split_for_inference(model: nn.Module, axis: MeshAxis) -> None:
         ModelError: the model cannot be split.
     """
     if not isinstance(apply_pipeline_parallel(model, axis), StagedModel):
-        raise ModelError(f"{type(model).__name__} is a pipeline module of its own; inference splits only plain models")
+        raise ModelError(f"{type(model).__name__} is a pipeline module already; pass a plain model, which pp splits")
 
 
 def open_stage_link(model: nn.Module, axis: MeshAxis | None) -> StageLink | None:

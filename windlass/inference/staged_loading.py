@@ -13,8 +13,8 @@ from windlass.inference.stage_link import split_for_inference
 class StagedModelSource:
     """Source of a causal language model that reads only the weights of one stage.
 
-    transformers builds a model on the meta device and then reads the tensors that the model has. The class that is
-    built here is a subclass of the model's own, which splits itself at the end of its construction.
+    transformers builds a model on the meta device and then reads the tensors that the model has. `from_pretrained`
+    makes it build a subclass of the model's class that keeps only this rank's stage at the end of its construction.
 
     Args:
         config: config of the model.
@@ -35,7 +35,7 @@ class StagedModelSource:
             split_for_inference(self, axis)
             _keep_local_ties(self)
 
-        # the files have the tensors of the other stages too, which is not a reason for a report
+        # transformers need not report that the files also have the tensors of other stages
         changes = {"__init__": build, "__module__": kind.__module__, "_keys_to_ignore_on_load_unexpected": [r"."]}
         staged: Any = type(kind.__name__, (kind,), changes)
         model, facts = staged.from_pretrained(
@@ -57,7 +57,7 @@ def _tie_weights(model: Any) -> None:
 
 
 def _keep_local_ties(model: Any) -> None:
-    """Remove the pairs of tied weights of which this stage has none."""
+    """Remove each pair of tied weights unless this stage has both weights."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = getattr(model, "all_tied_weights_keys", None)
     if isinstance(ties, dict):
@@ -69,6 +69,7 @@ def _find_class(config: Any, path: str | Path) -> Any:
 
     Raises:
         ModelError: the class lies in the model's directory.
+        ValueError: transformers has no such class for `config`.
     """
     import transformers
 

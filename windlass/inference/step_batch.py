@@ -18,12 +18,12 @@ class StepBatch:
     Attributes:
         token_ids, positions: int64 `[tokens]`; the position of a token is its index in its sequence.
         query_start: int32 `[sequences + 1]`; sequence `s` has the tokens `[query_start[s], query_start[s + 1])`.
-        context_lengths: int32 `[sequences]`; computed tokens after the step.
+        context_lengths: int32 `[sequences]`; number of computed tokens of each sequence after the step.
         block_table: int32 `[sequences, max_blocks]`, rows padded with 0.
         slots: int64 `[tokens]`; place of each token in the KV cache, `block * block_size + offset`.
-        logit_rows: int64 `[rows]`; tokens whose logits are needed, in ascending order.
+        logit_rows: int64 `[rows]`; indices of the tokens that need logits, in ascending order.
         sequence_ids: id of each sequence.
-        adapters: name of each sequence's LoRA adapter, or None.
+        adapters: name of each sequence's LoRA adapter, or None; an empty list: no sequence has one.
     """
 
     token_ids: torch.Tensor
@@ -42,7 +42,7 @@ class StepBatch:
 
     @property
     def is_decode(self) -> bool:
-        """True if each sequence has one token, whose logits are needed."""
+        """True if each sequence has one token, and needs the logits of this token."""
         return self.num_tokens == len(self.sequence_ids) == self.logit_rows.shape[0]
 
     def to(self, device: torch.device) -> StepBatch:
@@ -126,11 +126,11 @@ class ModelRunner(Protocol):
         block_size: tokens of a KV block.
         num_blocks: blocks of the KV cache.
         block_nbytes: bytes of a block, all layers together; 0 if the model keeps its own cache.
-        computes_drafts: several new tokens of one sequence can be computed in a step after its prompt.
+        computes_drafts: True if a step can compute several new tokens of one sequence after its prompt.
         lora: adapters of the model; None: requests have none.
-        is_asynchronous: `run` returns before the logits are computed, so that the next step can be queued.
-        can_repeat: a batch can run again after `run` has raised an error; False if other ranks take part in the batch,
-            or layers may have updated their state.
+        is_asynchronous: True if `run` returns before the logits are computed, so that the next step can be queued.
+        can_repeat: True if a batch can run again after `run` has raised an error; False if other ranks take part in the
+            batch, or layers may have updated their state.
     """
 
     model: nn.Module
@@ -165,7 +165,7 @@ class ModelRunner(Protocol):
         ...
 
     def release(self, sequence_id: int) -> None:
-        """Free the runner's state of a sequence. Does nothing for a paged cache."""
+        """Free the runner's state of a sequence; do nothing for a paged cache."""
         ...
 
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
@@ -190,7 +190,7 @@ class PipelinedRunner(ModelRunner, Protocol):
     """Runner that computes several steps, of different sequences, at the same time.
 
     Attributes:
-        depth: number of steps that can be started and not finished.
+        depth: largest number of started steps that are not finished.
     """
 
     depth: int

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Model of the time of a forward: weights, then keys and values.
+    """Model of the time of a forward: products with the weights, and attention to keys and values.
 
-    The weights take the longer of two times: to read them once, and to multiply by them. Measured `points` replace this
-    model if they are given, because products of few rows fit neither time.
+    The products take the longer of two times: to read the weights once, and to multiply by them. Measured `points`
+    replace these two times if given, because products of few rows fit neither.
 
     Attributes:
-        fixed_seconds: seconds of a step beside the model.
+        fixed_seconds: seconds of a step outside the model.
         weight_seconds: seconds to read the weights once, which is the least that a forward takes.
         token_seconds: seconds to multiply all weights by one token.
         cached_token_seconds: seconds to read keys and values of one token.
         pair_seconds: seconds to multiply a token of a prompt by the keys and values of one token.
-        points: measured numbers of tokens, ascending from 1, and seconds, which do not fall.
+        points: measured pairs (tokens, seconds), in ascending order from 1 token; the seconds never fall. Empty: not
+            measured.
         scale: moving ratio of the actual to the predicted time of steps with parts of prompts.
     """
 
@@ -36,14 +37,14 @@ class StepCost:
 
         Args:
             tokens: number of tokens of the batch.
-            cached_tokens: sum over the decodes of the batch of the cached tokens that each attends to.
-            pairs: sum over the tokens of prompts of the tokens that each attends to.
+            cached_tokens: number of cached tokens that each decode of the batch attends to, summed over the decodes.
+            pairs: number of tokens that each prompt token of the batch attends to, summed over the prompt tokens.
         """
         attention = cached_tokens * self.cached_token_seconds + pairs * self.pair_seconds
         return self.scale * (self.fixed_seconds + self._product_seconds(tokens) + attention)
 
     def tokens_within(self, seconds: float, cached_tokens: float) -> int:
-        """Return the largest number of tokens whose step takes at most `seconds`; 0 if even one takes longer."""
+        """Return the largest number of tokens in a step of at most `seconds`; 0 if one token takes longer."""
         left = seconds / self.scale - self.fixed_seconds - cached_tokens * self.cached_token_seconds
         if left <= 0 or left < self._product_seconds(1):
             return 0
@@ -61,7 +62,9 @@ class StepCost:
         return self.step_seconds(tokens, 0, tokens * tokens / 2) if tokens else 0.0
 
     def prompt_work(self, tokens: int, computed: int) -> float:
-        """Return the time to compute `tokens` tokens of a prompt after `computed` others, relative to a token alone."""
+        """Return the time to compute `tokens` tokens of a prompt after `computed` others, in units of the time of one
+        token without attention.
+        """
         pairs = tokens * (computed + tokens / 2)
         return tokens + (pairs * self.pair_seconds / self.token_seconds if self.token_seconds > 0 else 0.0)
 

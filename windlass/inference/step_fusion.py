@@ -15,7 +15,7 @@ _ACTIVATIONS = {"aten.silu.default": "silu", "aten.gelu.default": "gelu_tanh"}
 
 @dataclass(frozen=True)
 class NormCall:
-    """RMS norm of the rows of its input: `(features, epsilon, weight)`."""
+    """RMS norm of rows of `features` elements, multiplied by `weight`."""
 
     features: int
     epsilon: float
@@ -24,7 +24,9 @@ class NormCall:
 
 @dataclass(frozen=True)
 class RotaryCall:
-    """In-place rotation of consecutive heads: `[tokens, heads, head_dim]`."""
+    """In-place rotary embedding of a tensor `[tokens, heads, head_dim]` with contiguous heads; `token_stride` is the
+    number of elements between two tokens.
+    """
 
     heads: int
     head_dim: int
@@ -33,7 +35,7 @@ class RotaryCall:
 
 @dataclass(frozen=True)
 class GateCall:
-    """Gated activation of rows of `2 * features`."""
+    """Gated activation of rows of `2 * features` elements: `activation(first half) * second half`."""
 
     features: int
     activation: str
@@ -90,7 +92,7 @@ class _Uses:
 
 
 def _fold_constants(recording: Recording) -> Recording:
-    """Compute operators whose inputs are all constants."""
+    """Replace operators with only constant inputs by their results."""
     mutated = {
         ref.storage for op in recording.operators if op.mutates for ref in references([op.inputs[:1], op.outputs])
     }
@@ -165,7 +167,9 @@ def _rewrite(
     inserted: dict[int, Operator],
     renamed: Callable[[TensorRef], TensorRef] | None = None,
 ) -> Recording:
-    """Remove operators, and replace some of the others (by identity)."""
+    """Return a recording without the operators `removed`. `inserted` has replacements of operators by their `id`;
+    `renamed` maps the tensors of all arguments.
+    """
     gone = {id(operator) for operator in removed}
 
     def resolve(value: Any) -> Any:
@@ -189,7 +193,7 @@ def _rewrite(
 
 
 def _fuse_norms(recording: Recording) -> Recording:
-    """`x * rsqrt(mean(x ** 2) + epsilon) * weight`."""
+    """Fuse RMS norms: `x * rsqrt(mean(x ** 2) + epsilon) * weight`."""
     uses = _Uses(recording.operators)
     removed: list[Operator] = []
     inserted: dict[int, Operator] = {}
@@ -235,7 +239,7 @@ def _fuse_norms(recording: Recording) -> Recording:
 
 
 def _fuse_rotations(recording: Recording) -> Recording:
-    """`x * cos + cat(-x2, x1) * sin`, in place."""
+    """Replace rotary embeddings, `x * cos + cat(-x2, x1) * sin`, by rotations in place."""
     uses = _Uses(recording.operators)
     removed: list[Operator] = []
     inserted: dict[int, Operator] = {}
@@ -282,7 +286,7 @@ def _fuse_rotations(recording: Recording) -> Recording:
 
 
 def _rotary_call(x: TensorRef, low: TensorRef, high: TensorRef) -> RotaryCall | None:
-    """Return the call for a tensor `[1, heads, tokens, head_dim]` whose heads lie one after the other."""
+    """Return the call for a tensor `[1, heads, tokens, head_dim]` with contiguous heads; None for other tensors."""
     if len(x.size) != 4 or x.size[0] != (1, 0, 0) or x.dtype not in (torch.float32, torch.bfloat16):
         return None
     heads, tokens, dim = x.size[1:]
@@ -301,7 +305,7 @@ def _rotary_call(x: TensorRef, low: TensorRef, high: TensorRef) -> RotaryCall | 
 
 
 def _is_table(ref: TensorRef, width: int) -> bool:
-    """Return True for `[..., tokens, width]` of consecutive float32 rows."""
+    """Return True for a tensor `[..., tokens, width]` of contiguous float32 rows, with leading dimensions of size 1."""
     return (
         ref.dtype == torch.float32
         and ref.size[-2:] == ((0, 1, 0), (width, 0, 0))
@@ -334,7 +338,7 @@ def _overlaps_others(x: TensorRef, call: RotaryCall, uses: _Uses, steps: Sequenc
 
 
 def _fuse_gates(recording: Recording) -> Recording:
-    """`activation(gate) * up` of two halves of one product."""
+    """Fuse gated activations: `activation(gate) * up` of the two halves of one product."""
     uses = _Uses(recording.operators)
     removed: list[Operator] = []
     inserted: dict[int, Operator] = {}

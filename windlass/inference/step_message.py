@@ -31,7 +31,7 @@ def encode_batch(batch: StepBatch) -> torch.Tensor:
 
 
 def decode_batch(message: torch.Tensor) -> StepBatch:
-    """Return the batch of `encode_batch`."""
+    """Return the batch that `encode_batch` has encoded."""
     tokens, sequences, width, rows, size = message[:5].tolist()
     lengths = (tokens, tokens, tokens, sequences + 1, sequences, sequences * width, rows, sequences, size)
     token_ids, positions, slots, starts, contexts, table, logit_rows, ids, names = message[5:].split(lengths)

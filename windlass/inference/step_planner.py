@@ -24,10 +24,10 @@ class PlannedStep:
     """Step that can be started.
 
     Attributes:
-        chosen: sequences with their numbers of tokens.
-        rows: rows of the logits of each.
-        predicted: seconds of the step, on a machine as fast as at the measurement.
-        has_prompts: parts of prompts are computed, and not only one token of each answer with its drafts.
+        chosen: sequences, each with its number of tokens in the step.
+        rows: for each sequence, its rows of the logits; empty for a step of `plan_next`.
+        predicted: predicted seconds of the step, without the correction by `StepCost.scale`.
+        has_prompts: True if the step computes parts of prompts, or answers again after a preemption.
     """
 
     batch: StepBatch
@@ -41,12 +41,12 @@ class StepPlanner:
     """Planner of the steps of one engine.
 
     Args:
-        depth: number of steps that can be started and not finished.
+        depth: largest number of started steps that are not finished.
 
     Attributes:
         cost: model of the time of a step, corrected by measured times.
         limits: limits of the scheduler.
-        alone: requests that run alone once; see [Note: failed steps].
+        alone: ids of requests that run alone once, in order; see [Note: failed steps].
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StepPlanner:
         """Schedule a step and give its sequences blocks; return None if no sequence can run now.
 
         Args:
-            has_started: steps have been started that are not finished.
+            has_started: True if some started steps are not finished.
         """
         share = self._find_share()
         plan = self._schedule(now, share)
@@ -112,15 +112,15 @@ class StepPlanner:
         return PlannedStep(batch, chosen, rows, self._predict(chosen), has_prompts)
 
     def plan_next(self, last: Sequence[GenerationSequence], ids: torch.Tensor) -> PlannedStep | None:
-        """Plan the decode step after one whose tokens are still only on the device; see [Note: one step ahead].
+        """Plan a decode step while the tokens of the previous step are only on the device; see [Note: one step ahead].
 
         Args:
-            last: all sequences of that step.
-            ids: int64 `[sequences]`, their tokens on the device.
+            last: all sequences of the previous step.
+            ids: int64 `[sequences]`, tokens of these sequences on the device.
 
         Returns:
-            None if the next step may differ: a sequence has ended, requests can be admitted, prompts are being
-            computed, or blocks have run out. None too if no sequence continues.
+            The step; None if no sequence continues, or if the step may need other sequences: one has ended, requests
+            can be admitted, prompts are being computed, or blocks have run out.
         """
         chosen = [sequence for sequence in last if not sequence.output.finished()]
         others = len(self._table.running) > len(chosen) or (self._table.waiting and self._table.admits)
@@ -154,28 +154,30 @@ class StepPlanner:
             self._table.fair_clock += work / (prompts + len(self._table.waiting))
 
     def predict_lateness(self, sequence: GenerationSequence, now: float) -> float:
-        """Return by how many seconds a first token would miss the bound on waiting if `sequence` were queued too."""
+        """Return the `lateness` in seconds that the queue would have with `sequence` in it."""
         running, _ = self._table.snapshot_running(list(self._table.running.values()), counts_freed=False)
         queued = [*self._table.waiting.values(), sequence]
         waiting = [self._table.snapshot_waiting(one, {}) for one in queued]
         return lateness(running, waiting, self.limits, self.cost, now)
 
     def correct_cost(self, seconds: float, predicted: float) -> None:
-        """Correct later predictions by the time of a step with parts of prompts, e.g. while others use the cores."""
+        """Correct later predictions by the measured time of a step with prompts: the machine may have become slower,
+        e.g. because other processes use its cores.
+        """
         if predicted > 0:
             least, most = _SCALE_RANGE
             ratio = min(max(seconds / predicted, least), most)
             self.cost = replace(self.cost, scale=self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale))
 
     def _find_share(self) -> int | None:
-        """Return the number of sequences of a step with which all stages have work; None: all of them."""
+        """Return the largest number of sequences of a step that leaves enough for all stages; None: no limit."""
         if self._depth == 1:
             return None
         total = len(self._table.running) + (len(self._table.waiting) if self._table.admits else 0)
         return max(1, -(-min(total, self.limits.max_sequences) // self._depth))
 
     def _schedule(self, now: float, share: int | None) -> StepPlan:
-        """Plan a step of at most `share` running sequences, those that have waited longest first."""
+        """Plan a step of at most `share` running sequences, the least recently computed ones; None: no limit."""
         # blocks that a preemption would free are counted only if one is possible, because this reads every block
         drafts = max((len(sequence.drafts) for sequence in self._table.running.values()), default=0)
         enough = len(self._table.running) * (2 + drafts // self._table.blocks.block_size + 1)
@@ -211,7 +213,7 @@ class StepPlanner:
             places: places in the batch that running sequences have taken.
         """
         running, blocks = self._table.running, self._table.blocks
-        # one needs a block at least, and leaves one to each running sequence; see `_lacks_blocks` of the scheduler
+        # an admitted sequence needs a block, and leaves one for each running one; see the scheduler's `_lacks_blocks`
         lacks_blocks = blocks.num_free < min(1 + len(running), blocks.num_blocks)
         if not running or not waiting or (places < self.limits.max_sequences and not lacks_blocks):
             return waiting
@@ -220,7 +222,7 @@ class StepPlanner:
         return waiting if may_preempt else []
 
     def _predict(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> float:
-        """Return the time of a step, without the correction by earlier ones."""
+        """Return the predicted seconds of a step, without the correction by earlier steps."""
         cached, pairs = 0, 0.0
         for sequence, count in chosen:
             if sequence.has_sampled:
@@ -295,7 +297,7 @@ def wants_prompt_logprobs(sequence: GenerationSequence) -> bool:
 
 
 def _logit_positions(sequence: GenerationSequence, first: int, stop: int) -> range:
-    """Return the positions in `[first, stop)` whose logits are needed."""
+    """Return the positions in `[first, stop)` that need logits."""
     known = len(sequence.token_ids)
     if wants_prompt_logprobs(sequence):
         return range(first, stop)

@@ -1,8 +1,8 @@
 """Program of a step: the recorded operators of a model's forward, replayed with buffers that are allocated once.
 
 [Note: native runs] Buffers have fixed addresses, so for most operators only the number of rows depends on the batch.
-Neighbours of this kind form a native run, which is built once and takes one call from Python in each step. The others
-are bound to a batch size when it first occurs.
+Neighbours of this kind form a native run, which is built once and takes one call from Python in each step. Other
+operators are bound to each batch size at its first occurrence.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from windlass.kernels.kernel_dispatch import REFERENCE_PATH
 from windlass.kernels.packed_gemm import PackedPanels
 
 _SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # tokens and rows of the recordings
-_KEPT = 128  # batch sizes whose calls are kept
+_KEPT = 128  # number of batch sizes to keep calls for
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-Count = tuple[int, int]  # rows of an operator: of each token, and of each row of logits
+Count = tuple[int, int]  # number of rows of an operator for each token, and for each row of logits
 
 
 @dataclass(eq=False)
@@ -65,10 +65,10 @@ class StepProgram:
     """Program that replays the forward of a model.
 
     Args:
-        record: runs the forward of a batch, whose packed products and attention report to the active recorder, and
-            returns the logits `[rows, vocabulary]`.
+        record: function that runs the forward of a batch and returns the logits `[rows, vocabulary]`. Packed products
+            and attention in the forward add themselves to the active recorder.
         backend: the attention backend with its caches.
-        max_tokens: largest batch; larger ones are not replayed.
+        max_tokens: largest number of tokens of a batch; larger batches are not replayed.
         max_blocks: KV blocks of the longest sequence.
 
     Raises:
@@ -129,7 +129,7 @@ class StepProgram:
         return batch.num_tokens <= self.max_tokens and batch.block_table.shape[1] <= self._inputs.table.shape[1]
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the logits `[rows, vocabulary]`, float32. They are overwritten by the next run."""
+        """Return the logits `[rows, vocabulary]`, float32, valid until the next run."""
         tokens, rows, sequences = batch.num_tokens, len(batch.logit_rows), len(batch.context_lengths)
         inputs = self._inputs
         inputs.token_ids[0, :tokens] = batch.token_ids
@@ -194,7 +194,7 @@ class StepProgram:
                 calls.append((operator.run, (tokens, rows, sequences, torch.get_num_threads()), {}))
                 continue
             if any(0 in binder.size(ref) for ref in references(operator.outputs)):
-                continue  # no logits are asked for
+                continue  # the batch requests no logits
             if operator.name == "linear":
                 calls.append(self._linear(operator, binder))
             elif operator.name == "attention":
@@ -363,7 +363,7 @@ class StepProgram:
         nbytes = like.numel() // max(like.shape[0], 1) * self.max_tokens * like.element_size()
         buffer = self._storages.get(key)
         if buffer is None or buffer.nbytes < nbytes:
-            # programs of other batch sizes keep the tensors that they got
+            # programs of other batch sizes keep their views of the smaller buffer
             buffer = self._storages[key] = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
@@ -384,7 +384,7 @@ class StepProgram:
 
 
 class _NativeRun:
-    """Native run under construction, of operators whose tensors lie at fixed addresses."""
+    """Native run under construction, of operators with tensors at fixed addresses."""
 
     def __init__(self, program: StepProgram, native: Any) -> None:
         self._program, self._native = program, native
@@ -407,7 +407,7 @@ class _NativeRun:
         return int(self._program.storage_tensor(ref).data_ptr() + ref.offset[0] * ref.dtype.itemsize)
 
     def _rows(self, ref: TensorRef, features: int) -> tuple[int, Count] | None:
-        """Return the address and number of rows of a contiguous tensor."""
+        """Return the address and number of rows of a contiguous tensor; None for other tensors."""
         address, count = self._address(ref), _count_elements(ref)
         if address is None or count is None or any(part % features for part in count):
             return None
@@ -501,8 +501,8 @@ class _NativeRun:
         return True
 
     def _heads(self, ref: TensorRef) -> tuple[int, int] | None:
-        """Return the address and the stride between tokens (in elements) of `[1, heads, tokens, features]`, if the
-        heads of a token are contiguous."""
+        """Return the address and the stride between tokens (in elements) of a tensor `[1, heads, tokens, features]`;
+        None if the heads of a token are not contiguous."""
         address = self._address(ref)
         if address is None or len(ref.size) != 4 or ref.size[2] != (0, 1, 0):
             return None
@@ -512,8 +512,8 @@ class _NativeRun:
 
 
 def _count_elements(ref: TensorRef) -> Count | None:
-    """Return the elements of a contiguous tensor for each token and each row of logits; None if its size has another
-    form."""
+    """Return the number of elements of a contiguous tensor for each token and for each row of logits. None for tensors
+    with other strides or sizes."""
     inner, outer = 1, None
     for size, stride in zip(reversed(ref.size), reversed(ref.stride), strict=True):
         if size == (1, 0, 0):
@@ -558,7 +558,7 @@ class _Binder:
 
 
 def _record(record: Callable[[StepBatch], torch.Tensor], tokens: int, rows: int, seed: int) -> Recording:
-    """Record a batch of one sequence, in block 0. Its tokens differ, so that different experts are chosen."""
+    """Record the forward of one sequence in block 0. The tokens depend on `seed`, so that a choice of experts shows."""
     places = torch.arange(tokens)
     batch = StepBatch(
         token_ids=(places * 7 + seed) % 16,

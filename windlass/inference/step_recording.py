@@ -1,7 +1,7 @@
-"""Recording of a forward as a list of operators whose sizes are affine functions of the batch.
+"""Recording of a forward as a list of operators, with sizes that are affine functions of the batch.
 
-[Note: recorded steps] The forward of a served model runs the same operators in every step; only sizes differ. It is
-recorded for a few batch sizes. If the recordings have the same operators, and every integer in them is
+[Note: recorded steps] The forward of a served model runs the same operators in every step; only sizes differ. The
+forward is recorded for a few batch sizes. If the recordings have the same operators, and every integer in them is
 `a + b * tokens + c * rows`, the list can be replayed for any batch, without the modules and without allocations. Views
 are not operators of the list: a tensor is a storage, sizes, strides and an offset.
 """
@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Affine = tuple[int, int, int]
-"""`a + b * tokens + c * rows`."""
+"""Coefficients `(a, b, c)` of `a + b * tokens + c * rows`."""
 
 StorageKey = tuple[str, int]
 """Kind of a storage (`value`, `input` or `constant`) and its number."""
@@ -45,15 +45,15 @@ class TensorRef:
 
 @dataclass
 class Operator:
-    """One call.
+    """One recorded call.
 
     Attributes:
-        name: name of the operator for comparisons: that of aten, `linear` or `attention`.
+        name: name of the aten operator, or of a native call such as `linear` or `attention`.
         target: the aten operator; or the object with the state of a native call.
         inputs: arguments, with `TensorRef`s instead of tensors.
         named: keyword arguments.
         outputs: results; None for a result that is not a tensor.
-        mutates: writes into its first input.
+        mutates: True if the operator writes into its first input.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Recording:
     """Operators of one forward.
 
     Attributes:
-        constants: tensors that existed before, by the number of their storage.
+        constants: tensors that existed before the forward, by the number of their storage.
         storages: bytes of each value's storage.
         result: the logits.
     """
@@ -84,7 +84,7 @@ _active: ContextVar[OperatorRecorder | None] = ContextVar("windlass_step_recorde
 
 
 def get_recorder() -> OperatorRecorder | None:
-    """Return the recorder of the running forward, if there is one."""
+    """Return the recorder of the running forward; None: the forward is not recorded."""
     return _active.get()
 
 
@@ -98,7 +98,7 @@ class OperatorRecorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.recording = Recording()
-        self._alive: list[torch.Tensor] = []  # so that no storage is reused
+        self._alive: list[torch.Tensor] = []  # keeps tensors alive, so that no storage is reused
         self._keys: dict[int, StorageKey] = {}
         self._paused = 0
         for number, tensor in enumerate(inputs):
@@ -130,7 +130,7 @@ class OperatorRecorder(TorchDispatchMode):
         self.recording.operators.append(Operator(name, target, refs, {}, [self._define(output)]))
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """Return the reference of a tensor; one that was not seen before is a constant."""
+        """Return the reference of a tensor. A tensor that is neither an input nor recorded becomes a constant."""
         address = _address(tensor)
         key = self._keys.get(address)
         if key is None:
@@ -211,7 +211,7 @@ def references(value: Any) -> Iterator[TensorRef]:
 
 
 def unify(recordings: Sequence[Recording], sizes: Sequence[tuple[int, int]]) -> Recording:
-    """Return one recording whose integers are affine functions of tokens and rows.
+    """Return one recording, with integers that are affine functions of tokens and rows.
 
     Args:
         recordings: recordings of the same model.

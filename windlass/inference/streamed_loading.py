@@ -1,4 +1,4 @@
-"""Loading of a model whose weights stay in a weight file on disk, which is made at the first load."""
+"""Loading of a model with weights that stay in a weight file on disk. The file is made at the first load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from windlass.kernels.weight_format import get_weight_format
 from windlass.storage.disk_error_messages import format_bytes
 from windlass.storage.safetensors_header import CODES
 
-_FOLDER = "windlass-weights"  # in the model's directory
+_FOLDER = "windlass-weights"  # folder in the model's directory
 
 
 def load_streamed_model(
@@ -49,7 +49,7 @@ def load_streamed_model(
     """Load a causal language model of transformers, and leave the weights of its linear layers and experts in a file.
 
     The file is made at the first load, one product after the other, and used again as long as the model's files, the
-    dtype and the format are the same. While it is made, the weights of one product are in memory.
+    dtype and the format are the same. While it is made, only the weights of one product are in memory.
 
     Raises:
         ConfigError: the options do not fit together, or the machine has no native kernels.
@@ -64,13 +64,13 @@ def load_streamed_model(
     if options.weights is not None and isinstance(get_weight_format(options.weights), CodedWeightFormat):
         raise ConfigError(
             f"weights is {options.weights!r} with weights_tier {options.weights_tier!r}; streamed weights take fp32, "
-            "bf16 and int8, or weights_tier='device'"
+            "bf16, fp16, int8 and fp8; set weights_tier='device' for others"
         )
     return _StreamedLoad(path, options, dtype, trust_remote_code).run()
 
 
 class _StreamedLoad:
-    """One load of a model."""
+    """One load of a model with weights in a file."""
 
     def __init__(
         self, path: str | Path, options: EngineOptions, dtype: str | torch.dtype, trust_remote_code: bool
@@ -100,7 +100,7 @@ class _StreamedLoad:
             lender = WeightStream(DiskUnits(weights, units), sizes, self._options.weights_buffer_bytes)
         streamed = StreamedModules(model, self._index, lender)
         logger.info(
-            "%s of weights stay in %s; %s of memory to read them ahead",
+            "%s of weights stay in %s; buffers of %s hold the weights that are read ahead",
             format_bytes(self._index.streamed_bytes),
             weights,
             format_bytes(streamed.staging_bytes),
@@ -116,7 +116,9 @@ class _StreamedLoad:
         return self._directory / f"{self._key}.json"
 
     def _find_tensors(self, model: nn.Module, files: list[Path]) -> tuple[dict[str, LazyTensor], bool]:
-        """Return the tensors of the weight file; those of the model's files if there is none."""
+        """Return (tensors of the weight file, True), or (tensors of the model's files, False) if there is no weight
+        file.
+        """
         config: Any = model.config
         facts = {
             "config": {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")},
@@ -193,7 +195,7 @@ def _find_directory(path: str | Path, options: EngineOptions) -> Path:
         return Path(options.weights_directory)
     if not Path(path).is_dir():
         raise ConfigError(
-            f"weights_tier is {options.weights_tier!r}, and {path} is not a local directory in which the weight file "
-            "could lie; give weights_directory, a directory on a fast disk"
+            f"weights_tier is {options.weights_tier!r}, and {path} is not a local directory, where the weight file "
+            "would be written; give weights_directory, a directory on a fast disk"
         )
     return Path(path) / _FOLDER

@@ -1,4 +1,4 @@
-"""Modules whose weights are read from a weight file for each use; see [Note: streamed weights]."""
+"""Modules that read their weights from a weight file for each use; see [Note: streamed weights]."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WeightLender(Protocol):
         ...
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Yield memory of any content inside the `with` block."""
+        """Let `lend` yield memory of undefined content inside the `with` block."""
         ...
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class DiskUnits:
 
 
 class MappedUnits:
-    """Units of a weight file in host memory: the mapped file, whose pages all processes of the host share."""
+    """Units of a weight file in host memory: the file is mapped, and all processes of the host share its pages."""
 
     def __init__(self, path: Path, units: Sequence[StoredUnit]) -> None:
         self._units, self._file = units, MappedFile(path)
@@ -127,10 +127,10 @@ class StackedParameters:
 
 
 class StreamedModules(PackedModules):
-    """Linear layers and stacked experts of a model, whose weights lie in a weight file.
+    """Linear layers and stacked experts of a model, with weights in a weight file.
 
     Args:
-        model: model whose streamed parameters are on the meta device.
+        model: model with its streamed parameters on the meta device.
         index: content of the file.
         lender: access to the file.
     """
@@ -163,7 +163,7 @@ class StreamedModules(PackedModules):
         self.lender.begin_forward()
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Compute with any weights inside the `with` block, without reading them."""
+        """Compute with undefined weights inside the `with` block, without reading the file."""
         return self.lender.without_values()
 
     def close(self) -> None:
@@ -196,10 +196,10 @@ class StreamedModules(PackedModules):
 def store_units(
     model: nn.Module, probe: Callable[[], Any], writer: WeightFileWriter, weight_format: str | None
 ) -> list[StoredUnit]:
-    """Write the packed weights of a model group by group, and free each; return them in the order of their use.
+    """Write the packed weights of a model group by group, and free each group; return the units in the order of use.
 
     Args:
-        probe: runs a forward of the model, whose weights may be mapped files.
+        probe: function that runs a forward of the model. The weights may be views of mapped files.
     """
     names = {module: name for name, module in model.named_modules()}
     order: dict[nn.Module, int] = {}

@@ -37,7 +37,7 @@ class StructuredOutputCompiler:
         try:
             grammar = _make_grammar(self._llguidance, params)
             matcher = self._llguidance.LLMatcher(self._vocabulary, grammar)
-            matcher.compute_bitmask()  # a large constraint takes its time here, not in a step of all requests
+            matcher.compute_bitmask()  # slow for a large constraint, so it runs before the first step
             problem = matcher.get_error() if matcher.is_error() else None
         except (ValueError, TypeError, RecursionError) as error:
             problem = str(error)
@@ -63,7 +63,10 @@ class StructuredOutputCompiler:
                 "structured_outputs needs llguidance: pip install 'windlass[serve]'", parameter="structured_outputs"
             ) from error
         if self._tokenizer is None:
-            raise RequestError("structured_outputs needs a tokenizer", parameter="structured_outputs")
+            raise RequestError(
+                "structured_outputs needs a tokenizer, and the engine has none; leave it out",
+                parameter="structured_outputs",
+            )
         try:
             vocabulary = llguidance.hf.from_tokenizer(
                 self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids or None
@@ -141,7 +144,9 @@ _VALUES = ("enum", "const", "default", "examples")
 
 
 def _closed(schema: Any) -> Any:
-    """Return a JSON Schema whose objects have no other properties than those that it names."""
+    """Return a JSON Schema that allows only the properties that it names, except in objects with
+    `additionalProperties`.
+    """
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, Mapping):

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_CHARACTER_BYTES = 4  # longest character of UTF-8, which is one token if the vocabulary lacks it
+_CHARACTER_BYTES = 4  # bytes of UTF-8's longest character; a character that the vocabulary lacks is one token
 _SPACE_REMOVERS = frozenset({"Strip", "Whitespace", "WhitespaceSplit"})
 _KEEP_BYTES = frozenset({"ByteLevel", "Digits", "Metaspace", "Prepend"})
-# Bytes of a text for one byte that a normalizer leaves, over all of Unicode: the Kelvin sign becomes "k".
+# Most bytes that a normalizer replaces by one byte, over all of Unicode: `Lowercase` makes the Kelvin sign "k".
 _MOST_SHRUNK = {"NFC": 4, "NFD": 3, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
 _Part = dict[str, Any]
 
 
 class TokenBound:
-    """Lower bound of the tokens of a text, which takes much less time than the tokens.
+    """Lower bound of the number of tokens of a text, much faster than tokenization.
 
     Args:
-        tokenizer: tokenizer of transformers. For one that may make one token of a text of any length, e.g. of an
-            unknown word, the bound is 0.
+        tokenizer: tokenizer of transformers. If one token may stand for a text of any length, e.g. for an unknown word,
+            the bound is 0.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._longest: int | None = None  # bytes of a text for each token
+        self._longest: int | None = None  # most bytes of a text in one token; None: no limit
         self._counts_spaces = True
         if backend is not None:
             self._measure(backend)
@@ -32,7 +32,7 @@ class TokenBound:
         """Return the number of tokens that the text has at least."""
         if self._longest is None or len(text) <= self._longest:
             return 0
-        # a lone surrogate is an error of the tokenizer
+        # "replace" lets lone surrogates pass, which the tokenizer refuses later
         kept = text if self._counts_spaces else "".join(text.split())
         return -(-len(kept.encode(errors="replace")) // self._longest)
 
@@ -74,7 +74,7 @@ def _parts(component: Any) -> list[_Part]:
 
 
 def _keeps(part: _Part) -> bool:
-    """Return True if a part shortens no text by more than `_MOST_SHRUNK` gives."""
+    """Return True if a part shortens no text by a larger factor than `_MOST_SHRUNK` has (1 for others)."""
     kind: str = part["type"]
     if kind == "Replace":
         old = part["pattern"].get("String")  # a regular expression may match any number of characters
@@ -85,7 +85,7 @@ def _keeps(part: _Part) -> bool:
 
 
 def _covers_all(model: Any, vocabulary: dict[str, int], *, is_byte_level: bool) -> bool:
-    """Return True if a model drops no character, and joins no unknown ones to one token."""
+    """Return True if a model drops no character, and joins no unknown characters to one token."""
     from tokenizers import models, pre_tokenizers
 
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:

@@ -20,8 +20,8 @@ from windlass.inference.sampling_params import SamplingParams
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.intp]
 
-_SAMPLE, _MARGIN = 256, 12  # tokens of a sample; half the width of the bracket in it
-_SORTED = 1024  # tokens that are sorted
+_SAMPLE, _MARGIN = 256, 12  # tokens of a sample; sampled tokens from the estimate to each end of the bracket
+_SORTED = 1024  # largest number of tokens to sort
 _CHUNK = 512
 
 
@@ -42,7 +42,7 @@ def greatest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
-    """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at its number.
+    """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at the row's number.
 
     Args:
         scores: `[rows, vocabulary]`; the highest of each row is finite.
@@ -110,7 +110,9 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _nucleus(weights: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:
-    """Return the likeliest of the tokens `ids` (None: all) whose weights together first reach `top_p`, in order."""
+    """Return the smallest set of likeliest tokens among `ids` (None: all tokens) with at least `top_p` of their total
+    weight, in ascending order.
+    """
     among = weights if ids is None else weights[ids]
     lowest, ties = _lowest_weight(among, float(among.sum()) * top_p)
     kept = np.flatnonzero(among >= lowest)
@@ -147,7 +149,7 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
             above += middle_mass
             rest = light
         if len(rest) == before:
-            break  # all are equal
+            break  # all weights left are equal
     ordered = np.sort(rest)[::-1]
     cumulative = ordered.cumsum(dtype=np.float64) + above
     count = max(int((cumulative - ordered < mass).sum()), 1)

@@ -37,14 +37,15 @@ def generate_by_engine(
     """Generate as `module.generate(input_ids, ...)` of transformers does, with continuous batching.
 
     Args:
-        find_llm: returns the engine; not called if it lacks a setting.
+        find_llm: function that returns the engine; not called if the engine lacks a setting.
         input_ids: int64 `[batch, tokens]`, padded on any side where `attention_mask` is 0.
         settings: arguments of transformers' `generate`: fields of its GenerationConfig, or `generation_config`. A draw
             is seeded by torch's global generator.
 
     Returns:
         int64 `[batch * num_return_sequences, tokens + generated]`: the input as given, then the answers, padded on the
-        right. None: a setting has no equal in the engine, e.g. beams, a streamer or a logits processor.
+        right. None: the engine lacks a setting, e.g. beams, a streamer or a logits processor, or there are no rows of
+        token ids.
 
     Raises:
         RequestError: a prompt is empty, or there is no room for an answer of the length that the settings give.
@@ -71,7 +72,7 @@ def generate_by_engine(
             parameter="num_return_sequences",
         )
     logger.debug("generate %d answers to %d prompts of up to %d tokens", count, len(prompts), longest)
-    # an engine runs the answers of one request together, so more of them are several requests
+    # an engine runs all answers of a request together, so more answers than fit become several requests
     parts = _split(count, min(llm.engine.options.max_sequences, MAX_CANDIDATES))
     seeds = torch.randint(1 << 62, (len(prompts) * len(parts),)).tolist()
     each = [
@@ -87,12 +88,12 @@ def generate_by_engine(
 
 
 def _split(count: int, most: int) -> list[int]:
-    """Return `count` as a sum of numbers up to `most`."""
+    """Return numbers of at most `most` with the sum `count`."""
     return [min(most, count - start) for start in range(0, count, most)]
 
 
 def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
-    """Return the merged generation settings; None if one of them is not translated."""
+    """Return the merged generation settings; None if the engine lacks one of them."""
     given, own = settings.pop("generation_config", None), getattr(module, "generation_config", None)
     base = given if given is not None else own
     if base is None:
@@ -124,12 +125,13 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
     """
     new = config.max_new_tokens
     if new is None and config.max_length == type(config)().max_length:
-        new = max(min(_DEFAULT_NEW_TOKENS, window - longest), 1)  # cut at the window, as in transformers
+        new = max(min(_DEFAULT_NEW_TOKENS, window - longest), 1)  # up to the window, as in transformers
     elif new is None:
         new = config.max_length - width
         if new < 1:
             raise RequestError(
-                f"max_length leaves no room for answers after {width} tokens of input_ids; give max_new_tokens"
+                f"max_length is {config.max_length}, which leaves no room for answers after {width} tokens of "
+                "input_ids; give max_new_tokens"
             )
     if longest < window < longest + new:
         given = "max_length" if config.max_new_tokens is None else "max_new_tokens"

@@ -1,4 +1,4 @@
-"""Options of vLLM's `LLM` under the names of windlass's."""
+"""Translation of the options of vLLM's `LLM` to windlass's options."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "num_gpu_blocks_override": ((), "pass kv_cache_tokens"),
     "kv_cache_memory_bytes": ((), "pass kv_cache_tokens"),
 }
-"""vLLM's options without an effect here: the values that change nothing (None: all) and the way to ask for others."""
+"""vLLM's options without an effect here: the accepted values (None: all), and the advice for other values."""
 
 
 def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by windlass's names. Names that vLLM lacks stay; a name of vLLM that is None is left out.
+    """Return options under windlass's names, without vLLM's options that are None or have no effect here.
 
     Raises:
         ConfigError: an option is given by two names, or has a value that windlass does not support.
@@ -89,7 +89,7 @@ def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
             _check_harmless(name, value)
             continue
         if value is None and (name in _NAMES or name in _CONVERTED):
-            continue  # vLLM's default
+            continue  # None is vLLM's default
         own, convert = _CONVERTED.get(name, (_NAMES.get(name, name), None))
         if own in found:
             raise ConfigError(f"the options {own!r} and {name!r} are the same; give one of them")
@@ -123,4 +123,4 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "enable_chunked_prefill": ("policy", lambda chunked: "prefill-first" if chunked is False else _ABSENT),
     "speculative_config": ("speculative", _speculative),
 }
-"""vLLM's options that are written in another way here."""
+"""vLLM's options with other values here: windlass's name, and the conversion of the value."""

@@ -1,7 +1,8 @@
-"""File of a model's weights as they are multiplied, made once from its safetensors: one range for each streamed unit.
+"""File of a model's packed weights, made once from its safetensors files: one range of bytes for each streamed unit.
 
-Beside the file `<key>.weights` lies `<key>.json`, which is written last: without it the file is incomplete and made
-anew. The key is a hash of the model's files and of what determines the packed bytes.
+The index `<key>.json` beside the weight file `<key>.weights` is written last: without the index, the weight file is
+incomplete and is made again. The key is a hash of the names, sizes and times of the model's files, and of the options
+that determine the packed bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WRITTEN_AT_ONCE = 64 << 20
 
 @dataclass(frozen=True)
 class StoredTensorPlace:
-    """Bytes of a tensor. `offset` counts from the start of its unit."""
+    """Place of a tensor in its unit. `offset` counts bytes from the start of the unit."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,10 +61,11 @@ class StoredUnit:
     """Weights that are read together.
 
     Attributes:
-        modules: names of the modules that use them.
-        offset: offset in the file, of whole pages.
-        tensors: its tensors by name.
-        details: facts that rebuild the modules.
+        modules: names of the modules that use the weights.
+        offset: offset in the file in bytes, a multiple of the page size.
+        nbytes: bytes in the file, a multiple of the page size.
+        tensors: places of the unit's tensors, by name.
+        details: facts from which the modules are rebuilt, such as the weight format.
     """
 
     modules: tuple[str, ...]
@@ -177,12 +179,12 @@ class MappedFile:
             warnings.simplefilter("ignore")  # torch warns that the memory is read-only
             self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._faults = -1
-        self._left = 0  # bytes to be requested until the next look at the faults
+        self._left = 0  # bytes to request until the faults are counted again
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Let the system read a range before it is used, if the file is not in the page cache as a whole.
+        """Let the system read a range before it is used, if the process has had major page faults lately.
 
-        A request costs a look at every page. It is left out while the process waits for no page (no major faults).
+        A request takes time for each page of the range, so none is made while all pages are in the page cache.
         """
         if self._left <= 0:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
@@ -194,7 +196,7 @@ class MappedFile:
 
 
 def file_key(files: Sequence[Path], facts: Mapping[str, Any]) -> str:
-    """Return the key of the weight file of a model."""
+    """Return the key of a weight file, made of names, sizes and times of the model's files, and of `facts`."""
     listed = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
     text = json.dumps([_VERSION, listed, sorted(facts.items())], default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -202,7 +204,7 @@ def file_key(files: Sequence[Path], facts: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def locked_directory(directory: Path, key: str) -> Iterator[None]:
-    """Hold the lock of a weight file: of several processes one makes it, and the others wait.
+    """Hold the lock of a weight file inside the `with` block, so that one process makes the file while others wait.
 
     Raises:
         StorageError: the directory cannot be written.
@@ -231,7 +233,7 @@ def write_index(path: Path, index: WeightIndex) -> None:
 
 
 def read_index(path: Path, weights: Path) -> WeightIndex | None:
-    """Return the index of a complete weight file; None if there is none."""
+    """Return the index of a weight file; None if the index or the file is missing or incomplete."""
     try:
         fields = json.loads(path.read_bytes())
         index = WeightIndex(

@@ -1,9 +1,9 @@
-"""Order in which the weights of a streamed model pass through a few staging bytes, read ahead of their use.
+"""Stream of a model's weights from a weight file through a small staging memory, read ahead of their use.
 
 [Note: streamed weights] The weights of each product (a *streamed unit*) lie in one range of the weight file. They are
 read into a ring of staging memory in the order in which the previous forward used them, as far ahead as the ring has
 room, across the end of a forward too. A unit's bytes are free again as soon as its product is computed. If a forward
-uses units in another order, e.g. other experts, the ring is refilled from there, which only takes longer.
+uses units in another order, e.g. other experts, the ring is filled anew from that unit on, which only takes longer.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class StreamStats:
     """Counters of a stream.
 
     Attributes:
-        bytes_read: bytes of units that were started.
-        waited_seconds: seconds in which a product waited for its weights.
-        mispredicted: units that were not read ahead.
+        bytes_read: bytes of all reads that have started.
+        waited_seconds: seconds in which products waited for their weights.
+        mispredicted: number of units that were not read ahead.
     """
 
     bytes_read: int = 0
@@ -112,7 +112,7 @@ class WeightStream:
         self.stats = StreamStats()
 
     def begin_forward(self) -> None:
-        """Use the order of the previous forward as the prediction, if it differs."""
+        """Predict the order of the previous forward, and start reads in this order."""
         if not self._reads:
             return
         used, self._used = self._used, []
@@ -126,7 +126,7 @@ class WeightStream:
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
-        """Yield staging memory of any content instead of units inside the `with` block."""
+        """Let `lend` yield staging memory of undefined content inside the `with` block."""
         self._reads = False
         try:
             yield
@@ -171,7 +171,9 @@ class WeightStream:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _find(self, unit: int) -> _Staged:
-        """Return the unit's place in the ring; units before it, which this forward left out, are dropped."""
+        """Return a unit in the ring, and drop units before it, which this forward left out. Start to read a unit that
+        is not in the ring.
+        """
         waiting = [staged for staged in self._staged if not staged.in_use]
         place = next((number for number, staged in enumerate(waiting) if staged.unit == unit), None)
         if place is not None:
@@ -191,7 +193,7 @@ class WeightStream:
         return found
 
     def _place_after(self, unit: int) -> int:
-        """Return the place in the order behind the next use of a unit; the same place if it has none."""
+        """Return the place in the order behind the next use of a unit; `_next` if the order lacks the unit."""
         count = len(self._order)
         for step in range(count):
             if self._order[(self._next + step) % count] == unit:
@@ -223,7 +225,7 @@ class WeightStream:
         return staged
 
     def _find_room(self, nbytes: int) -> int | None:
-        """Return the offset of free bytes behind the last unit, or at the start of the ring."""
+        """Return the offset of free bytes behind the last unit, or at the start of the ring; None: too few are free."""
         if not self._staged:
             return 0 if nbytes <= self.buffer_bytes else None
         head = self._staged[0].first

@@ -22,13 +22,13 @@ def run_worker(
     owns_process: bool = False,
     **options: Any,
 ) -> None:
-    """Load this rank's part of a model and run the steps of the first rank's engine until that is closed.
+    """Load this rank's part of a model and run the steps of the first rank's engine until the engine is closed.
 
     The first rank builds an `AsyncLLMEngine` with the same arguments.
 
     Args:
-        owns_process: nothing else runs in this process, so that garbage collections may skip the objects that exist
-            after loading.
+        owns_process: True if nothing else runs in this process, so that garbage collections may skip the objects that
+            exist after loading.
 
     Raises:
         ConfigError: this rank is the first one of its model.

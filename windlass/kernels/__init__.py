@@ -1,9 +1,9 @@
-"""C++ kernels, with reference implementations in PyTorch.
+"""C++ and Triton kernels, with reference implementations in PyTorch.
 
-Reading order: update_rules (coefficients of an update), update_tensors (its tensors), reference (specification of every
-kernel), kernel_dispatch (choice of the path), native_keyed_sum (hash of memory); weight_format, packed_linear (packed
-weights in training); inference_path, panel_memory, packed_gemm, paged_attention, fused_layers (inference on the CPU).
-native/ has the C++ sources.
+Start with: update_rules, update_tensors (coefficients and tensors of an optimizer update), reference (specification of
+the kernels), kernel_dispatch (choice of the path), native_keyed_sum (hash of memory); weight_format, packed_linear
+(packed weights in training); inference_path, panel_memory, packed_gemm, paged_attention, fused_layers (inference on the
+CPU); device_matmul, device_attention (inference on an accelerator). native/ has the C++ sources.
 """
 
 from __future__ import annotations

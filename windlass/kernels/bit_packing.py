@@ -13,7 +13,7 @@ TRITS_OF_BYTE = 5  # 3 ** 5 = 243 values
 
 
 def count_words(codes: int, bits: int) -> int:
-    """Return the words of a row of codes."""
+    """Return the number of 32-bit words of a row of `codes` codes."""
     return -(-codes * bits // 32)
 
 

@@ -1,9 +1,9 @@
 """Weight formats of 1 to 8 bits: codes with a scale for each group of input features.
 
-[Note: coded formats] A weight is `(code - zero) * scale`. The scale is a 16-bit float of a row and `group` features, or
-of a whole row; the last group of a row has fewer features if `group` does not divide them. Codes lie in
+[Note: coded formats] A weight is `(code - zero) * scale`. A row has one 16-bit float scale for each group of `group`
+features, or a single scale; the last group of a row has fewer features if `group` does not divide them. Codes lie in
 compressed-tensors' `pack-quantized` layout, with its names: `weight_packed`, `weight_scale`, `weight_shape` and, with
-zero points, `weight_zero_point`, which is packed along the outputs. The packed tensors are the file.
+zero points, `weight_zero_point`, which is packed along the outputs. Files have the packed tensors unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from windlass.kernels.packed_matmul import BLOCK_NUMEL, Product, multiply_alone,
 from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, RowTensors, check_finite, check_matrix
 
 GROUPS = (32, 64, 128)  # features that can share a scale
-SCALE_DTYPE = torch.float16  # as GPTQ, AWQ and GGUF have it, so that their weights are read exactly
-SAFE_MAGNITUDE = 2.0**14  # weights up to here have a scale in every format: 1 bit stores twice a mean in float16
+SCALE_DTYPE = torch.float16  # as in GPTQ, AWQ and GGUF files, so that their weights are read exactly
+SAFE_MAGNITUDE = 2.0**14  # largest weight with a finite scale in every format: 1 bit stores twice a mean in float16
 _TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 
@@ -55,7 +55,7 @@ class CodedWeightFormat:
 
     Attributes:
         bits: number of bits of a code, as native code holds it.
-        group: features with one scale; None: a row.
+        group: number of input features that share a scale; None: all features of a row.
         zero: code of the value 0, where a weight has no zero points of its own.
         has_zeros: each group has its own zero point.
     """
@@ -72,7 +72,7 @@ class CodedWeightFormat:
         self.name, self.group = name, group
 
     def count_groups(self, in_features: int) -> int:
-        """Return the scales of a row."""
+        """Return the number of scales of a row."""
         return 1 if self.group is None else -(-in_features // self.group)
 
     def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
@@ -140,7 +140,7 @@ class CodedWeightFormat:
             product = find_device_product(input, self._device_matrix(packed))
         alone = multiply_alone(input, bias, product, len(packed["weight_packed"]))
         if alone is not None:
-            return alone  # without zero points unpacked for a backward
+            return alone  # a product alone needs no unpacked zero points
         unpack_rows = partial(self._rows, columns=input.shape[-1])
         return packed_matmul(input, bias, unpack_rows, self._row_tensors(packed), product)
 
@@ -282,7 +282,8 @@ class BinaryWeightFormat(CodedWeightFormat):
     """`-scale` or `scale` in one bit, which is 1 for weights of 0 and above.
 
     The scale is the mean magnitude of the group, in float64, then rounded to float16 (Rastegari et al. 2016,
-    https://arxiv.org/abs/1603.05279). `weight_scale` holds twice that, so that a weight is `(code - 1/2) * scale`.
+    https://arxiv.org/abs/1603.05279). `weight_scale` holds twice that mean, so that a weight is
+    `(code - 1/2) * weight_scale`.
     """
 
     bits, zero = 1, 0.5

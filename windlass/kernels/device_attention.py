@@ -1,7 +1,7 @@
 """Paged KV cache on an accelerator: writes and attention that never wait for the device.
 
-A Triton kernel (`triton_attention`) computes attention where Triton is installed and takes the shapes. Otherwise plain
-PyTorch gathers the blocks of each sequence, padded to the longest one.
+A Triton kernel (`triton_attention`) computes attention if Triton is installed and the kernel supports the shapes.
+Otherwise plain PyTorch gathers the blocks of each sequence, padded to the longest one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from windlass.kernels.reference.quantized_rows import quantize_rows
 if TYPE_CHECKING:
     from windlass.kernels.paged_attention import PagedKVCache
 
-_MOST_SCORES = 1 << 28  # elements of one product of the plain path
+_MOST_SCORES = 1 << 28  # maximum number of elements of one product in plain PyTorch
 
 
 def write_on_device(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -86,10 +86,10 @@ def attend_plainly(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `paged_attention` in plain PyTorch, without values of the batch on the host.
+    """Compute `paged_attention` in plain PyTorch, without copies of the batch's values to the host.
 
-    Each query gathers the keys of its sequence, so memory grows with queries times the width of the block table;
-    queries are computed in groups that bound it.
+    Each query gathers the keys of its sequence, so memory grows with the number of queries times the width of the block
+    table. Queries are computed in groups of limited size, which bounds the memory.
     """
     tokens, heads, _ = query.shape
     width = block_table.shape[1] * cache.block_size
@@ -118,7 +118,7 @@ def attend_plainly(
 
 
 def _visible(position: torch.Tensor, width: int, sliding_window: int | None, chunk_size: int | None) -> torch.Tensor:
-    """Return a mask `[queries, width]` of the keys that each query sees."""
+    """Return a mask `[queries, width]` of the keys that each query attends to."""
     key = torch.arange(width, device=position.device)[None]
     visible = key <= position[:, None]
     if sliding_window is not None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from windlass.kernels.device_attention import has_triton
 
-_MOST_WIDE_ROWS = 64  # rows of float32, which the kernel multiplies without tensor cores
-_LEAST_CAPABILITY = (8, 0)  # the first processors that multiply bfloat16
+_MOST_WIDE_ROWS = 64  # maximum number of float32 rows, which the kernel multiplies without tensor cores
+_LEAST_CAPABILITY = (8, 0)  # the first GPUs that multiply bfloat16
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class CodedMatrix:
     """Packed matrix whose weights are `(code - zero) * scale`.
 
     Attributes:
-        codes: `[out_features, ...]`, a row of codes after the other: int32 words (`words`), int8, float8 e4m3, or bytes
-            of five digits of base 3 (`trits`).
+        codes: `[out_features, ...]`, rows of codes: int32 words (`words`), int8, float8 e4m3 (`fp8`), or bytes of five
+            digits of base 3 (`trits`).
         scale: `[out_features, groups]`.
         bits: number of bits of a code in words.
-        group: features with one scale, 32, 64 or 128; None: a row.
+        group: number of features that share a scale, 32, 64 or 128; None: all features of a row.
         zero: code of the value 0.
         zeros: words `[..., groups]` with the code of the value 0 of each group, packed along the outputs; or None.
     """
@@ -60,10 +60,10 @@ class DeviceProduct:
 
 
 def has_kernel(input: torch.Tensor) -> bool:
-    """Return True if the Triton kernel takes an input; where it does not, rows are unpacked and multiplied by torch.
+    """Return True if the Triton kernel supports an input; otherwise rows are unpacked and multiplied by torch.
 
-    It takes bfloat16 and float16, and up to 64 rows of float32, on CUDA devices that multiply bfloat16. Compiled code
-    unpacks, which the compiler sees through.
+    The kernel supports bfloat16 and float16, and up to 64 rows of float32, on CUDA devices that multiply bfloat16.
+    Compiled code always unpacks the rows, because the compiler can trace that.
     """
     if torch.compiler.is_compiling() or type(input) not in (torch.Tensor, nn.Parameter) or input.numel() == 0:
         return False
@@ -81,6 +81,6 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def find_device_product(input: torch.Tensor, matrix: CodedMatrix) -> DeviceProduct | None:
-    """Return the product of an input that the kernel takes, or None if it does not take the matrix."""
+    """Return the kernel's product for a supported input; None if the kernel does not support the matrix."""
     apart = any(one.device != input.device or not one.is_contiguous() for one in matrix.tensors)
     return None if apart or len(matrix.codes) == 0 else DeviceProduct(matrix)

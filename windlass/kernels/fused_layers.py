@@ -1,7 +1,7 @@
 """Small layers of inference as one native call each: RMS norms with residuals, rotary embeddings, gated activations.
 
-Each takes float32 or bfloat16 CPU tensors, computes in float32 and rounds once; the PyTorch reference does the same
-where native code is missing. The result of a row does not depend on the other rows.
+Each takes float32 or bfloat16 CPU tensors, computes in float32 and rounds each result once; the PyTorch reference does
+the same where native code is missing. The result of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def apply_rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *,
         raise ModelError(
             f"the input of the rotation has strides {x.stride()}; its last two dimensions must be contiguous"
         )
-    cosines, sines = cosines.contiguous(), sines.contiguous()  # named, since an address keeps no copy alive
+    cosines, sines = cosines.contiguous(), sines.contiguous()  # bound to names: an address does not keep a copy alive
     chosen.module.rotary(
         chosen.number,
         tensor_address("input of the rotation", x[0]) if tokens else 0,

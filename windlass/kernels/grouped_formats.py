@@ -2,8 +2,8 @@
 
 [Note: grouped formats] These are DeepSpeed's: `RangeWeightFormat` of its `weight_quantization`, and
 `MinifloatWeightFormat` of its `fp_quantizer`. Codes lie in whole bytes of a row, values of groups (scale, minimum) are
-float32. Native code multiplies ranges in groups of 32, 64 or multiples of 128 input features (`low_bit_panels`); a
-product with other ones unpacks a block of rows at a time.
+float32. Native code multiplies ranges in groups of 32, 64 or multiples of 128 input features (`low_bit_panels`);
+products with other formats unpack a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def unpack_codes(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def code_bytes(count: int, bits: int) -> int:
-    """Return the bytes of a row of codes."""
+    """Return the number of bytes of a row of `count` codes."""
     unit = math.lcm(bits, 8)
     return -(-count * bits // unit) * (unit // 8)
 
@@ -55,7 +55,7 @@ class GroupedWeightFormat:
     """Codes of rows, and float32 values of groups; see [Note: grouped formats].
 
     Attributes:
-        bits: bits of a code.
+        bits: number of bits of a code.
     """
 
     name: str
@@ -63,7 +63,7 @@ class GroupedWeightFormat:
     keeps_order = True
 
     def _group_forms(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
-        """Return the tensors of the groups."""
+        """Return name, dtype and shape of every tensor with values of groups."""
         raise NotImplementedError
 
     def _encode(self, wide: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -140,10 +140,10 @@ class RangeWeightFormat(GroupedWeightFormat):
     """Integers between the minimum and the maximum of a group: `q / scale + minimum`.
 
     `scale = (2 ** bits - 1) / (max - min)`, 1 where all weights of the group are equal; `q = round((w - min) * scale)`,
-    to nearest, ties to even, in float32. DeepSpeed's `weight_quantization` with `symmetric: false`.
+    to nearest, ties to even, in float32. DeepSpeed has this format as `weight_quantization` with `symmetric: false`.
 
     Args:
-        group: successive features with one scale, which must divide the size.
+        group: number of successive features that share a scale; it must divide the size of `dim`.
         dim: dimension along which the features of a group lie: 0, output features, or 1, input features.
     """
 
@@ -191,13 +191,13 @@ class MinifloatWeightFormat(GroupedWeightFormat):
     """Floats of a sign, some bits of exponent and of mantissa, without infinities, times a scale of a group.
 
     Groups are successive elements of the flattened matrix, the last one shorter. `scale = max |group| / largest`,
-    `q = w / scale`, rounded to the nearest value, ties to even. A group of zeros has scale 0. DeepSpeed's
-    `fp_quantizer`.
+    `q = w / scale`, rounded to the nearest value, ties to even. A group of zeros has scale 0. The format is that of
+    DeepSpeed's `fp_quantizer`.
 
     Args:
-        bits: bits of a value: 4, 6, 8 or 12.
-        mantissa: its bits of mantissa.
-        group: elements with one scale.
+        bits: number of bits of a value: 4, 6, 8 or 12.
+        mantissa: number of bits of the mantissa.
+        group: number of elements that share a scale.
     """
 
     def __init__(self, bits: int, mantissa: int, group: int) -> None:
@@ -239,7 +239,7 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         """Return the codes (int32) of float32 elements, and the scales of their groups.
 
         Args:
-            stochastic: round up with the probability of the distance, instead of to nearest.
+            stochastic: round up with a probability equal to the distance from the lower value, instead of to nearest.
         """
         padded = F.pad(flat, (0, -flat.numel() % self.group)).view(-1, self.group)
         scale = padded.abs().amax(1) / self.largest
@@ -249,7 +249,7 @@ class MinifloatWeightFormat(GroupedWeightFormat):
     def encode(self, values: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
         """Return the codes (int32) of float32 values of at most `largest`."""
         size = values.abs().clamp_(max=self.largest)
-        least = 1 - self.bias  # exponent of the smallest normal number, and of all below it
+        least = 1 - self.bias  # exponent of the smallest normal number, and of all subnormal ones
         step = _exponent(size).clamp_(min=least) - self.mantissa
         steps = torch.ldexp(size, -step)
         steps = (steps + torch.rand_like(steps)).floor_() if stochastic else steps.round_()
@@ -269,10 +269,10 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         return torch.where(codes >> (self.bits - 1) > 0, -value, value)
 
 
-_HIGHEST_EXPONENT = 8  # largest exponent that DeepSpeed's scales use of its 12-bit floats
+_HIGHEST_EXPONENT = 8  # DeepSpeed's scales map the largest magnitude of 12-bit floats to this exponent
 
 
 def _exponent(size: torch.Tensor) -> torch.Tensor:
-    """Return `floor(log2(size))`, int32; a low number for 0."""
+    """Return `floor(log2(size))`, int32; -126 for 0."""
     exponent = torch.frexp(size).exponent - 1
     return torch.where(size > 0, exponent, torch.full_like(exponent, -126))

@@ -25,7 +25,7 @@ def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
         return torch.empty(shape, dtype=dtype)
     # Private: huge pages of shared memory are another setting of the system. Untouched pages take no memory.
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+    flat = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
     start = -flat.data_ptr() % HUGE_PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     return flat[start : start + nbytes].view(dtype).view(shape)

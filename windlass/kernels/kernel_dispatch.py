@@ -108,7 +108,7 @@ def can_sum_pages() -> bool:
 
 
 def compare_pages(page_sums: PageSums) -> None:
-    """Compare all pages that were not compared before. `can_sum_pages` must be true."""
+    """Compare the checksums of all pages that were not compared before. `can_sum_pages` must be true."""
     module, why = _native_module()
     if module is None:
         raise ConfigError(f"no checksums can be compared: {why}")
@@ -116,7 +116,7 @@ def compare_pages(page_sums: PageSums) -> None:
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Request huge pages for a large host tensor that has not been written yet. No effect elsewhere."""
+    """Request huge pages for a host tensor of at least 4 MiB that is not written yet. No effect without native code."""
     module, _ = _native_module()
     if module is not None and tensor.nbytes >= 4 << 20:
         module.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)

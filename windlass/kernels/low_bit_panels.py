@@ -1,9 +1,9 @@
 """Codes of 1 to 8 bits in panels, for native products.
 
-[Note: low-bit panels] A unit is 32 input features of the 16 outputs of a panel: a step of bytes is a cache line with 4
-features of each output, and the steps of narrower codes lie over each other in as many lines as a code has bits. A
-product of few rows expands codes in registers; for many rows a thread first expands its panels to bytes, so that
-every width is multiplied by the same micro-kernel.
+[Note: low-bit panels] A unit is 32 input features of the 16 outputs of a panel, in 8 steps of 4 features. With 8-bit
+codes each step is a cache line with 4 features of each output. With narrower codes the 8 steps share the bits of as
+many cache lines as a code has bits. A product of few rows expands codes in registers; for many rows a thread first
+expands its panels to bytes, so that every width is multiplied by the same micro-kernel.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LowBitPanels:
         zeros = None if coded is None else coded.unpack_zeros(tensors)
         if coded is not None and zeros is not None:
             self._zeros = _in_panels(zeros.expand(-1, -(-in_features // group)) if coded.group is None else zeros)
-        if code == 1:  # native code counts a bit twice: 0 or 2, minus 1, times half the scale
+        if code == 1:  # native code decodes a bit as 0 or 2, subtracts 1, and multiplies by half the scale
             zero = 1.0
             if self._scales is not None:
                 self._scales /= 2

@@ -1,7 +1,7 @@
 """Bytes of a file as tensors, whose pages can be dropped after they were read.
 
 [Note: dropped pages] A packed layer that was loaded from a file does not copy its bytes: its parameters are private
-mappings of the file. Once native panels are built of them, their pages are dropped, so that a process holds a weight
+mappings of the file. Once native panels are built from them, their pages are dropped, so that a process holds a weight
 once. A later read of the bytes, as by the backward and by a save, gets them from the page cache or the disk. Pages
 that were written to are private copies, which a drop would lose: then nothing is dropped.
 """
@@ -36,8 +36,8 @@ class MappedBytes:
         self.address, self._pages = address, -(-len(memory) // _PAGE)
 
     def drop(self, begin: int = 0, end: int | None = None) -> bool:
-        """Drop the pages from this process, unless one was written to, or the system does not report it. Return True if
-        they were dropped.
+        """Drop the pages from this process, unless a page was written to or the system does not report writes. Return
+        True if the pages were dropped.
 
         Args:
             begin, end: range of the tensor's bytes whose pages are dropped; by default all.

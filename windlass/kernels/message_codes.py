@@ -1,6 +1,7 @@
 """Native scales and codes of compressed messages: float32 tensors on the CPU, one bit or 4 or 8 bits for each element.
 
-Bit for bit the codecs of `windlass.comm.lossy_codecs`, which call these functions where `can_encode` allows it.
+The results are bit for bit those of the codecs in `windlass.comm.lossy_codecs`, which call these functions where
+`can_encode` returns True.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def write_codes(
     """Write the codes of values whose scales are written.
 
     Args:
-        codes: uint8.
+        codes: uint8, receives the codes.
         errors: `[n]`, receives the rounding errors of the codes.
         decoded: `[n]`, receives the decoded values; may be `values`.
     """

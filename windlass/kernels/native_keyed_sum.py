@@ -39,7 +39,7 @@ def keyed_sum_on_host(words: torch.Tensor, start: int, seed: int) -> int:
 
 
 def _native_sum(words: torch.Tensor, start: int, seed: int) -> int | None:
-    """Compute the sum by native code, in `[0, 2^64)`. Return None if native code is missing or does not take the
+    """Compute the sum by native code, in `[0, 2^64)`. Return None if native code is missing or does not support the
     words."""
     if words.dtype not in _INTEGER_DTYPES:
         raise ModelError(f"words to be hashed are {words.dtype}; pass int8, int16, int32 or int64, such as .view(...)")

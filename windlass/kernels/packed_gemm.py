@@ -40,7 +40,7 @@ from windlass.kernels.weight_format import (
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
-# Weight formats that native code multiplies. Others take the format's own product.
+# Weight formats that native code multiplies. Other formats use their own product.
 _PANEL_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 _PANEL = 16  # outputs
 _PART_BYTES = 4 << 20  # a mapped weight is read in parts of this size, which are in memory beside the panels
@@ -97,12 +97,12 @@ class PackedPanels:
 
     @property
     def tensors(self) -> FormatTensors:
-        """Packed tensors by name: panels and scales, or those of the format on the reference path; no low-bit codes."""
+        """Packed tensors by name: panels and scales, or on the reference path the format's. Empty for low-bit codes."""
         return self._tensors
 
     def row_panels(self) -> torch.Tensor | None:
-        """Return the panels of a weight in floats as int32 `[panels, steps, 16]`, from which `panel_rows` reads rows;
-        None for other formats and on the reference path."""
+        """Return the panels of an fp32 or bf16 weight as int32 `[panels, steps, 16]`, the input of `panel_rows`; None
+        for other formats and on the reference path."""
         if self._path.module is None or self.format.name not in ("fp32", "bf16"):
             return None
         return self._tensors["panels"].view(torch.int32).view(-(-self.out_features // _PANEL), -1, _PANEL)
@@ -181,7 +181,7 @@ class PackedPanels:
         return (*self._address, 0 if bias is None else tensor_address("bias", bias))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute `packed_linear`, whose checks have passed."""
+        """Compute `packed_linear` without its checks."""
         if self._path.module is None:
             x = self._round_inputs(x) if self.quantize_inputs else x
             return self.format.linear(x, self._tensors, None if bias is None else bias.to(x.dtype))
@@ -210,7 +210,7 @@ class BorrowedPanels(PackedPanels):
 
     Args:
         path: "reference" for tensors of the format itself; None: panels, for the active instruction set.
-        lend: context manager that yields the tensors of `PackedPanels.tensors`, at any address.
+        lend: returns a context that yields the tensors of `PackedPanels.tensors`, at any address.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class BorrowedPanels(PackedPanels):
         """Return None: the weight has no fixed address."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute `packed_linear`, whose checks have passed."""
+        """Compute `packed_linear` without its checks."""
         if self._path.module is not None:
             return super().linear(x, bias)  # the function of `native_call` borrows the tensors
         with self._lend() as tensors:
@@ -258,7 +258,7 @@ class BorrowedPanels(PackedPanels):
 
 
 def narrow_input_dtype(weight_format: WeightFormat) -> torch.dtype | None:
-    """Return the dtype to which inputs of such weights can be rounded; see [Note: rounded inputs]."""
+    """Return the dtype to which inputs can be rounded for such weights, or None; see [Note: rounded inputs]."""
     if weight_format.name == "bf16":
         return torch.bfloat16
     return torch.int8 if weight_format.name == "int8" or isinstance(weight_format, CodedWeightFormat) else None

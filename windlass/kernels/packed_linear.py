@@ -28,13 +28,13 @@ _MADE_FORMATS = re.compile(r"(range\d+_g\d+(_outputs)?|float\d+_e\d+m\d+_g\d+)_w
 class PackedMatrix(nn.Module):
     """Packed, frozen matrix `[rows, columns]`.
 
-    [Note: packed parameters] Each packed tensor is a frozen uint8 parameter of its bytes, `<format>_<tensor>`, with the
-    last dimension times the bytes of an element: `int8_weight` `[out, in]` and `int8_weight_scale` `[out, 4]`. Casts of
-    floating-point parameters (`module.bfloat16()`, an engine with bf16 or fp16) leave integers alone, so that neither
-    weights nor scales are ever rounded. ZeRO shards them like any parameters, independent of the format; all packed
-    tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of another format
-    does not fit. ZeRO's thresholds and parameter counts count the bytes of these parameters as elements. The
-    memory is undefined until `pack`, `set_packed` or `load_state_dict`, which packs a plain `weight`.
+    [Note: packed parameters] Each packed tensor is a frozen uint8 parameter of its bytes, `<format>_<tensor>`, whose
+    last dimension is multiplied by the bytes of an element: `int8_weight` `[out, in]` and `int8_weight_scale` `[out,
+    4]`. Casts of floating-point parameters (`module.bfloat16()`, an engine with bf16 or fp16) leave integers alone, so
+    that neither weights nor scales are ever rounded. ZeRO shards them like any parameters, independent of the format;
+    all packed tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of
+    another format does not fit. ZeRO's thresholds and parameter counts count the bytes of these parameters as elements.
+    The memory is undefined until `pack`, `set_packed` or `load_state_dict`, which packs a plain `weight`.
 
     Args:
         weight_format: a weight format, or its registered name.
@@ -120,7 +120,7 @@ class PackedMatrix(nn.Module):
             self.register_parameter(stored, other.get_parameter(stored))
 
     def free_panels(self) -> None:
-        """Free the panels that products of this module have kept; the next ones make them again."""
+        """Free the panels that products of this module have kept. Later products make new panels."""
         self._panels.clear()
 
     def unpack(self) -> torch.Tensor:
@@ -187,8 +187,8 @@ class PackedLinear(PackedMatrix):
         dtype: dtype of `bias`.
 
     Attributes:
-        rounds_inputs: the file of the layer asks for inputs rounded to int8, which `auto` activations of the inference
-            engine follow. The forward of this module does not round.
+        rounds_inputs: True if the layer's file requests inputs rounded to int8. The inference engine then rounds them
+            if its activations are `auto`; the forward of this module does not.
 
     Raises:
         WeightFormatError: the format does not exist.

@@ -45,7 +45,7 @@ def packed_matmul(
     Args:
         input: `[..., in_features]`.
         bias: `[out_features]` of the dtype of `input`, or None.
-        unpack_rows: `[rows, in_features]` in a dtype, from the same rows of all packed tensors.
+        unpack_rows: returns `[rows, in_features]` in a given dtype, from the same rows of all packed tensors.
         packed: tensors whose first dimension is `out_features`, without gradients.
         product: computes the result of the forward instead, from its own form of the weight.
         shared: tensors that each call of `unpack_rows` receives in full, after the rows.

@@ -58,7 +58,7 @@ def check_matrix(weight: torch.Tensor, name: str) -> None:
 
 def check_finite(weight: torch.Tensor, name: str, problem: str) -> None:
     wide = weight.float() if weight.dtype.itemsize == 1 else weight  # torch has no isfinite for float8
-    if not wide.numel() or bool(torch.stack(wide.aminmax()).isfinite().all()):  # without memory as large as the weight
+    if not wide.numel() or bool(torch.stack(wide.aminmax()).isfinite().all()):  # without a large temporary
         return
     finite = torch.isfinite(wide)
     if not bool(finite.all()):

@@ -116,7 +116,7 @@ def make_kv_cache(
         value_dim: features of a value; by default `key_dim`.
         dtype: float32, bfloat16, or int8 with one float32 scale for each token and head.
         path: one of `list_inference_paths()` in place of the active one.
-        device: device of the cache. On an accelerator its memory is zero.
+        device: device of the cache.
 
     Raises:
         ModelError: the block size or the dtype is not supported.
@@ -219,7 +219,7 @@ def _write_reference(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor
 
 
 def read_kv(cache: PagedKVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of the tokens at `slots` (int64 `[tokens]`), in float32, as `write_kv` takes them."""
+    """Return the keys and values of the tokens at `slots` (int64 `[tokens]`), in float32, in `write_kv`'s shapes."""
     block, offset = slots // cache.block_size, slots % cache.block_size
     key, value = cache.keys[block, :, :, offset].float(), cache.values[block, :, offset, : cache.value_dim].float()
     if cache.key_scales is not None and cache.value_scales is not None:
@@ -243,8 +243,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute causal attention of the newest tokens of several sequences over their cached keys and values.
 
-    Query `i` of a sequence with `n` queries is at position `context_length - n + i`, and sees the keys at its own and
-    earlier positions. Its own key and value must be in the cache. The scores are in float32 whatever the dtypes.
+    Query `i` of a sequence with `n` queries is at position `context_length - n + i`, and attends to the keys at its own
+    and earlier positions. Its own key and value must be in the cache. The scores are in float32 whatever the dtypes.
 
     Args:
         query: `[tokens, heads, key_dim]`, float32 or bfloat16, on accelerators also float16; `heads` is a multiple of
@@ -253,9 +253,9 @@ def paged_attention(
         query_start: int32 `[sequences + 1]`; sequence `s` has the queries `[query_start[s], query_start[s + 1])`.
         context_lengths: int32 `[sequences]`; tokens of each sequence in the cache, the queries' own included.
         scaling: factor of the scores; by default `key_dim ** -0.5`.
-        sliding_window: a query sees this many positions, its own included.
-        chunk_size: a query sees only its own chunk of positions, as in Llama 4.
-        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+        sliding_window: number of positions that a query attends to, its own included; None: no limit.
+        chunk_size: positions in a chunk; a query attends only to its own chunk, as in Llama 4. None: no chunks.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they are unchanged.
         sinks: `[heads]`; one more logit of each head in the softmax, without a value (GPT-OSS's `s_aux`).
 
     Returns:

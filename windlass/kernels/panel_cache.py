@@ -36,7 +36,7 @@ class PanelCache:
     [Note: kept panels] Panels are kept from the second product on, while address and version of every parameter are
     the same, and only for parameters that own their memory: the flat buffer of an engine is filled without a change of
     versions, so panels of its views are made for each product. They take as much memory as the packed weight, whose own
-    pages are dropped where they are those of a file ([Note: dropped pages]). A copy or pickle of the layer has no
+    pages are dropped if they are mapped from a file ([Note: dropped pages]). A copy or pickle of the layer has no
     panels. Changes through `.data` keep the version: use `PackedLinear.set_packed`.
 
     Attributes:

@@ -68,7 +68,7 @@ def _attend_tile(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    # tiles of sequence s begin at starts[s] // QUERIES + s, which leaves room for an incomplete one
+    # tiles of sequence s begin at starts[s] // QUERIES + s, which leaves room for one incomplete tile
     low = tl.full((), 0, tl.int32)
     high = sequences
     while low < high:
@@ -138,7 +138,7 @@ def _attend_tile(
             seen = seen & (position[:, None] // CHUNK == key_position[None, :] // CHUNK)
         scores = tl.where(seen & valid[:, None], scores, float("-inf"))
         highest = tl.maximum(best, tl.max(scores, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)  # rows that have seen no key
+        shift = tl.where(highest == float("-inf"), 0.0, highest)  # rows without a visible key so far
         weight = tl.exp(scores - shift[:, None])
         scale = tl.exp(best - shift)
         total = total * scale + tl.sum(weight, 1)
@@ -164,7 +164,7 @@ def _attend_tile(
 
 
 def can_attend(query: torch.Tensor, cache: PagedKVCache) -> bool:
-    """Return True if the kernel takes the shapes: blocks of a power of two, and heads of at most 256 features."""
+    """Return True if the kernel supports the shapes: blocks of a power of two, and heads of at most 256 features."""
     power = cache.block_size & (cache.block_size - 1) == 0
     known = query.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return power and known and max(cache.key_dim, cache.value_dim) <= 256
@@ -185,12 +185,12 @@ def attend(
 ) -> torch.Tensor:
     """Compute `windlass.kernels.paged_attention.paged_attention` without waiting for the device.
 
-    `paged_attention` has checked the arguments. They lie on one device.
+    The arguments lie on one device, and `paged_attention` has checked them.
     """
     tokens, heads, _ = query.shape
     sequences = context_lengths.shape[0]
     group = heads // cache.kv_heads
-    decodes = tokens == sequences  # each sequence has one query, or some have none
+    decodes = tokens == sequences  # usually one query for each sequence; some may have none
     tile = 1 if decodes else _TILE_QUERIES
     tiles = tokens // tile + sequences
     parts = _count_parts(sequences * cache.kv_heads, block_table.shape[1]) if decodes else 1
@@ -255,7 +255,7 @@ def _combine(
     best: Any = maxima.amax(0)
     if sinks is not None:
         best = torch.maximum(best, sinks)
-    best = torch.where(best == -math.inf, torch.zeros_like(best), best)  # sequences without queries
+    best = torch.where(best == -math.inf, torch.zeros_like(best), best)  # rows of no sequence
     scale = torch.exp(maxima - best)
     total = (weights * scale).sum(0)
     if sinks is not None:

@@ -1,11 +1,11 @@
 """Product of an input and a packed matrix as a Triton kernel, for few rows and for many.
 
-A program multiplies a tile of rows by the codes of a tile of outputs, a block of input features after the other. The
-codes stay as the file has them; a tile of them becomes numbers in registers.
+A program multiplies a tile of rows by the codes of a tile of outputs, one block of input features after the other. In
+memory the codes are as in the file; a tile of codes is converted to numbers in registers.
 
 [Note: exact tiles] A tile holds `code - zero`, which 16-bit floats have exactly for codes of at most 8 bits. A block of
 features lies in one group, whose scale multiplies the tile's sum in float32. So the weight is never rounded to the
-dtype of the input, whose only rounding is that of the result.
+dtype of the input; only the result is rounded.
 
 [Note: parts of the features] A product of few rows and outputs would use few processors. Its input features are divided
 into parts that programs sum side by side in float32; the parts are added afterwards, in one order. The number of parts
@@ -39,13 +39,13 @@ def _bits_at(words, place, stride, mask, BITS: tl.constexpr):
     code = tl.load(first, mask=mask, other=0).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
     if 32 % BITS != 0:
         after = tl.load(first + stride, mask=mask & (shift + BITS > 32), other=0).to(tl.uint32, bitcast=True)
-        code = code | ((after << 1) << (31 - shift).to(tl.uint32))  # by 32 at most, in two steps
+        code = code | ((after << 1) << (31 - shift).to(tl.uint32))  # a shift by up to 32, in two steps
     return (code & (2**BITS - 1)).to(tl.int32)
 
 
 @triton.jit
 def _float8(code):
-    """Return the float32 values of float8 e4m3fn, whose bits are given."""
+    """Return the float32 values of float8 e4m3fn numbers with the bits `code`."""
     # a float16 has the same fraction with more bits, and an exponent that is larger by 8
     bits = ((code & 128) << 8) | ((code & 127) << 7)
     value = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -78,7 +78,7 @@ def _multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # tiles of one weight are neighbours: they read it from memory once
+    # programs that use the same codes are neighbours, so that memory is read once
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
@@ -149,8 +149,9 @@ class _Tiles:
     """Sizes of a launch.
 
     Attributes:
-        parts: parts of the features; see [Note: parts of the features].
-        blocks: blocks of features in a part.
+        rows, outputs, features: sizes of a tile.
+        parts: number of parts of the features; see [Note: parts of the features].
+        blocks: number of blocks of features in a part.
     """
 
     rows: int
@@ -210,7 +211,7 @@ def multiply(input: torch.Tensor, matrix: CodedMatrix, bias: torch.Tensor | None
 
 
 def _choose_tiles(rows: int, outputs: int, features: int, group: int | None, dtype: torch.dtype) -> _Tiles:
-    """Choose tiles for few rows, which are limited by memory, or for many."""
+    """Choose tiles for few rows (limited by memory bandwidth) or for many rows."""
     many = rows > 64 and dtype != torch.float32
     high = 128 if many else max(16, min(64, triton.next_power_of_2(rows)))
     wide = 128 if many else 64

@@ -6,7 +6,7 @@ no state.
 
 [Note: optional members] A format may also have `join` (`JoinableFormat`), `unpack_rows` (`RowFormat`) and
 `keeps_order`. Without them its layers are multiplied one by one, a lookup of rows unpacks the whole matrix, and tensor
-parallelism first tries a division of a random matrix. `packed_tensors.RowTensors` has the first two for formats whose
+parallelism first tests the division on a random matrix. `packed_tensors.RowTensors` has the first two for formats whose
 tensors all have one row for each output feature.
 """
 
@@ -38,8 +38,8 @@ class WeightFormat(Protocol):
     def name(self) -> str: ...
 
     def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
-        """Return name, dtype and shape of every packed tensor, as a safetensors file holds them. The names follow that
-        of the layer: `<layer>.weight`, `<layer>.weight_scale`. Any names are allowed, and any shapes, `()` included.
+        """Return name, dtype and shape of every packed tensor, as a safetensors file holds them. Each name follows the
+        layer's: `<layer>.weight`, `<layer>.weight_scale`. Any names are allowed, and any shapes, `()` included.
         Raise `WeightFormatError` for sizes that the format does not pack."""
         ...
 

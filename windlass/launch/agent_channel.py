@@ -41,11 +41,11 @@ class AgentChannel:
                 self.closed = True
 
     def close(self) -> None:
-        """Close the channel, so that the reader sees the end of the stream."""
+        """Close the channel, so that the reader reaches the end of the stream."""
         with self._lock:
             self.closed = True
             descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:  # only once: by a second call, the descriptor may belong to another file
+        if descriptor >= 0:  # only once: at a second call, the number may belong to another file
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

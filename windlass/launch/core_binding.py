@@ -57,7 +57,7 @@ def usable_cores() -> list[int]:
 
 
 def one_thread_per_core(usable: Sequence[int]) -> list[int]:
-    """Return the first hardware thread of each core, of these threads."""
+    """Return the hardware threads in `usable` without those that share a core with an earlier one."""
     seen: set[str] = set()
     kept = []
     for core in usable:

@@ -27,7 +27,7 @@ def run_with_restarts(
     checkpoint: it calls `engine.load_checkpoint` at its start, which does nothing if there is no checkpoint yet.
 
     Raises:
-        LaunchError: the numbers are invalid.
+        LaunchError: `max_restarts` is negative, or `min_nproc` is not between 1 and the number of ranks.
     """
     nproc = plan.world_size
     if plan.max_restarts < 0 or not 1 <= min_nproc <= nproc:
@@ -47,7 +47,7 @@ def _run_attempts(
         outcome = start(plan)
         if outcome.exit_code == 0 or outcome.interrupted_by is not None or restarts == plan.max_restarts:
             return outcome
-        if received.numbers:  # after the end of all ranks
+        if received.numbers:  # a signal arrived after the last rank ended
             return replace(outcome, interrupted_by=received.numbers[0])
         failures_text = "; ".join(map(str, outcome.failures))
         hosts = drop_lost_slots(plan.hosts, outcome.failures)

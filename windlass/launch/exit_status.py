@@ -81,12 +81,12 @@ class LaunchExitStatus:
 
     @property
     def first_failure(self) -> RankFailure | None:
-        """The earliest of the failures."""
+        """The earliest of the failures; None if there are none."""
         return min(self.failures, key=lambda failure: failure.failed_at, default=None)
 
 
 def combine_failures(failures: Sequence[RankFailure]) -> LaunchExitStatus:
-    """Combine failures to the status of the launch: the worst exit code of the ranks that failed by themselves.
+    """Combine failures into the status of the launch: the worst exit code of the ranks that failed by themselves.
 
     After the first failure the launcher stops the other ranks, and kills those that do not end. Their exit codes are
     consequences and must not hide the cause. So only failures within a second of the first count. Of these, ranks with

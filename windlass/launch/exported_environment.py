@@ -14,10 +14,10 @@ ENVIRONMENT_FILE_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """Name of the file of `KEY=VALUE` lines that is read from the home directory and then from the working directory."""
 
 EXPORTED_PREFIXES = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS"]
-"""Prefixes of the names of exported variables. Scripts that call the launcher append to it."""
+"""Prefixes of the names of exported variables. Scripts that call the launcher append to this list."""
 # A service that sets the first variable sets the others on each host itself; this host's values are wrong elsewhere.
 _HOST_SPECIFIC_VARIABLES = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
-# Specific to this process.
+# Variables that are specific to this process.
 _PROCESS_VARIABLES = ("WINDLASS_RESTARTS", "WINDLASS_CORES")
 
 

@@ -33,7 +33,7 @@ def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | N
     Raises:
         CommunicationError: a variable has an invalid value.
     """
-    # one of them alone is a leftover of some other program
+    # one of these variables alone is left over from some other program
     full = all(environ.get(name) for name in _TORCHRUN_VARIABLES)
     place = rank_environment(
         environ if full else {name: environ[name] for name in environ if name not in _TORCHRUN_VARIABLES}
@@ -71,7 +71,7 @@ def torchrun_environment(rank_environment: RankEnvironment) -> dict[str, str]:
 
 
 def exec_as_external_rank(program: Program, rank_environment: RankEnvironment, env: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the program, as the rank that it is."""
+    """Replace this process by the program, which runs as the rank of `rank_environment`."""
     _exec_command(
         program.argv_for_rank(rank_environment.local_rank or 0),
         {**os.environ, **env, **torchrun_environment(rank_environment)},

@@ -133,7 +133,7 @@ def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_sl
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> str:
-    """Encode `{host: [slot, ...]}`, or numbers of slots, as URL-safe base64 of JSON, which no shell changes."""
+    """Encode `{host: [slot, ...]}`, or numbers of slots, as URL-safe base64 of JSON; a shell needs no quotes for it."""
     text = json.dumps({name: slots if isinstance(slots, int) else list(slots) for name, slots in world_info.items()})
     return base64.urlsafe_b64encode(text.encode()).decode()
 

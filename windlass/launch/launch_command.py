@@ -55,7 +55,7 @@ def launch_from_args(
         command_name: name of the command in messages.
 
     Returns:
-        The worst exit code of the ranks; 128 plus its number for a signal.
+        The worst exit code of the ranks; for a rank that a signal ended, 128 plus the signal's number.
 
     Raises:
         LaunchError: the ranks cannot be started as requested.
@@ -204,10 +204,10 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
 
 
 def _choose_master_port(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> int:
-    """Return the rendezvous port for ranks of another launcher. Slurm jobs on one host need different ones."""
+    """Return the rendezvous port for ranks of another launcher. Slurm jobs on one host need different ports."""
     requested = None if getattr(args, "any_port", False) else plan.master_port
     if requested is None and not args.hostfile and launcher not in ("slurm", "pdsh"):
-        return free_port()  # ranks of this machine
+        return free_port()  # all ranks are on this machine
     job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
     return requested or (
         port_of(int(job), 0) if parse_int(job) is not None else plan.master_port or DEFAULT_MASTER_PORT

@@ -319,7 +319,7 @@ def _takes_next_word(parser: argparse.ArgumentParser, word: str) -> bool:
     if word.startswith("--"):
         found = {id(one): one for name, one in actions.items() if parser.allow_abbrev and name.startswith(word)}
         return len(found) == 1 and next(iter(found.values())).nargs is None
-    for position, letter in enumerate(word[1:], 1):  # -mq, -n2
+    for position, letter in enumerate(word[1:], 1):  # combined short flags, such as -mq and -n2
         action = actions.get(f"-{letter}")
         if action is None:
             return False

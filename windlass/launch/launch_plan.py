@@ -21,7 +21,7 @@ class LaunchPlan:
     """Plan of a launch. `hosts` are in the order of ranks; `node_rank` is the index of the host whose ranks start here.
 
     Args:
-        env: variables that override what ranks inherit on their host.
+        env: variables that override those that ranks inherit on their host.
         master_addr, master_port: rendezvous address and port; None: this host's address, and a free port.
         use_agent_store: a process beside the ranks runs the rendezvous store, as under torchrun; else rank 0 runs it.
         use_devices: `slots` select devices; else ranks see the same devices as this process.

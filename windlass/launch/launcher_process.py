@@ -1,4 +1,4 @@
-"""Supervision of mpirun, srun or pdsh as the launcher's only child, like a rank, so that it ends with the launcher."""
+"""Supervision of mpirun, srun or pdsh as the launcher's only child, like a rank. The child ends with the launcher."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_launcher_command(command: LauncherCommand, plan: LaunchPlan) -> LaunchEx
     events = _PdshEvents() if is_pdsh else RankEvents(None)
     with capture_signals(plan.signals) as received, selectors.DefaultSelector() as selector:
         words = command.argv
-        if sys.platform == "linux":  # killed, pdsh would leave its ssh connections behind; the reaper ends them
+        if sys.platform == "linux":  # a killed pdsh leaves its ssh connections behind; the reaper ends them
             words = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), *words]
         ranks = RankProcesses([RankJob(0, words, {**os.environ, **command.env})], events, selector, capture=is_pdsh)
         outcome = supervise([ranks], events, selector, received, grace_s=plan.grace_s)

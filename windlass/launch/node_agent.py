@@ -49,7 +49,7 @@ class NodeAgent:
         self._is_finishing = False
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Send that the process of a rank has started."""
+        """Report that the process of a rank has started."""
         self._channel.send({"started": rank, "pid": pid})
 
     def on_output(self, rank: int, stream: str, data: bytes) -> None:
@@ -57,7 +57,7 @@ class NodeAgent:
         self._channel.send({"wrote": rank, "stream": stream, "text": bytes_to_text(data)})
 
     def on_ended(self, rank: int, status: int) -> None:
-        """Send that a rank has ended."""
+        """Report that a rank has ended."""
         self._channel.send({"ended": rank, "status": status})
 
     def run(self) -> None:
@@ -159,7 +159,7 @@ class NodeAgent:
 
 
 def own_address() -> str:
-    """Return an address of this host that other hosts can reach: first choice is that of the launcher's connection.
+    """Return an address of this host that other hosts can reach, preferably the one that the launcher connected to.
 
     Loopback addresses are skipped.
 

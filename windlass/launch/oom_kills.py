@@ -20,7 +20,7 @@ class OomKillCounter:
         self._before = self._counts()
 
     def has_increased(self) -> bool:
-        """Return True if the kernel has killed a process since, on this machine or in this process's cgroup."""
+        """Return True if the kernel has killed a process since construction, on this machine or in this cgroup."""
         now = self._counts()
         return any(count > self._before.get(path, 0) for path, count in now.items())
 

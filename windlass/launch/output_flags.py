@@ -54,7 +54,7 @@ def output_routing_from_args(args: argparse.Namespace) -> OutputRouting:
 
 
 def _parse_streams(text: str | None, flag: str) -> dict[int, frozenset[str]]:
-    """Parse `3`, or `0:1,1:2`, to streams by local rank, with -1 for all others."""
+    """Parse `3`, or `0:1,1:2`, into streams by local rank, with -1 for all other ranks."""
     if not text or text == "0":
         return {}
     found = {}

@@ -165,7 +165,7 @@ def forwarded_signals(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the names of the signals that are forwarded to ranks.
 
     Raises:
-        LaunchError: `--signals_to_handle` names one that does not exist, or that no process can handle.
+        LaunchError: `--signals_to_handle` names a signal that does not exist, or that no process can handle.
     """
     names = tuple((args.signals_to_handle or ",".join(FORWARDED_SIGNALS)).split(","))
     for name in names:
@@ -179,8 +179,8 @@ def forwarded_signals(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _count_servers(args: argparse.Namespace) -> int:
-    """Return the number of parameter servers and their replicas, and set the number of ranks of this machine from it
-    and the workers."""
+    """Return the number of parameter servers and their replicas. Without a hostfile, set `args.nproc` to that number
+    plus the number of workers."""
     servers: int = getattr(args, "servers", 0)
     workers: int = getattr(args, "workers", 0)
     replicas: int = getattr(args, "replicas", 0)
@@ -301,7 +301,7 @@ def _local_slots(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]
 
 
 def _default_local_size() -> int:
-    """Return `LOCAL_SIZE`, DeepSpeed's number of ranks without devices; 1 if it is not a valid number."""
+    """Return the variable `LOCAL_SIZE`, the number of ranks on a host without devices; 1 if it is not valid."""
     number = parse_int(os.environ.get("LOCAL_SIZE", ""))
     return number if number is not None and 1 <= number <= MAX_RANKS_PER_HOST else 1
 

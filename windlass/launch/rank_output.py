@@ -52,7 +52,7 @@ class RankConsole:
         label: function from a rank to the label of its lines; "" for none.
         local_rank: function from a rank to its local rank.
         append: append to existing files instead of truncating them.
-        emit: writes bytes to a stream; None: to the one of this process.
+        emit: writes bytes to the stream `OUT` or `ERR`; None: to that of this process.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def write_stream(stream: str, data: bytes) -> None:
 
 
 def _split_lines(data: bytes) -> list[bytes]:
-    """Split into lines with their ends, and the incomplete rest. A progress bar's carriage return ends a line too."""
+    """Return the lines with their ends, then the incomplete rest. A progress bar's carriage return ends a line too."""
     found = data.splitlines(keepends=True)
     # a trailing carriage return may be the first half of \r\n
     rest = found.pop() if found and not found[-1].endswith(b"\n") else b""

@@ -56,8 +56,8 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """Processes that end with this one, however it ends (Linux). Each leads a session of its own, so that a terminal's
-    Ctrl-C reaches only the launcher, which forwards it once.
+    """Processes of ranks. They end with this process, however it ends (Linux). Each leads a session of its own, so that
+    a terminal's Ctrl-C reaches only the launcher, which forwards it once.
 
     Args:
         capture: read the output of ranks and pass it to the listener; else it goes to this process's own output.
@@ -146,7 +146,7 @@ class RankProcesses:
         self._processes.clear()
 
     def _is_restarted(self, job: RankJob, status: int) -> bool:
-        """Start a parameter server again that a signal ended. Return False for other ranks and ends."""
+        """Restart a parameter server that a signal ended, and return True. Otherwise return False."""
         count = self._server_restarts.get(job.rank, 0) + 1
         if job.rank >= self._servers or status >= 0 or self._is_stopping or count > _SERVER_RESTARTS:
             return False

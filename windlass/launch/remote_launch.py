@@ -26,7 +26,7 @@ _LOST_GRACE_S = 2.0  # shorter than the usual grace, because detecting the loss 
 def start_on_hosts(
     plan: LaunchPlan, command: Callable[[Host], list[str]], events: RankEvents, *, reports_memory: bool = False
 ) -> LaunchExitStatus:
-    """Start an agent on each host of the plan by `command(host)`, and ranks through it; supervise them to their end.
+    """Start an agent on each host by `command(host)`, and the ranks through the agents; supervise the ranks.
 
     Raises:
         LaunchError: a host cannot be reached, or its ranks cannot be started; all started ranks are ended.

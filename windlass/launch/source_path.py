@@ -11,7 +11,7 @@ import windlass
 def source_pythonpath(path: str) -> str:
     """Return a PYTHONPATH, and add the folder of this windlass if it runs from a source tree.
 
-    With it a process finds windlass although its working directory is not searched (`python -P`), or on another host.
+    With this path, a process can import windlass on another host, or without its working directory (`python -P`).
     """
     source_dir = str(Path(windlass.__file__).parents[1])
     installed = Path(source_dir).name in ("site-packages", "dist-packages")

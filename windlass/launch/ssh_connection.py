@@ -63,7 +63,7 @@ class SshConnectionOptions:
         return ["ssh", *self.launcher_args, *port, "-T", *options, "--", check_host_name(host), shell_text]
 
     def agent_shell_command(self, environ: Mapping[str, str], cwd: str) -> str:
-        """Return the shell text that becomes the agent of a host. Secrets are not in it; they follow as messages."""
+        """Return the shell text that starts the agent of a host. Variables, which may be secret, follow as messages."""
         path = {"PYTHONPATH": source_pythonpath(environ.get("PYTHONPATH", ""))}
         agent = shell_command([sys.executable, "-u", "-m", "windlass.launch.node_agent"], env=path)
         if self.venv_script is not None:
@@ -110,7 +110,7 @@ class RemoteNode:
         return self._process.returncode is None
 
     def poll(self) -> None:
-        """Detect the end of the connection, and kill it if the grace period is over."""
+        """Detect the end of the connection, and kill the connection if the grace period is over."""
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
         if self._process.returncode is None and self._process.poll() is not None:
@@ -121,7 +121,7 @@ class RemoteNode:
             self._report_lost()
 
     def stop(self, signal_number: int, grace_s: float) -> None:
-        """Send the agent a signal for its ranks; it kills those that are left after `grace_s` seconds."""
+        """Send the agent a signal for its ranks; the agent kills ranks that are left after `grace_s` seconds."""
         self.channel.send({"stop": signal_number, "grace_s": grace_s})
         self._kill_at = time.monotonic() + grace_s + _KILL_AFTER_S
 

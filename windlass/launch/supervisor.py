@@ -43,7 +43,7 @@ class RankEvents:
 
     Args:
         hosts: host of each rank; empty if there is only one host.
-        workers: workers of parameter servers. The run continues without those that a signal ended while one is left.
+        workers: ranks of parameter server workers. If a signal ends a worker, the run continues while another is left.
     """
 
     def __init__(self, console: RankConsole | None, hosts: Sequence[str] = (), workers: Collection[int] = ()) -> None:

@@ -1,4 +1,7 @@
-"""Timers, memory figures and monitor writers of a run. Disabled ones cost nothing."""
+"""Timers, memory usage, FLOP profiles, monitor writers and records of a run, and facts of the machine.
+
+Disabled timers and writers cost nothing.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import torch
 
 from windlass.base.compute_device import synchronized_time
 
-# Dense TFLOP/s of the makers' data sheets: 16-bit tensor cores, TF32 tensor cores, fp32. The first name that a device's
-# name contains as whole words counts.
+# Dense TFLOP/s of the makers' data sheets: 16-bit tensor cores, TF32 tensor cores, fp32. The entry of the first
+# name that a device's name contains as whole words is used.
 _KNOWN_GPUS: dict[str, tuple[float, float, float]] = {
     "GB200": (2500.0, 1250.0, 80.0),
     "B200": (2250.0, 1125.0, 75.0),

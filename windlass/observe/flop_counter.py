@@ -1,10 +1,10 @@
 """Counter of the floating-point operations of a model by module, in forward, backward and recomputation.
 
-[Note: owner of an operation] Below autograd every operation passes through a dispatch mode, and none is changed. In the
-forward it belongs to the innermost module that runs. In the backward it belongs to the module that ran when its
-autograd node was created: nodes are numbered in the order of their creation in a thread, and the counter keeps the
-number at each start and end of a module. An operation of a backward is recomputed if a module runs again, or if
-gradients are enabled, as they are in checkpointed functions and not in formulas of gradients.
+[Note: owner of an operation] Below autograd every operation passes through a dispatch mode, and none is changed. An
+operation of the forward belongs to the innermost module that runs. An operation of the backward belongs to the module
+that ran when its autograd node was created: nodes are numbered in the order of their creation in a thread, and the
+counter keeps the number at each start and end of a module. An operation of the backward counts as recomputed if a
+module runs at that time, or if gradients are enabled: checkpointed functions enable them, gradient formulas do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from windlass.observe.flop_formulas import OperationFlops, count_operation, has_
 
 @dataclass
 class ModuleFlops:
-    """FLOPs of one module without its children's, and the time of its forward calls with them."""
+    """FLOPs of one module without its children, and seconds of its forward calls with its children."""
 
     name: str
     forward: int = 0
@@ -62,9 +62,9 @@ class _ThreadTrace:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Dispatch mode that counts the operations of `model` while it is active; `attached` adds its hooks to modules.
+    """Dispatch mode that counts the operations of `model` inside `counting`; `attach` adds hooks to the modules.
 
-    Losses, gradients and random numbers are those without it. Compiled parts run uncompiled inside `counting`, since a
+    Losses, gradients and random numbers do not change. Compiled parts run uncompiled inside `counting`, since a
     compiled kernel hides its operations.
 
     Args:
@@ -92,7 +92,7 @@ class FlopCounter(TorchDispatchMode):
         self._forward_thread = threading.get_ident()
         self._outer_backward: int | None = None
         self._own_seconds = 0.0
-        self._native_depth = 0  # native products that run, whose own torch operations are not counted again
+        self._native_depth = 0  # number of native products in progress; torch operations inside are not counted
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -142,7 +142,7 @@ class FlopCounter(TorchDispatchMode):
         output = func(*args, **kwargs)
         returned = time.perf_counter()
         self._record(operation, args, kwargs, output)
-        if self._device.type == "cpu":  # on other devices this work of the host overlaps with theirs
+        if self._device.type == "cpu":  # on other devices, counting on the host overlaps with the device's work
             self._own_seconds += called - began + time.perf_counter() - returned
         return output
 
@@ -169,7 +169,7 @@ class FlopCounter(TorchDispatchMode):
         owner.backward += 0 if again else found.flops
 
     def _nodes_of(self, current: _ThreadTrace, backward: int) -> _ThreadTrace:
-        """Return the trace of the thread that created the nodes of a backward; a nested one belongs to this thread."""
+        """Return the trace of the thread that created a backward's nodes: this thread, if the backward is nested."""
         if self._outer_backward is None:
             self._outer_backward = backward
         if backward == self._outer_backward:

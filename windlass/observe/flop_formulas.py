@@ -84,7 +84,7 @@ def _attention_backward(
     features, out_features = query.shape[-1], value.shape[-1]
     known = flop_registry.get(operation)
     if known is not None and operation not in _DENSE_BACKWARDS:
-        total = int(known(*args, **kwargs, out_val=output))  # sequences of several lengths
+        total = int(known(*args, **kwargs, out_val=output))  # torch's formula counts sequences of several lengths
         recomputed = total * features // (3 * features + 2 * out_features)
         return OperationFlops(total - recomputed, recomputed)
     forward = attention_flops(query.shape, key.shape, value.shape)
@@ -99,7 +99,7 @@ def _stored(tensor: torch.Tensor) -> int:
 
 
 def _sparse_product(first: torch.Tensor, second: torch.Tensor, *rest: Any) -> int:
-    """Count a product of which at least one factor is sparse."""
+    """Count a product with at least one sparse factor."""
     if second.layout is torch.strided:
         return 2 * _stored(first) * second.shape[-1]
     if first.layout is torch.strided:
@@ -110,12 +110,16 @@ def _sparse_product(first: torch.Tensor, second: torch.Tensor, *rest: Any) -> in
 
 
 def _sampled_product(mask: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *rest: Any) -> int:
-    """Count a dense product of which only the elements that `mask` stores are computed."""
+    """Count a dense product that is computed only at the elements that `mask` stores."""
     return 2 * _stored(mask) * first.shape[-1]
 
 
 def _product(first: torch.Tensor, second: torch.Tensor, *rest: Any) -> int:
-    """Count a matrix product, which may be grouped. If only one factor is, groups divide rows, columns or terms."""
+    """Count a matrix product, which may be batched (both factors 3-D) or grouped.
+
+    In a grouped product at most one factor is 3-D. The groups divide rows, columns or terms, so the count is that of
+    one product.
+    """
     if not first.layout is second.layout is torch.strided:
         return _sparse_product(first, second)
     groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
@@ -151,7 +155,7 @@ def _convolution_backward(
     dilation: Any, transposed: bool, *rest: Any,
 ) -> int:  # fmt: skip
     """Count the gradients of inputs and weights: each costs as much as the forward, with groups too."""
-    rows = source if transposed else upstream  # each element of it meets one filter
+    rows = source if transposed else upstream  # each element is multiplied with one filter
     wanted: Sequence[bool] = rest[2]
     return (wanted[0] + wanted[1]) * 2 * rows.numel() * (weight.numel() // max(1, weight.shape[0]))
 
@@ -207,7 +211,7 @@ def _self_attention_layer(
 
 def _encoder_layer(source: torch.Tensor, width: int, heads: int, qkv: torch.Tensor, *rest: Any) -> int:
     """Count torch's fused `TransformerEncoderLayer` for inference."""
-    weights = (qkv, rest[1], rest[10], rest[12])  # with the output projection and both layers of the MLP
+    weights = (qkv, rest[1], rest[10], rest[12])  # input and output projection, both layers of the MLP
     tokens = source.numel() // width
     return 2 * tokens * sum(weight.numel() for weight in weights) + _square_attention(source, width)
 

@@ -52,7 +52,7 @@ class ModelProfile:
 
     Attributes:
         root: the model; its FLOPs include those outside of its modules, such as a loss function's.
-        model_parameters: elements of the whole parameters, of which tensor parallelism leaves a part on each rank.
+        model_parameters: elements of the model's full parameters, with those on other tensor-parallel ranks.
         uncounted: operations of other libraries that ran and have no formula.
     """
 
@@ -86,8 +86,8 @@ def build_profile(
 
     Args:
         micro_batches: number of counted micro-batches; the result is their mean.
-        numel_of_model: function from a parameter to the elements of the whole parameter, of which this rank may have a
-            part; by default the elements of the parameter itself.
+        numel_of_model: function that returns the number of elements of a full parameter, if this rank has only a part;
+            None: `numel` of the parameter itself.
     """
     root = _build_module("", model, counter, micro_batches)[0]
     for phase in ("forward", "backward", "recomputed"):

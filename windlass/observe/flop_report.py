@@ -48,13 +48,16 @@ class StepFacts:
 
     Attributes:
         step: number of the step.
-        world_size, data_size, model_size: ranks; ranks with different samples; ranks that share each sample.
+        world_size, data_size, model_size: number of ranks; of ranks with different samples; of ranks that share each
+            sample.
         micro_batch: samples of a micro-batch on one rank.
         samples: samples of the step over all ranks.
-        backward_seconds: seconds of one micro-batch; None if the engine did not run the backward.
+        forward_seconds: seconds of one micro-batch's forward; None: the forward time of the profile.
+        backward_seconds: seconds of one micro-batch's backward; None if the engine did not run the backward.
         step_seconds: seconds of the update.
         micro_batches: micro-batches of the step.
-        recompute_factor: forwards that the backward repeats, in place of the counted recomputation; 0: the counted one.
+        recompute_factor: number of forwards that the backward repeats, used in place of the counted recomputation; 0:
+            use the count.
         peak: description of the device's peak and the share of it in use.
     """
 
@@ -78,7 +81,7 @@ class ReportOptions:
 
     Attributes:
         module_depth: depth of the aggregated profile; -1: the deepest.
-        top_modules: number of modules shown at each depth.
+        top_modules: number of module classes shown at each depth.
         detailed: print every module.
     """
 

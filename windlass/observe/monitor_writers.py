@@ -202,7 +202,7 @@ class TensorBoardWriter:
         make: Callable[..., Any] = SummaryWriter
         make_directory(folder)
         self.summary_writer = make(log_dir=str(folder))
-        for path in folder.glob(f"*.{os.getpid()}.*"):  # TensorBoard gives its file all permissions of the umask
+        for path in folder.glob(f"*.{os.getpid()}.*"):  # TensorBoard's file has all permissions that the umask allows
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~stat.S_IWOTH)
 
     def write(self, events: list[Event]) -> None:
@@ -252,7 +252,7 @@ class WandbWriter:
 class CometWriter:
     """Writer of a Comet experiment, the attribute `experiment`.
 
-    It logs a metric once `samples_log_interval` samples have passed since its last value.
+    It logs a metric once `samples_log_interval` samples have passed since the metric's last value.
 
     Raises:
         ConfigError: the package comet_ml is not installed, or it can't start (no key, no network).

@@ -122,7 +122,7 @@ def read_record(path: Path) -> Iterator[dict[str, Any]]:
         try:
             value = parse_json(line)
         except JsonError as error:
-            if number == len(lines):  # without its newline: the run was killed while it wrote
+            if number == len(lines):  # a line without its newline: the run was killed while writing it
                 return
             raise DataError(f"{path}, line {number}: {error}; this is not a record of jsonl_monitor") from error
         if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
@@ -131,7 +131,7 @@ def read_record(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    """Cut off the line that an earlier start was writing when it was killed, which the next line would continue."""
+    """Remove an incomplete last line, left by a start that was killed: the next line would be appended to it."""
     if not path.is_file():
         return
     with open(path, "rb+") as file:

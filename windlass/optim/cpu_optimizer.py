@@ -28,8 +28,8 @@ _NO_TENSORS: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Storage format of an elementwise state: its dtype, and whether its values may be negative. uint8 means 8-bit
-    codes with scales.
+    """Storage format of an elementwise state: its dtype (uint8 for 8-bit codes with scales), and True if its values
+    may be negative.
     """
 
     dtype: torch.dtype
@@ -71,12 +71,12 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
-        """Return the states of a parameter of `group`: name, and whether values may be negative."""
+        """Return `(name, is_signed)` for each state of a parameter of `group`; signed values may be negative."""
 
     @abstractmethod
     def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> UpdateRule:
-        """Return the update rule of a parameter of `group` at its step number `step` (from 1). `is_first`: its states
-        are new.
+        """Return the update rule of a parameter of `group` at its step number `step` (from 1). `is_first` is True
+        if the parameter's states are new.
         """
 
     def state_formats(self, group: dict[str, Any]) -> dict[str, StateFormat]:
@@ -180,7 +180,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             _store_state(state, name, torch.full_like(moment, start, dtype=torch.float32), signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, with states in this optimizer's `state_dtype`.
+        """Load a state dict, and convert its states to this optimizer's `state_dtype`.
 
         torch's own method would cast every state to its parameter's dtype, including 8-bit codes.
         """

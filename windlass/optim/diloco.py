@@ -17,7 +17,7 @@ class DiLoCo(torch.optim.AdamW):
 
     Each rank takes `inner_steps` steps of AdamW on its own data, with states of its own. Then the mean of the ranks'
     changes is the gradient of an outer SGD with Nesterov momentum, which moves the parameters of all ranks. With
-    `fragments` above 1 the units of the model are divided into as many parts, which take their outer steps at evenly
+    `fragments` above 1 the units of the model are divided into that many parts, which take their outer steps at evenly
     distributed steps, so that each message is shorter. With `overlap_steps` above 0 inner steps continue while a
     message is in flight. The first `start_step` steps are those of AdamW with averaged gradients, because the paper
     starts from a pretrained model. Outside an engine every step is AdamW's.
@@ -27,14 +27,14 @@ class DiLoCo(torch.optim.AdamW):
     and 2.3.
 
     Args:
-        inner_steps: local steps between two outer steps of a parameter.
+        inner_steps: number of local steps between two outer steps of a parameter.
         outer_lr, outer_momentum: learning rate and momentum of the outer SGD.
-        fragments: parts of the model; 1: all parameters at once.
-        codec: registered name of the codec of the changes; the part that it leaves out is added to the next change.
-        overlap_steps: inner steps that a message may take; 0: the step waits for it.
-        mixing: with overlapped messages, weight of the local parameters in their mean with the new common ones; 0 drops
-            the inner steps during the transfer.
-        start_step: steps with averaged gradients before the first local one.
+        fragments: number of parts of the model; 1: all parameters take their outer step at once.
+        codec: registered name of the codec of the changes; the encoding error is added to the next change.
+        overlap_steps: number of inner steps that a message may take; 0: the outer step waits for the message.
+        mixing: with overlapped messages, weight of the local parameters in their average with the new common ones; 0
+            discards the inner steps taken during the transfer.
+        start_step: number of steps with averaged gradients before the first local step.
 
     Raises:
         ConfigError: a value is out of range.
@@ -96,7 +96,7 @@ class DiLoCo(torch.optim.AdamW):
 
 
 def fragment_due(step: int, unit: int, group: dict[str, Any]) -> bool:
-    """Return True if a unit takes an outer step after step `step`, counted from 1. Pure."""
+    """Return True if the changes of unit number `unit` are sent after step `step`, counted from 1. Pure."""
     part, local = unit % group["fragments"], step - group["start_step"]
     due: bool = local > 0 and (local + part * group["inner_steps"] // group["fragments"]) % group["inner_steps"] == 0
     return due

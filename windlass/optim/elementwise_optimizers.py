@@ -38,7 +38,7 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 _PROBE_ELEMENTS = 4096  # a multiple of the block size of states that are quantized in blocks
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
-"""States of these optimizers that are one number a parameter. All other states have one value per element."""
+"""States of elementwise optimizers that are one number per parameter. All other states have one value per element."""
 
 _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -126,7 +126,7 @@ def probe_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], values:
     )
     plain = {key: False for key in ("capturable", "fused") if group.get(key)}
     if "bias_correction" in group:
-        plain["bias_correction"] = True  # without it some classes are stepped by an engine only, with the same states
+        plain["bias_correction"] = True  # OneBitAdam.step raises without it; the states are the same
     probed.param_groups = [{**group, **plain, "params": [probe]}]
     probed.step()
     state: dict[str, Any] = probed.state[probe]

@@ -27,7 +27,7 @@ class Lamb(PerParameterOptimizer):
 
     Args:
         bias_correction: multiply the step by c.
-        eps_inside_sqrt: divide by sqrt(v + eps) instead.
+        eps_inside_sqrt: divide by sqrt(v + eps) instead of sqrt(v) + eps.
         max_grad_norm: must be 0 (off); clipping by the norm of all gradients is done outside the optimizer.
         amsgrad: must be False.
 
@@ -112,13 +112,13 @@ def trust_ratio(weight: torch.Tensor, update: torch.Tensor, least: float, most: 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares as a 0-d fp64 tensor."""
-    # A CPU would copy all of its input to fp64, so it takes parts that stay in a cache.
+    # On a CPU, vector_norm copies its whole input to fp64. Parts of _PART elements stay in the cache.
     parts = values.reshape(-1).split(_PART) if values.device.type == "cpu" else (values,)
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum()
 
 
 def ratio_of_norms(weight: torch.Tensor, update: torch.Tensor, least: float, most: float) -> torch.Tensor:
-    """Return the ratio of two norms, 0-d fp64 tensors, as `trust_ratio` does."""
+    """Return `weight / update` of two norms, 0-d fp64 tensors, clamped as in `trust_ratio`, as a 0-d fp32 tensor."""
     weight_norm, update_norm = weight.float(), update.float()
     ratio = (weight_norm / update_norm).clamp(least, most)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))

@@ -1,4 +1,4 @@
-"""Loss scales that keep fp16 gradients from underflow: static, or dynamic below the point of overflow."""
+"""Static and dynamic loss scales, which keep fp16 gradients from underflow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 from windlass.base.errors import LossError, LossScalingError
 from windlass.base.log import logger
 
-_MAX_SCALE = 2.0**126  # a larger scale would overflow the scaled loss in fp32, for any loss
+_MAX_SCALE = 2.0**126  # at 2**127 even a loss of 2 would overflow fp32 when scaled
 
 
 class Fp16Settings(Protocol):
@@ -69,7 +69,7 @@ class DynamicLossScale:
 
     Args:
         scale: initial scale.
-        window: good steps before the scale doubles.
+        window: number of good steps before the scale doubles.
         min_scale: lower bound of the scale.
         on_min_scale: behaviour on an overflow at `min_scale`: `raise` a LossError, or `continue` to skip steps with a
             warning.

@@ -59,8 +59,8 @@ class OneCycle(LRSchedule):
     Source: Smith, "A disciplined approach to neural network hyper-parameters: Part 1", arXiv:1803.09820.
 
     Raises:
-        ValueError: the first half is not longer than 0, the second has a negative length, or a list does not match the
-            parameter groups.
+        ValueError: `cycle_first_step_size` is not positive, `cycle_second_step_size` is negative, or a list does not
+            match the parameter groups.
     """
 
     reports_initial_lr = False
@@ -126,7 +126,7 @@ class OneCycle(LRSchedule):
 
     def _write_lrs(self) -> list[float]:
         moms = self.get_mom() or []
-        # as in DeepSpeed, the first step uses the minimum although the cycle starts at the maximum
+        # as in DeepSpeed, the first step uses the minimum momentum although the cycle starts at the maximum
         if moms and self.last_batch_iteration < 0:
             moms = [(least, 0.99) for least in self.min_moms]
         for group, betas in zip(self.optimizer.param_groups, moms, strict=False):

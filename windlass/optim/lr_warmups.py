@@ -81,8 +81,8 @@ class WarmupCosineLR(LRSchedule):
     """Initial rate times a ratio that warms up from `warmup_min_ratio` to 1, then decays as a cosine to
     `cos_min_ratio`.
 
-    From i = warmup on: ratio = c + (1 - c) (1 + cos(pi (i + 1 - warmup) / (total - warmup))) / 2, and c after its end.
-    The first optimizer step uses `warmup_min_ratio`.
+    From i = warmup on: ratio = c + (1 - c) (1 + cos(pi (i + 1 - warmup) / (total - warmup))) / 2, and c once i + 1 >=
+    total. The first optimizer step uses `warmup_min_ratio`.
 
     Source: Loshchilov and Hutter, "SGDR", arXiv:1608.03983, equation 5 without restarts.
 
@@ -144,7 +144,7 @@ def _warn_if_short(total: int, warmup: int) -> None:
 
 
 def _initial_lrs(optimizer: HasParamGroups, last_batch_iteration: int) -> list[float]:
-    """Return the rates of the groups before any schedule, stored in them as `initial_lr` as torch's schedulers do."""
+    """Return each group's rate before any schedule. As torch's schedulers do, store it in the group as `initial_lr`."""
     for group in optimizer.param_groups:
         if last_batch_iteration < 0 or "initial_lr" not in group:
             group["initial_lr"] = float(group["lr"])

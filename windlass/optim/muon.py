@@ -23,21 +23,22 @@ class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for all other parameters, in one optimizer.
 
     Matrices follow `torch.optim.Muon`: B <- mu B + (1 - mu) g, O = `orthogonalize`(Nesterov(B)), w <- (1 - lr wd) w -
-    lr s(shape) O. A parameter of three dimensions is a stack of matrices (experts), one of more is flattened to [first,
-    rest]. All other parameters follow `torch.optim.AdamW`.
+    lr s(shape) O. A parameter of three dimensions is a stack of matrices (experts); a parameter of more dimensions is
+    flattened to [first, rest]. All other parameters follow `torch.optim.AdamW`.
 
-    The key `use_muon` of a group decides whether its parameters are hidden matrices; without it, the attribute
-    `use_muon` of a parameter; without that, a parameter of two or more dimensions is one. Embeddings and output heads
-    are matrices but not hidden: `muon_groups` marks them. Groups are split so that each holds one kind.
-    `group["use_muon"]` is then a bool, and `group["lr"]` is the rate of that kind, which schedulers may change.
+    The key `use_muon` of a group decides whether its parameters are hidden matrices. In a group without the key, the
+    attribute `use_muon` of a parameter decides; a parameter without the attribute is a hidden matrix if it has two or
+    more dimensions. Embeddings and output heads are matrices, but not hidden ones: `muon_groups` marks them. Groups are
+    split so that each holds one kind. `group["use_muon"]` is then a bool, and `group["lr"]` is the rate of that kind,
+    which schedulers may change.
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; `adjust_lr_fn="match_rms_adamw"`: Liu et al.,
     "Muon is Scalable for LLM Training", arXiv:2502.16982. State: `momentum_buffer`, or `step`, `exp_avg`, `exp_avg_sq`.
 
     Args:
         lr: learning rate of both kinds, unless `muon_lr` or `adam_lr` is given.
-        momentum, nesterov, ns_coefficients, ns_steps, ns_eps, adjust_lr_fn: options of the matrices.
-        betas, eps: options of the other parameters.
+        momentum, nesterov, ns_coefficients, ns_steps, ns_eps, adjust_lr_fn: options for the hidden matrices.
+        betas, eps: options for all other parameters.
 
     Raises:
         ConfigError: a value is out of range, or `use_muon` is set on a parameter of fewer than two dimensions.
@@ -126,7 +127,7 @@ class Muon(torch.optim.Optimizer):
         """Step every parameter that has a gradient. Return the result of `closure`.
 
         Raises:
-            ModelError: a gradient is sparse, or a matrix's gradient is flattened.
+            ModelError: a gradient is sparse, or the gradient of a hidden matrix has fewer than two dimensions.
         """
         loss = None
         if closure is not None:

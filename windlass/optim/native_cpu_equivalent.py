@@ -47,7 +47,7 @@ def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.
 
 
 def updates_page_sums(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if `optimizer.step` compares and renews `CPUOptimizer.page_sums` wherever it changes that memory."""
+    """Return True if `optimizer.step` compares and renews the `CPUOptimizer.page_sums` of memory that it changes."""
     return get_step_class(optimizer) in _CPU_CLASSES.values() and can_sum_pages()
 
 

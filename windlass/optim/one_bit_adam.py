@@ -25,14 +25,14 @@ class OneBitAdam(torch.optim.AdamW):
     arXiv:2102.02888.
 
     Args:
-        freeze_step: steps before the variance is frozen.
-        bias_correction: divide the moments by one minus the powers of their decays. DeepSpeed never does.
+        freeze_step: number of steps before the variance is frozen.
+        bias_correction: divide the moments by one minus the powers of their decays. DeepSpeed's class never does.
         max_update: bound of |m| / (sqrt(v) + eps) of each element in the compressed steps, with bias correction; None:
             unbounded, as in the paper. Steps of Adam rarely exceed 1. A variance that was frozen early underestimates
             many elements, whose steps are then far too large ([Note: bounded steps]).
-        sync_interval: at ZeRO stages 1 and 2 the parameters of all ranks, which lag a little behind the sharded master
-            weights, are made equal to them after each step whose number it divides; None: by a save and
-            `finish_update` alone. The all-gather is in full.
+        sync_interval: at ZeRO stages 1 and 2 the parameters of all ranks lag a little behind the sharded master
+            weights. After every `sync_interval` steps an uncompressed all-gather makes them equal; None: only a save
+            and `finish_update` do.
         eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect: messages take the
             engine's transport.
@@ -79,7 +79,7 @@ class OneBitAdam(torch.optim.AdamW):
 
 
 def keep_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-    """Add options that torch's class lacks to its defaults and to the groups that have none."""
+    """Add options that torch's class lacks to the optimizer's defaults, and to each group that does not set them."""
     for group in optimizer.param_groups:
         for key, value in options.items():
             group.setdefault(key, value)
@@ -110,7 +110,7 @@ def check_one_bit_options(
 
 
 def check_max_update(name: str, max_update: float | None) -> None:
-    """Raise ConfigError for a bound of steps that is not positive."""
+    """Raise ConfigError if `max_update`, the bound of steps, is not positive. None is allowed."""
     if max_update is not None and not max_update > 0:
         raise ConfigError(
             f"{name}: max_update is {max_update}; write a positive number, e.g. 1.0, or null for no bound"
@@ -118,7 +118,7 @@ def check_max_update(name: str, max_update: float | None) -> None:
 
 
 def check_sync_interval(name: str, interval: int | None) -> None:
-    """Raise ConfigError for an interval that is not positive."""
+    """Raise ConfigError if `sync_interval` is not positive. None is allowed."""
     if interval is not None and interval < 1:
         raise ConfigError(f"{name}: sync_interval is {interval}; write a number of steps, e.g. 1000, or null for none")
 
@@ -130,7 +130,7 @@ def is_sync_due(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def corrects_bias(optimizer: torch.optim.Optimizer) -> bool:
-    """Return False if some group has no bias correction."""
+    """Return True if all groups have bias correction."""
     return all(group.get("bias_correction", True) for group in optimizer.param_groups)
 
 
@@ -159,8 +159,8 @@ def count_earlier_steps(optimizer: torch.optim.Optimizer, steps: int) -> bool:
     """Count the steps of another optimizer whose states were loaded, so that no warm-up begins again.
 
     Returns:
-        False if the optimizer counts no steps, or needs a measurement of its first steps that other optimizers do not
-        make: the average trust ratios of `OneBitLamb`.
+        True if the steps were counted. False if the optimizer counts no steps, or is `OneBitLamb`: its warm-up must
+        measure average trust ratios, which the states of other optimizers lack.
     """
     counts = all("applied_steps" in group and "coeff_beta" not in group for group in optimizer.param_groups)
     for group in optimizer.param_groups if counts else ():
@@ -169,13 +169,13 @@ def count_earlier_steps(optimizer: torch.optim.Optimizer, steps: int) -> bool:
 
 
 def is_frozen(optimizer: torch.optim.Optimizer, key: str = "freeze_step") -> bool:
-    """Return True if the next step is compressed. All groups change together, when the last of them freezes."""
+    """Return True if the next step is compressed. All groups freeze together, after the largest `freeze_step`."""
     last: Any = max((group[key] for group in optimizer.param_groups), default=0)
     return applied_steps(optimizer) >= int(last)
 
 
 def check_equal_in_groups(optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> None:
-    """Raise ConfigError if groups differ in an option that must be equal for all, such as the steps of messages."""
+    """Raise ConfigError if groups differ in one of the options `names`, which must be equal in all groups."""
     first = optimizer.param_groups[0]
     for number, group in enumerate(optimizer.param_groups):
         for name in names:

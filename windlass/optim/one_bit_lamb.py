@@ -24,14 +24,15 @@ class OneBitLamb(Lamb):
     (`zero/update/one_bit_lamb_update`).
 
     The first `freeze_step` steps are those of `Lamb`, and keep a moving average of each trust ratio as `coeff_freeze`.
-    Afterwards the variance is constant, and the ratio of a step is this average times a factor that follows a variance
-    computed from the compressed momenta. Outside an engine every step is LAMB's.
+    Afterwards the variance is constant, and the trust ratio of a step is this average times a factor. The factor
+    follows the ratio of the frozen variance to one that is computed from the compressed momenta. Outside an engine
+    every step is LAMB's.
 
     Source: Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
     Speed", arXiv:2104.06069, algorithm 2.
 
     Args:
-        freeze_step: steps before the variance is frozen.
+        freeze_step: number of steps before the variance is frozen.
         coeff_beta: decay of the moving average of trust ratios.
         factor_max, factor_min: bounds of the factor.
         factor_threshold: maximum relative change of the factor in a step.
@@ -105,11 +106,12 @@ def take_lamb_momentum(
         values, momentum: values and momentum of the whole parameter or of one of its parts, in float32.
 
     Returns:
-        `[3]` in float64: the sums of squares of the update without and with weight decay, and the largest quotient of
-        the frozen and the present denominator. Those of a whole parameter are the sums and the maximum over its parts.
+        `[3]` in float64: the sum of squares of the update without weight decay, the same with weight decay, and the
+        largest quotient of the frozen and the present denominator. The caller combines the results of a parameter's
+        parts: it adds the first two, and takes the maximum of the third.
     """
     beta1, beta2 = group["betas"]
-    if "exp_avg" not in state:  # its first gradient came after the freeze, so its variance is 0
+    if "exp_avg" not in state:  # first gradient after the freeze: the variance stays 0
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
     if "exp_avg_sq_fresh" not in state:
@@ -155,21 +157,21 @@ def move_lamb_values(
 
 
 def _frozen_update(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """Return the update without weight decay: 0 where no gradient came before the freeze."""
+    """Return the update without weight decay. It is 0 for elements without a gradient before the freeze."""
     variance: torch.Tensor = state["exp_avg_sq"]
     update: torch.Tensor = state["exp_avg"] / lamb_denominator(variance, group)
     return update.masked_fill_(variance == 0, 0.0)
 
 
 def next_factor(factor: torch.Tensor, last: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return the factor of the trust ratio within its bounds, and near the last one."""
+    """Return `factor` within its bounds, and changed by at most `factor_threshold` relative to `last`."""
     change = group["factor_threshold"]
     factor = factor.clamp(group["factor_min"], group["factor_max"])
     return torch.minimum(torch.maximum(factor, last * (1 - change)), last * (1 + change))
 
 
 def lamb_denominator(variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return the root of the variance with eps."""
+    """Return sqrt(variance) + eps, or sqrt(variance + eps) with `eps_inside_sqrt`."""
     if group["eps_inside_sqrt"]:
         return variance.add(group["eps"]).sqrt_()
     return variance.sqrt().add_(group["eps"])

@@ -56,10 +56,9 @@ def build_optimizer(
     """Build the optimizer that a configuration names.
 
     Args:
-        type: Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD or any class of `torch.optim`, in any
-            case.
-        params: keyword arguments; torch's defaults apply to missing ones.
-        param_groups: parameters, or groups as torch takes them.
+        type: a name of `list_optimizer_names`, ignoring case.
+        params: keyword arguments of the optimizer; its defaults apply to missing ones.
+        param_groups: parameters or parameter groups, as a torch optimizer takes them.
 
     Raises:
         ConfigError: an unknown or refused name, unknown parameters or values out of range (reported together), or
@@ -84,7 +83,7 @@ def build_optimizer(
 
 
 def resolve_optimizer_class(type: str, params: Mapping[str, Any] | None = None) -> type[torch.optim.Optimizer]:
-    """Return the class of a name; `Adam` is AdamW unless `params` has `adam_w_mode: false`, as in DeepSpeed.
+    """Return the optimizer class of a name; `Adam` is AdamW unless `params` has `adam_w_mode: false`, as in DeepSpeed.
 
     Raises:
         ConfigError: the name is unknown (the message has the nearest one) or refused (the message has the reason).
@@ -104,18 +103,18 @@ def resolve_optimizer_class(type: str, params: Mapping[str, Any] | None = None) 
 
 
 def list_optimizer_names() -> list[str]:
-    """Return every name that `build_optimizer` takes, in the spelling of its class."""
+    """Return the sorted names that `build_optimizer` accepts."""
     classes = {**_TORCH_CLASSES, **_WINDLASS_CLASSES}
     own = [cls.__name__ for key, cls in classes.items() if key not in _REFUSED]
     return sorted([*own, *mup.OPTIMIZER_NAMES, *registered_optimizers()])
 
 
 def accepted_params(type: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the parameters that `type` takes, with their effective defaults. Parameters without effect have the
-    default None.
+    """Return the parameters of `type` with their values: those in `params`, else the defaults. A parameter that the
+    configuration accepts and the class lacks has the value None.
 
     Raises:
-        ConfigError: as `resolve_optimizer_class`.
+        ConfigError: the name is unknown or refused, as in `resolve_optimizer_class`.
     """
     signature = inspect.signature(resolve_optimizer_class(type, params).__init__)
     own = {name: p.default for name, p in signature.parameters.items() if name not in ("self", "params")}

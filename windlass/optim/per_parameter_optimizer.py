@@ -16,7 +16,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update_parameter(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update `parameter` and its state in place by its dense gradient."""
+        """Update `parameter` and its state in place with the dense gradient `grad`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

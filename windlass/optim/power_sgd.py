@@ -21,8 +21,8 @@ class PowerSGD(torch.optim.SGD):
     arXiv:1905.13727, algorithms 1 and 2.
 
     Args:
-        rank: columns of the thin matrices.
-        start_step: steps before gradients are compressed.
+        rank: number of columns of the thin matrices.
+        start_step: number of steps before gradients are compressed.
         min_compression_rate: a parameter is sent in full unless its thin matrices are smaller by this factor.
 
     Raises:
@@ -63,7 +63,7 @@ class PowerSGD(torch.optim.SGD):
 
 
 def thin_columns(shape: torch.Size, group: dict[str, Any]) -> int:
-    """Return the columns of the thin matrices of a parameter; 0 if it is sent in full. Pure.
+    """Return the number of columns of the thin matrices of a parameter; 0 if the parameter is sent in full. Pure.
 
     A parameter of more than two dimensions is the matrix of its first dimension and all others.
     """

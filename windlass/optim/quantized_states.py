@@ -1,11 +1,11 @@
 """Resharding of 8-bit optimizer states: decode with the old blocks, encode with the new ones.
 
 [Note: 8-bit states of another sharding] Blocks of 256 elements are counted from the start of a span. A checkpoint
-therefore stores the codes by element, and separately the scales of each span as it was saved. A loaded span reads its
-own codes and looks up the scales with which they were encoded. If one of its blocks is also a block of the saved span,
-its codes and scale are copied unchanged, so training continues bit for bit with the same sharding. Otherwise values are
-decoded and encoded again with the scale of the new block. Both scales are powers of two, so the values are the same,
-except those far below the largest value of the block.
+therefore stores the codes by element, and separately the scales of each saved span. A loaded span reads the codes of
+its elements and the scales that encoded them. A block of the loaded span that is also a block of the saved span is
+copied unchanged, codes and scale, so training continues bit for bit with the same sharding. Values of all other blocks
+are decoded, and encoded again with the scale of the new block. Both scales are powers of two, so the values are the
+same, except those far below the largest value of the block.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BlockScales:
     """Scales of a span of a state.
 
     Args:
-        start, stop: elements of the span.
-        first_block: index of the block to which `values[0]` belongs.
+        start, stop: the span is the elements `[start, stop)` of the state.
+        first_block: index, in the span, of the block to which `values[0]` belongs.
         values: fp32, one per block; unused blocks may be missing at either end.
     """
 

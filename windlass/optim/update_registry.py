@@ -22,13 +22,15 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
 
     Args:
         name: name that no other optimizer has, ignoring case.
-        optimizer: its constructor takes parameters or groups first; its keyword arguments are the allowed `params`.
-        update: a class with the protocol of `windlass.zero.update.update_protocol.Update`, which also steps instances
-            of `optimizer`, and of its subclasses, that the caller passes to `initialize`. By default `optimizer.step`
-            is called on whole parameters, as for any class that windlass does not know.
+        optimizer: class whose constructor takes parameters or groups first. Its keyword arguments are the allowed
+            `params`.
+        update: class with the protocol of `windlass.zero.update.update_protocol.Update`. It also steps instances of
+            `optimizer`, and of its subclasses, that the caller passes to `initialize`. None: `optimizer.step` is
+            called on whole parameters, as for any class without an update of its own.
 
     Raises:
-        ConfigError: the name belongs to another optimizer, or `optimizer` or `update` is not such a class.
+        ConfigError: the name or the class is registered already, `optimizer` is not an optimizer class, or `update`
+            lacks the protocol.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(

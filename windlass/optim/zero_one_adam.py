@@ -110,7 +110,7 @@ def kind_of_step(step: int, group: dict[str, Any]) -> StepKind:
     """Return the kind of step `step`, counted from 1. Pure; see [Note: 0/1 schedule]."""
     if step > group["var_freeze_step"]:
         return StepKind.SYNC if step % _local_interval(step, group) == 0 else StepKind.LOCAL
-    interval, last = 1, 0  # the interval, and the last step before it
+    interval, last = 1, 0  # current interval, and the last step before its first one
     while True:
         first = last // interval * interval + interval
         end = first + (group["var_update_scaler"] - 1) * interval
@@ -122,7 +122,7 @@ def kind_of_step(step: int, group: dict[str, Any]) -> StepKind:
 
 
 def steps_since_sync(step: int, group: dict[str, Any]) -> int:
-    """Return the number of steps that a synchronization at `step` covers, itself included."""
+    """Return the number of steps that a synchronization at `step` covers, including `step`."""
     first = step
     while first - 1 > group["var_freeze_step"] and kind_of_step(first - 1, group) is StepKind.LOCAL:
         first -= 1

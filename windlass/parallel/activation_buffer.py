@@ -62,7 +62,8 @@ class ActivationBuffer:
         """
         if not self._allocated:
             if self._calls <= self.num_checkpoints:
-                self._target_bytes = max(self._target_bytes, self._requested_bytes)  # `shared_bytes` was an estimate
+                # `shared_bytes` is an estimate: the calls before may have requested more than they announced.
+                self._target_bytes = max(self._target_bytes, self._requested_bytes)
             self._requested_bytes = self._calls = 0
         self._calls += 1
         self._target_bytes = max(

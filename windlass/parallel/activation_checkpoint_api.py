@@ -129,7 +129,7 @@ def set_options(options: ActivationCheckpointOptions | None, *, configured: bool
     """Set all options at once. None restores the state before `configure`.
 
     Args:
-        configured: `is_configured` returns True from now on, as after `configure`.
+        configured: if True, `is_configured` returns True from now on, as after `configure`.
 
     Raises:
         ConfigError: options contradict each other.
@@ -168,7 +168,7 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     Side effects of the function (a cache, a counter) happen twice.
 
     Raises:
-        StorageError: inputs are stored in files, and these cannot be written or read.
+        StorageError: inputs are stored in files that cannot be written or read.
         ModelError: an input was changed in place before its copy off the device was complete.
     """
     global _settings
@@ -240,7 +240,7 @@ def offload_saved_tensors(
 
 
 def get_offload_counters() -> OffloadCounters | None:
-    """Return the byte counters of checkpointed calls, or None if their inputs stay on the device without counting."""
+    """Return the byte counters of checkpointed calls; None if their inputs stay on the device and are not counted."""
     return _settings.offloader.counters if _settings is not None and _settings.offloader is not None else None
 
 
@@ -258,7 +258,7 @@ def _options_from_config(config: Any) -> ActivationCheckpointOptions:
     if config is None:
         return ActivationCheckpointOptions()
     section = (config if isinstance(config, Config) else load_config(config)).activation_checkpointing
-    values = section.model_dump(exclude={"enabled"})  # concerns the model's layers, not `checkpoint`
+    values = section.model_dump(exclude={"enabled"})  # `enabled` concerns the model's layers, not `checkpoint`
     return ActivationCheckpointOptions(**{**values, "nvme_path": tuple(section.nvme_path)})
 
 
@@ -327,6 +327,6 @@ def manual_seed(seed: int) -> None:
 def model_parallel_seed(seed: int) -> int:
     """Return the seed of this rank's `"model-parallel-rng"` for a seed that all ranks share.
 
-    The offset is Megatron's, so that layers that draw weights from this generator start as they do there.
+    The offset is Megatron's, so that layers that draw weights from this generator start with the same values as there.
     """
     return seed + _SEED_OFFSET + model_parallel_rank()

@@ -57,7 +57,7 @@ class ActivationStore(Protocol):
         ...
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return True if storing `tensor` here frees memory on its device."""
+        """Return True if the store takes `tensor`. A host store refuses tensors that are in host memory already."""
         ...
 
     def put(self, flat: torch.Tensor) -> StoredActivation:

@@ -125,7 +125,12 @@ def all_to_all(
     receive_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Send rows `[sum(send_sizes), ...]` to the other ranks and return the received rows `[sum(receive_sizes), ...]`.
+
     The backward sends the gradients back.
+
+    Args:
+        send_sizes: number of rows for each rank; None: equal numbers.
+        receive_sizes: number of rows from each rank; None: `send_sizes`.
     """
     if axis.size == 1:
         return tensor
@@ -153,6 +158,6 @@ def _scatter_sizes(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequen
     each, rest = divmod(tensor.shape[dim], axis.size)
     if rest:
         raise ValueError(
-            f"{tensor.shape[dim]} elements along dimension {dim} cannot be sharded evenly over {axis.name}"
+            f"{tensor.shape[dim]} elements along dimension {dim} cannot be sharded evenly over {axis.name}; pass sizes"
         )
     return [each] * axis.size

@@ -2,8 +2,8 @@
 
 All values are bytes that one rank receives, as `MeshAxis.traffic` counts them: an all-reduce of B bytes over n ranks is
 2 B (n - 1) / n; an all-gather, a reduce-scatter or an all-to-all whose parts have B bytes in total on each rank is
-B (n - 1) / n. Scalars (a loss, a norm, token counts) and padding are left out. If a size does not divide, the value is
-that of a rank with the largest part.
+B (n - 1) / n. Scalars (a loss, a norm, token counts) and padding are left out. If a size is not a multiple of the
+number of ranks, the value is that of a rank with the largest part.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class StepWorkload:
         gradient_bytes: bytes of a gradient element in a reduction.
         backward_gather_ranks: ranks over which backward all-gathers stage-3 parameters again; 0: the ranks that shard
             them.
-        unshards_once: a pipeline gathers parameters and reduces gradients once a step, not once a micro-batch.
-        recompute: a layer's forward runs again before its backward.
-        tp_sequence_norms: activations between tensor-parallel layers are sharded along the sequence.
-        ulysses_degree: number of sp ranks that exchange heads; 0: all of them. The other factor of sp is a ring that
-            passes keys and values.
+        unshards_once: True if a pipeline all-gathers parameters and reduces gradients once a step; False: once a
+            micro-batch.
+        recompute: True if a layer's forward runs again before its backward.
+        tp_sequence_norms: True if activations between tensor-parallel layers are sharded along the sequence.
+        ulysses_degree: number of sp ranks that exchange heads with each other; 0: all sp ranks. With fewer, sp /
+            ulysses_degree such groups form rings that pass keys and values.
         virtual_stages: model chunks on each pp rank.
     """
 
@@ -95,7 +96,7 @@ def sum_bytes_by_axis(volumes: Iterable[CommVolume]) -> dict[str, int]:
 
 
 def count_local_layers(layers: int, stages: int, pipeline_rank: int) -> int:
-    """Return the number of layers of a stage. The first stages have one more if the layers do not divide."""
+    """Return the number of layers of a stage. The first stages have one more if `stages` does not divide `layers`."""
     return layers // stages + (pipeline_rank < layers % stages)
 
 
@@ -166,13 +167,13 @@ def compute_tensor_parallel_volumes(
     3).
 
     A layer has four all-reduces of `activation_bytes`: after attention and after the feed-forward network, in forward
-    and in backward. It has six if its forward runs twice. (Five if the recomputation stops at the last tensor that
-    backward needs, as torch's non-reentrant checkpointing does; six are counted.) With sequence-sharded norms each
-    all-reduce becomes an all-gather and a reduce-scatter with the same total (Korthikanti et al. 2022, section 4.2),
-    and a model chunk has two more all-gathers: of its output, and of the gradient of its input. The embedding has one
-    all-reduce in forward, the head one in backward. The loss of a sharded vocabulary has three all-reduces of one
-    float32 per token: maximum logit, sum, and target logit. If a token goes to `top_k` experts, each layer all-reduces
-    the gradients of their weights, one float32 each.
+    and in backward. With recomputation six are counted. (torch's non-reentrant checkpointing needs only five, because
+    its recomputation stops at the last tensor that backward needs.) With sequence-sharded norms each all-reduce becomes
+    an all-gather and a reduce-scatter with the same total (Korthikanti et al. 2022, section 4.2), and a model chunk has
+    two more all-gathers: of its output, and of the gradient of its input. The embedding has one all-reduce in forward,
+    the head one in backward. The loss of a sharded vocabulary has three all-reduces of one float32 per token: maximum
+    logit, sum, and target logit. If a token goes to `top_k` experts, each layer all-reduces the gradients of its
+    routing weights, `top_k` float32 per token.
     """
     often, ends = layers * (6 if workload.recompute else 4), int(is_first_stage) + int(is_last_stage)
     one = _bytes_from_others(activation_bytes, ranks) * workload.micro_batches
@@ -227,14 +228,15 @@ def compute_sequence_parallel_volumes(
     """Compute the traffic of sequence-parallel attention, for sequences of N tokens over P ranks.
 
     Ulysses (Jacobs et al. 2023, section 3.2): all-to-alls of queries, keys, values and outputs, in forward and
-    backward. Each handles N / P tokens of all heads per rank, of which (P - 1) / P go to other ranks. That is the
-    paper's 4 N h / P per forward if keys and values have as many heads as queries. With fewer key heads than ranks,
-    each key head goes to several ranks, so that every rank has one.
+    backward. In each, a rank has N / P tokens of all heads and sends (P - 1) / P of this data to other ranks. That is
+    the paper's 4 N h / P per forward if keys and values have as many heads as queries. With fewer key heads than ranks,
+    each key head goes to several ranks, so that every rank has a key head.
 
-    Ring (Liu et al. 2023): keys and values are passed P - 1 times in forward and again in backward. Their gradients are
-    passed P times in float32, until they reach the owning rank.
+    Ring (Liu et al. 2023): keys and values are passed P - 1 times in forward and again in backward. The gradients of
+    keys and values are passed P times in float32, until they reach the rank that owns the tokens.
 
-    With both, rings connect the groups that exchange heads, and a message is one rank's heads of its group's tokens.
+    With both, ranks exchange heads within a group, and rings connect the groups: a message of the ring holds one rank's
+    heads of its group's tokens.
     """
     degree = workload.ulysses_degree or ranks
     rounds = ranks // degree
@@ -250,7 +252,7 @@ def compute_sequence_parallel_volumes(
         * layers
     )
     yield CommVolume("sp", "all_to_all", "queries, keys, values, outputs", (forwards + 1) * 2 * (here + kept) * others)
-    block = 2 * seen * kept * model.resolved_head_dim * workload.micro_batches * layers  # elements
+    block = 2 * seen * kept * model.resolved_head_dim * workload.micro_batches * layers  # elements of keys and values
     passes = (forwards + 1) * (rounds - 1) * workload.activation_bytes + rounds * max(workload.activation_bytes, 4)
     yield CommVolume("sp", "pass_on", "keys, values and their gradients", passes * block if rounds > 1 else 0)
 
@@ -261,7 +263,8 @@ def compute_expert_parallel_volumes(
     """Compute the traffic to experts and back.
 
     Each of `rows` (tokens times chosen experts) is sent four times, twice in forward and twice in backward (Lepikhin et
-    al. 2020, section 3.2), if routing is even. Rows for local experts are not counted.
+    al. 2020, section 3.2), and twice more with recomputation. Routing is assumed to be even. Rows for local experts are
+    not counted.
     """
     often = (6 if workload.recompute else 4) * layers * workload.micro_batches
     yield CommVolume(
@@ -270,5 +273,5 @@ def compute_expert_parallel_volumes(
 
 
 def _bytes_from_others(nbytes: int, ranks: int) -> int:
-    """Return the bytes that a rank lacks of `nbytes` spread evenly over `ranks`."""
+    """Return the part of `nbytes`, spread evenly over `ranks`, that lies on the other ranks."""
     return nbytes * (ranks - 1) // ranks

@@ -18,7 +18,7 @@ class PendingCopy(Pending, Protocol):
 
 
 class CompletedCopy:
-    """Placeholder for a copy that is not needed because device and host share one memory."""
+    """Placeholder for a copy that is complete already, e.g. because device and host share one memory."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -34,7 +34,7 @@ class SideStreamCopy:
     """Copy on a side stream, between pinned host memory and a CUDA device.
 
     Work submitted after `wait` to the then current stream sees the copy. If this object is deleted before the copy is
-    complete, the current stream waits for it too, so source and destination may be freed right afterwards.
+    complete, the current stream waits for the copy, so source and destination may be freed right afterwards.
     """
 
     def __init__(self, source: torch.Tensor, value: torch.Tensor, device: torch.device) -> None:
@@ -93,7 +93,10 @@ def has_separate_memory(device: torch.device) -> bool:
 
 
 def start_copy_to_host(tensor: torch.Tensor, out: torch.Tensor | None = None) -> PendingCopy:
-    """Copy a contiguous tensor to host memory: to `out`, or to newly allocated pinned memory."""
+    """Copy a contiguous tensor to host memory: to `out`, or to newly allocated pinned memory.
+
+    If device and host share one memory and `out` is None, nothing is copied.
+    """
     if not has_separate_memory(tensor.device):
         return CompletedCopy(tensor if out is None else out.copy_(tensor))
     if tensor.device.type != "cuda":
@@ -105,7 +108,7 @@ def start_copy_to_host(tensor: torch.Tensor, out: torch.Tensor | None = None) ->
 
 
 def start_copy_to_device(tensor: torch.Tensor, device: torch.device) -> PendingCopy:
-    """Copy a contiguous tensor from host memory to `device`."""
+    """Copy a contiguous tensor from host memory to `device`. If they share one memory, nothing is copied."""
     if not has_separate_memory(device):
         return CompletedCopy(tensor)
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Placement of parameters that a script shards itself, by the attributes with which Megatron flags them."""
+"""Placement of parameters that a script shards itself, read from the attributes with which Megatron flags them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def place_flagged_parameters(model: nn.Module, axis: MeshAxis) -> int:
     in `partition_stride` blocks (1 by default). Each rank holds an equal slice of each block.
 
     Returns:
-        Number of flagged parameters.
+        Number of parameters whose placement was set. Parameters that have a placement already are skipped, and all
+        parameters on an axis of one rank.
 
     Raises:
-        ModelError: a stride does not divide a parameter, or the dimension does not exist.
+        ModelError: a parameter's size along its `partition_dim` is not a multiple of its stride, or the dimension does
+            not exist.
     """
     found = 0
     for name, parameter in model.named_parameters():
@@ -42,7 +44,7 @@ def place_flagged_parameters(model: nn.Module, axis: MeshAxis) -> int:
         if stride < 1 or parameter.shape[dim] % stride:
             raise ModelError(
                 f"{name!r} has {parameter.shape[dim]} elements along dim {dim}, not a multiple of its "
-                f"partition_stride {stride}"
+                f"partition_stride {stride}; set one that divides them"
             )
         shape = list(parameter.shape)
         shape[dim] *= axis.size

@@ -16,7 +16,7 @@ def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> N
         source: Option or key that requests checkpointing, for the message.
 
     Raises:
-        ModelError: the model has no switch for it.
+        ModelError: the model does not support activation checkpointing.
     """
     newer: Any = getattr(model, "activation_checkpointing_enable", None)
     older: Any = getattr(model, "gradient_checkpointing_enable", None)

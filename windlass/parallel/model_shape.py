@@ -1,4 +1,4 @@
-"""Sizes of a transformer, as far as they determine its computation and communication."""
+"""Sizes of a transformer that determine its computation and communication."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ModelShape:
         layers: number of layers.
         heads: query heads.
         vocabulary: rows of the embedding, and of the head.
-        kv_heads: key and value heads; 0: as many as query heads.
+        kv_heads: key and value heads; 0: equal to `heads`.
         head_dim: width of a head; 0: hidden / heads.
         intermediate: inner width of the feed-forward network, or of one expert; 0: 4 x hidden.
-        gated: the feed-forward network has three matrices (gate, up, down) instead of two.
-        tied: the head shares the weight of the embedding.
+        gated: True if the feed-forward network has three matrices (gate, up, down), False if it has two.
+        tied: True if the head shares the weight of the embedding.
         experts: experts of a layer; 0: one feed-forward network.
         top_k: experts per token.
         has_router_loss: True if there is a load-balancing loss over the routers of all layers.
@@ -100,7 +100,7 @@ class ModelShape:
 _LLAMA = ModelShape(hidden=4096, layers=32, heads=32, vocabulary=32_000, intermediate=11_008)
 _GATED = ("silu", "swish", "swiglu", "gelu_pytorch_tanh")
 _TWO_MATRICES = ("bloom", "falcon", "gpt_bigcode", "mpt", "starcoder2")
-"""Families whose feed-forward network has two matrices, which their activation does not show."""
+"""Model types whose feed-forward network has two matrices, although their configuration looks like a gated one."""
 PRESETS = {
     "7b": _LLAMA,
     "70b": ModelShape(hidden=8192, layers=80, heads=64, kv_heads=8, vocabulary=128_256, intermediate=28_672),
@@ -134,7 +134,7 @@ def parse_model_shape(text: str) -> ModelShape:
 
 
 def from_transformers(config: Mapping[str, Any]) -> ModelShape:
-    """Read the shape from a configuration of transformers, under any of the key names that its model families use.
+    """Read the shape from a configuration of transformers. Key names of all its model families are accepted.
 
     Raises:
         ConfigError: the configuration lacks a size.
@@ -143,7 +143,9 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
     def first(*names: str, default: int | None = None) -> int:
         found = next((config[name] for name in names if config.get(name)), default)
         if found is None:
-            raise ConfigError(f"the model's configuration has none of {', '.join(names)}, so its shape is unknown")
+            raise ConfigError(
+                f"the model's configuration has none of {', '.join(names)}, so its shape is unknown; add one"
+            )
         return int(found)
 
     if config.get("is_encoder_decoder"):

@@ -1,4 +1,4 @@
-"""Store for activations in files. They are written during the forward and prefetched for the backward."""
+"""Store that writes activations to files during the forward and prefetches them for the backward."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class NvmeStore:
     """Store in the files of a disk tier. Extents and buffers are reused, since every step usually saves tensors of the
     same sizes.
 
-    If sizes change, unused extents are freed before a new allocation once they hold at least as many bytes as were ever
-    in use at the same time.
+    If sizes change, all unused extents are freed before a new allocation once their total size reaches the peak number
+    of bytes in use.
     """
 
     tier: ActivationTier = "nvme"
@@ -69,7 +69,7 @@ class NvmeStore:
             extent = spare.pop()
             self._spare_bytes -= nbytes
         else:
-            extent = self.storage.allocate(nbytes, "kept activations")
+            extent = self.storage.allocate(nbytes, "saved activations")
         self._used_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         return extent
@@ -134,7 +134,7 @@ class _DiskActivation:
     def fetch(self) -> PendingCopy:
         if self._copy is not None:  # still in memory
             self._copy.wait()
-            self._buffer = None  # the caller now holds a view of it, so it must not be reused
+            self._buffer = None  # the caller now holds a view of the buffer, so the store must not reuse the buffer
             return start_copy_to_device(self._copy.value, self._device)
         if has_separate_memory(self._device):
             into = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")

@@ -48,10 +48,10 @@ class Placement:
             replicated.
         partial_axes: axes along which the parameter is replicated but each rank computes only a part of its gradient;
             the parts are summed (norms between tensor-parallel layers with a sequence-sharded input).
-        is_expert: the parameter belongs to an expert. Ranks along "ep" hold different experts, so its gradient is
-            reduced over the expert data-parallel group.
+        is_expert: True if the parameter belongs to an expert. Ranks along "ep" hold different experts, so its gradient
+            is reduced over the expert data-parallel group.
         shared_stages: positions along the pipeline axis of the ranks that hold this same parameter, if several do (tied
-            embeddings). Their gradients are summed.
+            embeddings). The gradients of these ranks are summed.
         global_name: name in the full model, if the local name differs (an embedding that serves only as the head on
             this stage).
     """
@@ -125,15 +125,17 @@ def make_ranges_along(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int
 
 
 def compute_shard_range(size: int, num_shards: int, index: int, *, grain: int = 1) -> tuple[int, int]:
-    """Return the `[start, stop)` of `size` that the `index`-th of `num_shards` holds, in multiples of `grain`. The
-    first shards have one grain more if the grains do not divide.
+    """Return the range `[start, stop)` of shard `index` if `size` elements are divided into `num_shards` shards.
+
+    Bounds are multiples of `grain`. If the number of grains is not a multiple of `num_shards`, the first shards have
+    one grain more.
 
     Raises:
         ValueError: `size` is not a multiple of `grain`.
     """
     grains, rest = divmod(size, grain)
     if rest:
-        raise ValueError(f"{size} is not a multiple of {grain}")
+        raise ValueError(f"{size} elements are not a multiple of the grain {grain}; pass a divisor of them")
     each, more = divmod(grains, num_shards)
     start = index * each + min(index, more)
     return start * grain, (start + each + (index < more)) * grain

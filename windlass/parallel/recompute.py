@@ -47,9 +47,9 @@ def recompute(
 ) -> Any:
     """Call `function(*args, **kwargs)` and save only its inputs for the backward.
 
-    torch's non-reentrant checkpointing does the work. It receives all tensors as direct arguments, including those
+    torch's non-reentrant checkpointing does the work. It receives all tensors as direct arguments, including tensors
     inside tuples, lists, dicts and `functools.partial`, because the saved-tensor hooks see only direct arguments;
-    others would stay on the device.
+    other tensors would stay on the device.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -136,8 +136,8 @@ class _ReplayableCall:
 def _is_stop_inside_script(error: RuntimeError) -> bool:
     """Return True if torch ended a recomputation early inside of a TorchScript function.
 
-    torch raises an exception without a text once the last saved tensor is there. TorchScript's interpreter turns it
-    into a RuntimeError. torch itself checks afterwards that every tensor was computed again.
+    torch raises an exception without a text once the last saved tensor is recomputed. TorchScript's interpreter turns
+    this exception into a RuntimeError. torch itself checks afterwards that every tensor was computed again.
     """
     text = str(error)
     return "TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")

@@ -16,9 +16,9 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 class RngTracker:
     """Named generator states beside torch's default generator.
 
-    Dropout in a tensor-parallel layer must differ between ranks, but dropout of replicated activations must be equal.
-    The first runs inside `with tracker.fork():`, the second outside. States are those of the current CUDA device, or of
-    the CPU without CUDA.
+    Dropout in a tensor-parallel layer must differ between ranks: run it inside `with tracker.fork():`. Dropout of
+    replicated activations must be equal on all ranks: run it outside. States are those of the current CUDA device, or
+    of the CPU without CUDA.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Hook into the function that computes the load-balancing loss of a transformers model.
 
-Such a model passes the logits of all its routers, `[tokens, experts]` each, to one function of its module. That
-function is replaced, once per module, by a `RouterLoss`, which first passes the logits to optional callbacks: a
+Such a model passes the logits of all its routers, `[tokens, experts]` each, to one function of the Python module that
+defines the model. A `RouterLoss` replaces this function, and first passes the logits to optional callbacks: a
 pipeline stage sends its logits to the next stage, and sequence parallelism gathers the logits of all parts of a
 sequence. Without callbacks the function runs unchanged.
 """
@@ -30,7 +30,7 @@ class RouterLoss:
     """Replacement for `load_balancing_loss_func`.
 
     Args:
-        function: the original; gate_logits is its first parameter, and attention_mask may be another.
+        function: the original function. Its first parameter is gate_logits, and it may have attention_mask.
 
     Attributes:
         collect_logits: callback of pipeline parallelism.
@@ -64,7 +64,7 @@ class RouterLoss:
 def install_router_loss(model: Any) -> RouterLoss | None:
     """Install a `RouterLoss` in the module that defines the class of `model`, or one of its base classes.
 
-    Return the `RouterLoss`, the installed one if there is one already, or None if no module has such a function.
+    Return the `RouterLoss`, which may have been installed before, or None if no module has such a function.
     """
     for kind in type(model).__mro__:
         module = sys.modules[kind.__module__]

@@ -2,9 +2,9 @@
 
 [Note: offloaded activations] A saved tensor is identified by its storage elements (`tensor_geometry`), not by the
 Python object, because autograd saves views of views, and the same hidden states many times. The content of one storage
-at one version is offloaded once, independent of how often and in which shape it is saved. Prefetching follows the order
-of saving backwards, by as many bytes as the tensor just requested. A tensor that was saved several times is cached
-until it was requested as many times, as long as the cache holds at most twice the bytes of the largest tensor.
+at one version is offloaded once, independent of how often and in which shape it is saved. Each request prefetches the
+tensors that were offloaded just before the requested one, about as many bytes as it has. A tensor that was saved `n`
+times is cached until its `n`-th request. The cache holds at most twice the bytes of the largest offloaded tensor.
 Parameters, their views and small tensors are never offloaded.
 """
 
@@ -38,11 +38,16 @@ MIN_OFFLOAD_BYTES = 4096
 
 @dataclass
 class OffloadCounters:
-    """Byte counters. `stored_bytes` is the current content of each tier; the others count since the last `reset`.
+    """Byte counters. All but `stored_bytes` count since the last `reset`.
 
-    `kept_bytes`: left on the device, because the tensor is small or of a kind that is not offloaded.
-    `deduplicated_bytes`: saved again, when the store had the content already. `fetched_bytes`: copied back.
-    `prefetched_bytes`: bytes whose copy back was started before the request.
+    Attributes:
+        stored_bytes: bytes in each tier at present.
+        offloaded_bytes: bytes put in the store.
+        kept_bytes: bytes left on the device, because the tensor is small or of a kind that is not offloaded. Parameters
+            and their views are not counted.
+        deduplicated_bytes: bytes of tensors that autograd saved again while the store had their content.
+        fetched_bytes: bytes copied back.
+        prefetched_bytes: bytes whose copy back was started before the request.
     """
 
     stored_bytes: Counter[ActivationTier] = field(default_factory=Counter)
@@ -74,8 +79,8 @@ class OffloadedTensor:
         self._stored: StoredActivation = store.put(flat)
         self._source: torch.Tensor | None = None if store.is_collective or self._stored.is_source_free else flat
         self._mutation_error: ModelError | None = None
-        self.save_count = 0  # number of times that autograd saved it
-        # id of the last backward that requested it, and number of requests in that backward
+        self.save_count = 0  # number of times that autograd saved this tensor
+        # id of the last backward that requested this tensor, and number of requests in that backward
         self._uses_in_backward = -1, 0
         self._pending_fetch: PendingCopy | None = None
         self._last_fetched: ReferenceType[torch.Tensor] | None = None
@@ -95,7 +100,7 @@ class OffloadedTensor:
         return over
 
     def fetch(self) -> int:
-        """Start to copy the tensor back unless it is on the device. Return the bytes of the started transfer."""
+        """Start to copy the tensor back unless it is on the device. Return the bytes of the transfer; 0 without one."""
         if (
             self._store.is_collective
             or self._pending_fetch is not None
@@ -143,7 +148,10 @@ class OffloadedTensor:
         )
 
     def _release_source(self) -> None:
-        """Release the source after its transfer. A source that was changed before may have been copied in any state."""
+        """Release the source after its transfer.
+
+        If the source was changed before that, record an error: the copy may have old, new or mixed values.
+        """
         if self._source is None:
             return
         if self._source._version != self._version:
@@ -182,7 +190,7 @@ class SavedTensorOffloader:
         self._by_key: WeakValueDictionary[StorageKey, OffloadedTensor] = WeakValueDictionary()
         self._in_flight: deque[ReferenceType[OffloadedTensor]] = deque()
         self._last_saved: ReferenceType[OffloadedTensor] | None = None
-        # fetched, with further requests expected in this backward; oldest first
+        # Fetched tensors with further requests expected in this backward, by id of their entry; oldest first.
         self._cached: dict[int, torch.Tensor] = {}
         self._largest_bytes = 0  # bytes of the largest offloaded tensor
         self._backwards: set[int] = set()

@@ -1,6 +1,6 @@
 """Sizes of mesh axes from a script's own numbering of the ranks: a model-parallel unit (`mpu`) or a topology.
 
-`initialize(mpu=...)` and a pipeline model's topology give them. The rank order must be that of the mesh.
+The unit is passed to `initialize(mpu=...)`, the topology to a pipeline model. The rank order must be that of the mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ModelShardingUnit(Protocol):
     """Model-parallel unit that also shards the model. `initialize(mpu=...)` calls `apply` before it parallelizes."""
 
     shards_model: bool
-    """True. The attribute marks the units whose `apply` may be called; Megatron's have none."""
+    """Always True. The attribute marks units whose `apply` may be called; Megatron's units lack it."""
 
     def apply(self, model: Any) -> None:
         """Shard `model` in place, unless it is sharded already. Collective over all ranks."""
@@ -37,9 +37,9 @@ _NAMES = {
     "sp": ("context_parallel", "sequence_parallel"),
     "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
 }
-"""Names of each axis in Megatron, its forks and older units. The first name that a unit has is used, or a later name
-under which it has several ranks. For tp the first name is always used, because `model_parallel` means the whole model
-in units that also have an earlier name.
+"""Names of each axis in Megatron, its forks and older units. Among the names that a unit has, the first one with
+several ranks is used, or the first one if none has several ranks. For tp the first one is always used, because
+`model_parallel` means the whole model in units that also have an earlier name of the axis.
 """
 
 
@@ -121,7 +121,10 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
     model, sp = sizes["pp"] * sizes["tp"], sizes["sp"]
     product = f"pp {sizes['pp']} x sp {sp} x tp {sizes['tp']}"
     if world % (model * sp * sizes["ep"]):
-        return sizes, f"the mpu's axes {product} x ep {sizes['ep']} do not divide the world of {world} ranks"
+        return sizes, (
+            f"the mpu's axes {product} x ep {sizes['ep']} do not divide the world of {world} ranks; set sizes whose "
+            "product divides it"
+        )
     readers = world // (model * sp)
     data = _ask(mpu, "data_parallel", "world_size") if hasattr(mpu, "get_data_parallel_world_size") else readers
     # Megatron's data-parallel group may include context parallelism (sp).
@@ -144,7 +147,7 @@ def _word(mpu: Any, axis: str) -> str | None:
     """Return the unit's name for an axis, or None if it does not have the axis."""
     known = [name for name in _NAMES[axis] if hasattr(mpu, f"get_{name}_world_size")]
     if axis == "tp":
-        # a unit may give its sequence-parallel methods this second name
+        # A unit may have its sequence-parallel methods under a name of tp, too: such a name is not an axis tp.
         sp = getattr(mpu, "get_sequence_parallel_world_size", None)
         known = [name for name in known if sp is None or getattr(mpu, f"get_{name}_world_size") != sp]
     several = [name for name in known if _ask(mpu, name, "world_size") > 1]
@@ -156,7 +159,7 @@ def _ask(mpu: Any, name: str, what: str) -> int:
 
 
 def _places(mpu: Any, name: str, grid: MeshShape, rank: int, *axes: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what the unit returns for this rank's place along axes, with the expected value of the mesh."""
+    """Yield `(method, value that the unit returns, value in the mesh)` for this rank's place along `axes`."""
     ranks = grid.along(rank, *axes)
     if len(ranks) == 1:
         return

@@ -21,7 +21,7 @@ class TokenLossFunction(Protocol):
     """Loss of each token.
 
     Args:
-        logits: `[tokens, vocabulary]`, or this rank's part of the vocabulary.
+        logits: `[tokens, vocabulary]`, or only the columns of this rank's part of the vocabulary.
         labels: `[tokens]`.
 
     Returns:
@@ -32,10 +32,10 @@ class TokenLossFunction(Protocol):
 
 
 class VocabParallelLogits(Protocol):
-    """Vocabulary sharded over ranks. Its logits may be full or this rank's part."""
+    """Vocabulary sharded over ranks. Logits may cover the full vocabulary or only this rank's part."""
 
     def is_local_shard(self, logits: torch.Tensor) -> bool:
-        """Return True if these logits are this rank's part."""
+        """Return True if the logits cover only this rank's part."""
         ...
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
@@ -59,8 +59,8 @@ def cross_entropy_per_token(
 
 
 def shift_targets(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
-    """Shift the labels `[samples, tokens]` so that each token has the label of the next one. The last token has
-    none."""
+    """Shift the labels `[samples, tokens]` so that each token has the label of the next token. The last token has
+    `ignore_index`."""
     return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
@@ -76,10 +76,10 @@ def compute_sequence_mean(
     Args:
         loss_sum: sum of the losses of this rank's tokens.
         count: number of this rank's tokens with a label. Ranks may have unequal counts, or 0.
-        num_items: divisor instead of the count of all ranks (several micro-batches with one mean).
+        num_items: divisor instead of the sum of all ranks' counts, e.g. for one mean over several micro-batches.
 
     Returns:
-        A scalar; nan if no token of any rank has a loss, as torch's mean.
+        A scalar; nan, as with torch's mean, if no token of any rank has a loss and `num_items` is None.
     """
     if num_items is None:
         both = all_reduce(torch.stack([loss_sum.float(), count.to(loss_sum.device, torch.float32)]), sp_axis)
@@ -91,9 +91,13 @@ def compute_sequence_mean(
 class ModelLoss:
     """Replacement for `model.loss_function`: the mean loss over the tokens of all sp ranks.
 
-    Takes the arguments that transformers passes. The code that shards the model sets `sp_axis`, the axis over which
-    sequences are sharded, `vocabulary`, if logits may be a rank's part of it, and `shifts_labels`, True if a token's
-    label is that of the next token.
+    It takes the arguments that transformers passes. The code that shards the model sets the attributes.
+
+    Attributes:
+        sp_axis: axis over which sequences are sharded.
+        vocabulary: the sharded vocabulary, if logits may cover only this rank's part; else None.
+        shifts_labels: True if the loss of a token uses the label of the next token.
+        calls: number of calls so far.
     """
 
     def __init__(self, *, shifts_labels: bool = True, unsupported_reason: str | None = None) -> None:
@@ -105,7 +109,7 @@ class ModelLoss:
         self._labels: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLoss:
-        return self  # hooks that set its labels refer to this object, and process groups cannot be copied
+        return self  # hooks that set the labels refer to this object, and process groups cannot be copied
 
     @contextmanager
     def with_labels(self, labels: torch.Tensor | None) -> Iterator[None]:
@@ -133,10 +137,10 @@ class ModelLoss:
         Args:
             labels: `[samples, tokens]`; shifted here if the model type requires it.
             shift_labels: labels that are already shifted; they take precedence over `labels`.
-            num_items_in_batch: divisor instead of the number of labels; counts all sp ranks together.
+            num_items_in_batch: number of labels on all sp ranks together, used as divisor; None: counted here.
 
         Raises:
-            ModelError: there are no labels.
+            ModelError: there are no labels, or the model's loss is not computed per token.
         """
         self.calls += 1
         target = self._labels if self._labels is not None else shift_labels
@@ -165,10 +169,11 @@ def install_loss(model: Any, vocabulary: VocabParallelLogits | None = None) -> M
     """Set the loss function of a transformers model to a `ModelLoss`, or return the one that is already set.
 
     Args:
-        vocabulary: set if logits may be this rank's part of it. Replaces any custom loss function.
+        vocabulary: the sharded vocabulary, if logits may cover only this rank's part. Then a custom loss function is
+            replaced, too.
 
     Raises:
-        ModelError: the model has a custom loss function.
+        ModelError: the model has a custom loss function, and `vocabulary` is None.
     """
     found = getattr(model, "_loss_function", None)
     if found is not None and not isinstance(found, ModelLoss) and vocabulary is None:

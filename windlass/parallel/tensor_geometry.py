@@ -16,8 +16,12 @@ StorageKey = tuple[Any, ...]
 class TensorGeometry:
     """Layout of a tensor in its storage.
 
-    `is_dense`: the elements, each counted once, are one run without gaps. That run is saved, and every other view of it
-    is saved with it. In `unique_size` and `unique_stride`, dimensions that only repeat elements (stride 0) have size 1.
+    Attributes:
+        size, stride: size and stride of the tensor.
+        unique_size, unique_stride: the same with size 1 in each dimension that only repeats elements (stride 0).
+        dtype: dtype of the tensor.
+        is_dense: True if the distinct elements are one run of memory without gaps. Then this run is saved, and all
+            views of the run share the saved copy.
     """
 
     size: tuple[int, ...]

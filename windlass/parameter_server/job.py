@@ -1,4 +1,4 @@
-"""Start of a parameter server job: each process becomes a server or a worker, by its place in the environment."""
+"""Start of a parameter server job: each process becomes a server, a replica or a worker, by its environment."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from windlass.parameter_server.shard_process import ShardProcess
 from windlass.parameter_server.worker import ParameterServerWorker
 
 SERVERS = "WINDLASS_SERVERS"
-"""Variable with the number of servers: the ranks from 0 on. `windlass run --servers` sets it."""
+"""Environment variable with the number of servers, which are the first ranks. `windlass run --servers` sets it."""
 REPLICAS = "WINDLASS_REPLICAS"
-"""Variable with the number of replicas of each server, the next ranks. `windlass run --replicas` sets it."""
+"""Environment variable with the number of replicas of each server; replicas are the ranks after the servers. `windlass
+run --replicas` sets it."""
 JOINS = "WINDLASS_JOINS"
-"""Variable of a worker that joins a running job, with any value."""
+"""Environment variable that makes a worker join a running job, with any value that is not empty."""
 
 _used_stores: set[tuple[str, int]] = set()  # address and port of the stores in which this process has started a job
 
@@ -34,9 +35,11 @@ class ParameterServerRole:
     """Role of this process.
 
     Attributes:
-        is_server: it is a process of a shard.
-        index: number of the shard or of the worker; -1: the worker joins a run.
-        replica: number of the process among those of its shard; 0 begins as the server.
+        is_server: True for a process of a shard (server or replica), False for a worker.
+        index: number of the shard or of the worker; -1: a worker that joins a running job.
+        servers, workers: number of servers, and of workers at the start of the job.
+        address, port: address and port of the job's store.
+        replica: number of the process among the processes of its shard; process 0 begins as the server.
         replicas: number of replicas of each server.
     """
 
@@ -88,19 +91,22 @@ def role_of(environ: Mapping[str, str]) -> ParameterServerRole:
 def start(
     model: nn.Module, make_optimizer: MakeOptimizer, settings: ParameterServerSettings | None = None
 ) -> ParameterServerWorker | None:
-    """Become a server or a worker of the job.
-
-    A server serves until all workers have left; then this returns None. A worker gets its handle at once.
+    """Run this process as a server or replica of the job until all workers have left, or start a worker.
 
     Args:
-        model: the same modules on all processes. The values are those of server 0; on workers, `pull` writes them.
-        make_optimizer: builds an optimizer with an elementwise rule from a list of flat parameters, on servers. For
-            `nn.Embedding(sparse=True)` it must take sparse gradients (SGD, Adagrad; SparseAdam if there are no others).
-        settings: the same on all processes.
+        model: model with the same modules on all processes. Its initial values are those of server 0; on workers,
+            `pull` writes them.
+        make_optimizer: function that builds an optimizer with an elementwise rule from a list of flat parameters, on
+            servers. If the model has an `nn.Embedding(sparse=True)`, the optimizer must accept sparse gradients (SGD,
+            Adagrad; SparseAdam only if all gradients are sparse).
+        settings: settings of the job, equal on all processes; None: the defaults.
+
+    Returns:
+        The worker, connected with all servers; None on a server or replica, after all workers have left.
 
     Raises:
-        CommunicationError: the environment is incomplete, a process did not come, or this process has started a job
-            of this run before.
+        CommunicationError: the environment is incomplete, a process did not connect in time, or this process has
+            started a job of this run before.
         ConfigError: `backup_workers` leaves no worker, or a worker joins a synchronous run.
     """
     settings = settings or ParameterServerSettings()

@@ -1,4 +1,4 @@
-"""Rendezvous of servers and workers, which may come and go, in the job's store."""
+"""Rendezvous of servers, replicas and workers in the job's store. Processes may end, and others may join."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _LAST_ANSWERS = 0.5  # seconds in which other processes read from the store that
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Process that serves a shard now.
+    """Address of the process that serves a shard.
 
     Attributes:
-        generation: number of processes that have served the shard in this run.
-        replica: number of this one among the processes of the shard; 0 begins as the server.
+        server: number of the shard.
+        generation: 1 for the first process that serves the shard in this run, 2 for the second, and so on.
+        replica: number of the process among the processes of the shard; process 0 begins as the server.
     """
 
     server: int
@@ -49,8 +50,8 @@ class ShardRecord:
     can make updates, even if an unresponsive process still runs.
 
     Attributes:
-        address: the server; None: there was none yet.
-        replicas: numbers of the processes that have all updates, each of which may take over.
+        address: the server; None: the shard has had no server yet.
+        replicas: numbers of the replicas that have all updates. Each of them may take over.
     """
 
     address: ServerAddress | None = None
@@ -62,7 +63,7 @@ class ShardRecord:
         return self.address.generation if self.address is not None else 0
 
     def to_text(self) -> str:
-        """Return the form in the store; empty if there is no entry."""
+        """Return the text of the entry in the store; empty if there was no server yet."""
         if self.address is None:
             return ""
         one = self.address
@@ -70,7 +71,7 @@ class ShardRecord:
 
     @classmethod
     def from_text(cls, server: int, text: str) -> ShardRecord:
-        """Return the entry of a form in the store."""
+        """Return the entry from its text in the store."""
         generation, pid, replica, replicas, host = text.split(" ", 4)
         address = ServerAddress(server, int(generation), host, int(pid), int(replica))
         return cls(address, frozenset(int(one) for one in replicas.split(",") if one))
@@ -81,7 +82,7 @@ class JobRendezvous:
 
     Args:
         address, port: address and port of the store.
-        serve: this process serves the store.
+        serve: True if this process serves the store.
         connect: longest wait for another process.
 
     Attributes:
@@ -95,13 +96,13 @@ class JobRendezvous:
         self._links = PollingStore(self._tcp, connect)
 
     def has_store(self, seconds: float) -> bool:
-        """Return True if the store answers within a time. torch's calls of a store have no limit of their own."""
+        """Return True if the store answers within `seconds`. torch's `check` itself has no time limit."""
         answered = threading.Event()
 
         def ask() -> None:
             try:
                 self._tcp.check(["any"])
-            except RuntimeError:  # torch raises it for a store that has ended: it does not answer
+            except RuntimeError:  # torch's error for a store that has ended
                 return
             answered.set()
 
@@ -129,7 +130,7 @@ class JobRendezvous:
                 return here
 
     def take_over(self, lost: ServerAddress, replica: int) -> ServerAddress | None:
-        """Register this replica as the server in place of the one that it followed.
+        """Register this replica as the server in place of `lost`, the server that it followed.
 
         Returns:
             The new address; None if another process has taken the shard over, or the server continued without this
@@ -144,7 +145,7 @@ class JobRendezvous:
                 return here
 
     def set_replicas(self, here: ServerAddress, replicas: frozenset[int]) -> bool:
-        """Set the complete replicas of a server. Returns False if a replica has taken its place."""
+        """Set the complete replicas of a server. Returns False if another process has replaced the server."""
         while True:
             before = self.record(here.server)
             if before.address != here:
@@ -176,7 +177,7 @@ class JobRendezvous:
         """Connect with a server, as a worker or a replica.
 
         Args:
-            wait: longest wait for its answer; None: that for any process.
+            wait: longest wait for the server's answer; None: `connect`, as for any process.
 
         Raises:
             LinkClosedError: the server was replaced before it answered, has ended, or does not answer in time.
@@ -196,7 +197,7 @@ class JobRendezvous:
         self._store.set(f"over {server}", "")
 
     def await_end(self, servers: int) -> None:
-        """Wait until the run has ended for all shards, since this process serves the store that the others use."""
+        """Wait until the run has ended for all shards, since this process serves the store that their servers use."""
         until = time.monotonic() + self._connect.total_seconds()
         while time.monotonic() < until and not all(self.is_over(server) for server in range(servers)):
             time.sleep(_PAUSE)
@@ -207,28 +208,28 @@ class JobRendezvous:
         return bool(self._store.check([f"over {server}"]))
 
     def count_calls(self, here: ServerAddress) -> int:
-        """Return the number of workers' calls of this server so far."""
+        """Return the number of calls of this server so far, by workers and replicas."""
         return int(self._store.add(f"tickets {here.server} {here.generation}", 0))
 
     def answer_call(self, here: ServerAddress, ticket: int) -> PairLink:
-        """Connect with the worker of a call, as the server."""
+        """Connect with the caller of call number `ticket`, a worker or a replica, as the server."""
         name = f"{here.server}.{here.generation}.{ticket}"
         return PairLink(self._links, name, first=True, peer=f"the worker of call {ticket}", connect=self._connect)
 
     def link_servers(self, server: int, *, first: bool) -> PairLink:
-        """Connect server 0 (`first`) with another server at the start of a run."""
+        """Connect server 0 with server `server` at the start of a run. `first` is True on server 0."""
         peer = f"server {server if first else 0}"
         return PairLink(self._links, f"start {server}", first=first, peer=peer, connect=self._connect)
 
     def post(self, key: str, text: str = "") -> None:
-        """Write a note."""
+        """Write an entry of the store."""
         self._store.set(key, text)
 
     def read(self, key: str, what: str) -> str:
-        """Return a note, after waiting for it.
+        """Wait for an entry that `post` writes, and return its text. `what` is the process that writes it.
 
         Raises:
-            CommunicationError: the note is not written in time.
+            CommunicationError: the entry is not written in time.
         """
         until = time.monotonic() + self._connect.total_seconds()
         while not self._store.check([key]):
@@ -249,7 +250,7 @@ class JobRendezvous:
         """Return True if a worker has left.
 
         Args:
-            retired: count those alone that have left by `close`.
+            retired: count only workers that have left by `close`.
         """
         key = f"left {worker}"
         return bool(self._store.check([key])) and (not retired or self._store.get(key) == b"retired")

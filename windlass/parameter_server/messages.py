@@ -1,6 +1,6 @@
-"""Messages between workers and servers: a header of integers, and tensors whose sizes both sides know.
+"""Messages between workers, servers and replicas: a header of integers, then tensors or text.
 
-A size or number from the other side is checked before memory is allocated for it or an index is used.
+The receiver checks every size, count and index of a message before it allocates memory or uses the index.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from windlass.storage.safetensors_header import CODES, DTYPES
 
 COUNTS = torch.int64
 MOST_WORKERS = 1 << 20
-_MOST_TEXT = 1 << 16  # bytes of a problem
-_MOST_CONTENT = 1 << 26  # bytes of the text of a content, without its tensors
+_MOST_TEXT = 1 << 16  # maximum bytes of the text of a problem
+_MOST_CONTENT = 1 << 26  # maximum bytes of the JSON text of a shard's content; its tensors are not counted
 
 
 class MessageKind(IntEnum):
     """Kind of a message: the first integer of its header.
 
-    The comments list the other integers of the header, and after `then` what follows it.
+    Each comment lists the other integers of the header and, after "then", the tensors or text that follow the header.
     """
 
-    HELLO = 1  # worker, version of its last pull, its number of pushes (-1: none), fingerprints of model and settings
-    WELCOME = 2  # version, pushes of the worker as the server counts them
+    # worker, version of its last pull, number of its pushes (-1: first connection), fingerprints of model and settings
+    HELLO = 1
+    WELCOME = 2  # version, number of the worker's pushes as the server counts them
     PULL = 3  # lowest version that the worker accepts, in synchronous mode
     PARAMETERS = 4  # version; then all elements of the shard
     PUSH = 5  # version that was pulled, number of the push; then the gradient
@@ -42,8 +43,8 @@ class MessageKind(IntEnum):
     PROBLEM = 8  # number of bytes; then a text
     FOLLOW = 9  # replica, fingerprints of the model and the settings
     CONTENT = 10  # number of bytes of a text, number of tensors; then both
-    # version before the update, number of workers with a push in it, number of workers; then the mean gradient, and the
-    # pairs (worker, number of its push) and (worker, number of its pushes)
+    # version before the update, number of pushes in the update, number of workers; then the mean gradient, a pair
+    # (worker, number of its push) for each push in the update, and a pair (worker, count of its pushes) for each worker
     UPDATE = 11
     DONE = 12  # a replica has received the content, or made an update
     ALIVE = 13  # heartbeat of a server
@@ -59,7 +60,7 @@ def refused(link: PairLink, found: str, expected: str) -> CommunicationError:
 
 
 def send_problem(link: PairLink, text: str) -> None:
-    """Send a text that the worker raises as an error."""
+    """Send a text that the receiver raises as an error."""
     data = torch.frombuffer(bytearray(text.encode()[:_MOST_TEXT]), dtype=torch.uint8)
     link.send([MessageKind.PROBLEM, data.numel()], data)
 
@@ -68,7 +69,7 @@ def receive_text(link: PairLink, size: int) -> str:
     """Receive the text of a problem.
 
     Raises:
-        CommunicationError: the size is out of the range of a text.
+        CommunicationError: the size is below 1 or above the maximum size of a text.
     """
     if not 0 < size <= _MOST_TEXT:
         raise refused(link, f"a text of {size} bytes", f"1 to {_MOST_TEXT}")
@@ -88,8 +89,8 @@ def receive_content(link: PairLink, size: int, count: int, most: int) -> dict[st
     """Receive the content of a shard.
 
     Args:
-        size, count: numbers of the message.
-        most: elements of the shard, which no tensor of it exceeds.
+        size, count: number of bytes of the text, and number of tensors, from the header of the message.
+        most: number of elements of the shard, and so the maximum number of elements of one tensor.
 
     Raises:
         CommunicationError: a size is out of the range of a shard, or the description of the tensors is damaged.
@@ -120,20 +121,20 @@ def send_update(
     Args:
         version: version before the update.
         counted: for each worker whose push is part of the update, the number of that push.
-        steps: for each worker, its number of pushes.
+        steps: for each worker, the number of its pushes so far.
     """
     pairs = [torch.tensor(list(numbers.items()), dtype=torch.int64).view(-1, 2) for numbers in (counted, steps)]
     _send_gradient(link, [MessageKind.UPDATE, version, len(counted), len(steps)], gradient, *pairs)
 
 
 def receive_by_worker(link: PairLink, count: int, what: str) -> dict[int, int]:
-    """Receive a number of each of `count` workers, after the gradient of an update.
+    """Receive the `count` pairs (worker, number) of an update, as a dict. They follow the gradient.
 
     Args:
         what: description of the numbers, for the error.
 
     Raises:
-        CommunicationError: there are more of them than workers.
+        CommunicationError: `count` is negative or above the maximum number of workers.
     """
     if not 0 <= count <= MOST_WORKERS:
         raise refused(link, f"{count} {what} of an update", f"0 to {MOST_WORKERS}")
@@ -144,14 +145,14 @@ def send_push(link: PairLink, pulled: int, number: int, gradient: ShardGradient)
     """Send a gradient to a server.
 
     Args:
-        pulled: version of its parameters.
-        number: number of the push, from 1.
+        pulled: version of the parameters from which the gradient was computed.
+        number: number of the push among the pushes of the worker, from 1.
     """
     _send_gradient(link, [MessageKind.PUSH, pulled, number], gradient)
 
 
 def _send_gradient(link: PairLink, header: Sequence[int], gradient: ShardGradient, *after: Tensor) -> None:
-    """Send a message with a gradient: rows of sparse fragments, all elements of the others that have a gradient."""
+    """Send a message with a gradient: all elements of dense fragments with a gradient, and rows of sparse fragments."""
     present = [fragment for fragment in gradient.dense if fragment is not None]
     numbers = [int(fragment is not None) for fragment in gradient.dense]
     numbers += [indices.numel() for indices, _ in gradient.rows]
@@ -166,11 +167,11 @@ def receive_gradient(
     """Receive a gradient.
 
     Args:
-        dense: elements of each dense fragment.
-        sparse: rows and elements of a row, of each sparse fragment.
+        dense: number of elements of each dense fragment.
+        sparse: `(rows, elements per row)` of each sparse fragment.
 
     Raises:
-        CommunicationError: a number of rows or an index is not one of the fragment.
+        CommunicationError: a number of rows or a row index exceeds the fragment.
     """
     numbers = link.receive(torch.empty(len(dense) + len(sparse), dtype=COUNTS)).tolist()
     present, counts = numbers[: len(dense)], numbers[len(dense) :]

@@ -1,4 +1,4 @@
-"""Layout of a model over the servers. Servers and workers compute the same one."""
+"""Layout of a model over the servers. Servers and workers compute the same layout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ class ModelLayout:
     """Trainable parameters of a model, and each server's fragments of them.
 
     Attributes:
-        tensors: the model's parameters.
+        parameters: name, size and kind of each trainable parameter.
+        tensors: the trainable parameters themselves.
+        fragments: for each server, the fragments of its shard.
         dtype: dtype of values and gradients in messages and on servers: float32, or float64 if a parameter is.
-        fingerprint: equal on all processes with the same model, whose parameters may have other dtypes if `dtype` is
-            the same.
+        fingerprint: checksum of `dtype` and of the names and shapes of the parameters, equal on all processes with the
+            same model.
     """
 
     parameters: tuple[PartitionedParameter, ...]
@@ -30,7 +32,7 @@ class ModelLayout:
     fingerprint: int
 
     def values(self, server: int) -> Tensor:
-        """Return the elements of a server's shard, from the model, `[n]`."""
+        """Return a copy of the model's elements in a server's shard, `[n]` of `dtype` on the CPU."""
         parts = [self.part(fragment).to("cpu", self.dtype) for fragment in self.fragments[server]]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
 
@@ -43,7 +45,7 @@ class ModelLayout:
         return sum(fragment.numel for fragment in self.fragments[server])
 
     def dense_sizes(self, server: int) -> list[int]:
-        """Return the elements of each dense fragment of a server."""
+        """Return the number of elements of each dense fragment of a server."""
         return [one.numel for one in self.fragments[server] if not self.parameters[one.parameter].is_sparse]
 
     @property
@@ -54,7 +56,7 @@ class ModelLayout:
         )
 
     def sparse_shapes(self, server: int) -> list[tuple[int, int]]:
-        """Return the rows and the elements of a row, of each sparse fragment of a server."""
+        """Return `(rows, elements per row)` of each sparse fragment of a server."""
         sparse = [one for one in self.fragments[server] if self.parameters[one.parameter].is_sparse]
         rows = [self.parameters[one.parameter].row for one in sparse]
         return [(one.numel // row, row) for one, row in zip(sparse, rows, strict=True)]

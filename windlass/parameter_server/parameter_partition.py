@@ -13,8 +13,9 @@ class PartitionedParameter:
     Args:
         name: name in the model.
         numel: number of elements.
-        row: elements of a row, which is not divided: an embedding's vector; 1 if gradients are not rows.
-        is_sparse: gradients are rows.
+        row: number of elements of a row, such as an embedding vector, which stays on one server; 1 if the gradient is
+            dense.
+        is_sparse: True if the gradient is a sparse tensor of rows.
     """
 
     name: str
@@ -25,7 +26,7 @@ class PartitionedParameter:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Range of one parameter, in elements, that one server owns."""
+    """Elements `[begin, end)` of parameter number `parameter`, owned by one server."""
 
     parameter: int
     begin: int

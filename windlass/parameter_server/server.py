@@ -2,8 +2,8 @@
 
 [Note: replicas of a shard] A replica of a shard gets the content of its server when it connects, and then the mean
 gradient of every update before any worker receives its version. It makes the same update with an optimizer of its own.
-So a worker has seen nothing that a replica lacks, and a replica that takes over continues with the next update. Workers
-send again what was not answered; pushes are numbered, and one that is in an update already counts once.
+So no worker has parameters that a replica lacks, and a replica that takes over continues with the next update. Workers
+repeat pushes that were not answered. Pushes are numbered, so that a repeated push counts once.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class ParameterServer:
 
     Args:
         layout: the model's layout over `servers` servers.
-        server: number of this one.
+        server: number of this server.
         workers: number of workers at the start.
-        settings: those of the job.
-        make_optimizer: builds the optimizer of the shard.
-        rendezvous: the job's store.
-        replica: number of this process among those of the shard.
+        settings: settings of the job.
+        make_optimizer: function that builds the optimizer of the shard.
+        rendezvous: connection to the job's store.
+        replica: number of this process among the processes of the shard.
         replicas: number of replicas that must be complete before the first worker is answered.
-        taken: the shard, if this process was its replica; else it is built.
+        taken: shard that this process has taken over as its replica; None: build the shard from the snapshot or model.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class ParameterServer:
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
         self._live: dict[int, int] = {}  # ticket of the newest connection of each worker
-        self._idle_since = time.monotonic()  # if there is none
+        self._idle_since = time.monotonic()  # start of the time without connected workers
         self._links: dict[int, PairLink] = {}
         self._replicas: dict[int, PairLink] = {}
         self._awaited_replicas = replicas
         self._had_worker = self._ends = False
-        self._failure: BaseException | None = None  # ends the server
-        self._failed_update: BaseException | None = None  # its worker gets the reason before the server ends
+        self._failure: BaseException | None = None  # error that ends the server
+        self._failed_update: BaseException | None = None  # its worker gets a PROBLEM before the server ends
         self.dropped = 0
         self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
@@ -104,14 +104,14 @@ class ParameterServer:
 
     @property
     def version(self) -> int:
-        """Number of updates."""
+        """Number of updates so far."""
         return self._clock.version
 
     def serve(self) -> bool:
-        """Serve workers until all have left. Returns False if a replica has taken the shard over.
+        """Serve workers until all have left. Returns False if a replica has taken the shard over, else True.
 
         Raises:
-            CommunicationError: no worker came in time.
+            CommunicationError: no worker, or not all replicas, connected in time.
         """
         answered, began, threads = 0, time.monotonic(), []
         try:
@@ -135,7 +135,7 @@ class ParameterServer:
         with self._changed:
             self._save()
         self._rendezvous.end(self._server)
-        for link in self._replicas.values():  # replicas find out by this that the run has ended
+        for link in self._replicas.values():  # the end of the link shows replicas that the run has ended
             link.close()
         return True
 
@@ -150,7 +150,7 @@ class ParameterServer:
             self._changed.notify_all()
 
     def _refuse_to_wait(self) -> None:
-        """Raise CommunicationError that names the processes that did not connect in time."""
+        """Raise CommunicationError if replicas are missing, or if no worker has ever connected with this shard."""
         seconds, missing = self._settings.connect_seconds, self._awaited_replicas - len(self._replicas)
         if missing > 0:
             raise CommunicationError(
@@ -164,7 +164,7 @@ class ParameterServer:
             )
 
     def _start_shard(self, make_optimizer: MakeOptimizer) -> ServerShard:
-        """Build the shard: from the snapshot, or from server 0's model."""
+        """Build the shard from its snapshot or, at the start of a run without one, from server 0's model."""
         layout, path = self._layout, self._snapshot
         own = layout.values(self._server)
         stored = path is not None and path.exists()
@@ -194,19 +194,19 @@ class ParameterServer:
                 "from; set `snapshot` or start a replica of each server, and start the run again"
             )
         if self._here.generation == 1:
-            self._clock.begin()  # a snapshot has the steps of the workers of an earlier run
+            self._clock.begin()  # the step counts in a snapshot are of an earlier run's workers
         if path is not None and not stored:
             shard.save(path, self._clock)
         return shard
 
     def _send_first_values(self, version: int) -> None:
-        """Send the servers without a snapshot their values of this server's model.
+        """Send each server without a snapshot the values of its shard, from this server's model.
 
         Args:
-            version: that of this server's snapshot; -1: it has none.
+            version: version of this server's snapshot; -1: no snapshot.
 
         Raises:
-            CheckpointError: some servers have trained parameters, and some would start from those of the model.
+            CheckpointError: some servers have trained parameters, and others would start from the untrained model.
         """
         others = range(1, len(self._layout.fragments))
         versions = [version, *(int(self._rendezvous.read(f"stored {other}", f"server {other}")) for other in others)]
@@ -244,12 +244,12 @@ class ParameterServer:
             if self._live or self._ends:
                 return self._ends
             alone, may_be_alone = time.monotonic() - self._idle_since, self._had_worker or self._here.generation > 1
-        # A worker that has joined may be on its way from a server that was lost.
+        # A worker that joined the run may be about to connect, after its server was lost.
         workers = self._workers + self._rendezvous.count_joined()
         rest = [worker for worker in range(workers) if not self._rendezvous.has_left(worker)]
         if not rest:
             return True
-        # No connection ends with a worker that is killed before it connects, or while the shard has no server.
+        # A worker that is killed before it connects, or while the shard has no server, closes no connection.
         if not may_be_alone or alone < self._settings.connect_seconds:
             return False
         logger.warning(
@@ -262,7 +262,7 @@ class ParameterServer:
         return True
 
     def _answer(self, ticket: int) -> None:
-        """Serve one connection. A failure that is not of the connection ends the server."""
+        """Serve one connection. Any error except a failure of the connection ends the server."""
         try:
             self._serve_caller(ticket)
         except BaseException as error:
@@ -290,7 +290,7 @@ class ParameterServer:
                     raise refused(link, f"message kind {kind}", "pull, push or bye")
         except CommunicationError as error:
             if link is not None:
-                link.close()  # ends its heartbeats
+                link.close()  # ends the heartbeats on the link
             if not self._ends:
                 who = f"worker {worker} has left" if worker >= 0 else "a connection has ended"
                 logger.warning("%s: %s: %s", self._here, who, error)
@@ -305,7 +305,7 @@ class ParameterServer:
                 self._remove(worker, ticket, retires=said_bye)
 
     def _welcome(self, link: PairLink, ticket: int) -> int:
-        """Add the worker, and return its number; -1 if it cannot take part, or is a replica."""
+        """Add the caller, and return its number if it is a worker; -1: a replica, or a worker that is refused."""
         kind, *numbers = link.receive_header()
         if kind == MessageKind.FOLLOW:
             self._add_replica(link, *numbers[:3])
@@ -379,7 +379,7 @@ class ParameterServer:
         """Record the complete replicas in the store. The caller holds the lock.
 
         Raises:
-            LinkClosedError: a replica has taken the shard over; this process serves it no longer.
+            LinkClosedError: a replica has taken the shard over; this process no longer serves the shard.
         """
         if not self._rendezvous.set_replicas(self._here, frozenset(self._replicas)):
             logger.warning("%s: a replica has taken the shard over", self._here)
@@ -392,13 +392,13 @@ class ParameterServer:
 
     def _remove(self, worker: int, ticket: int, *, retires: bool) -> None:
         with self._changed:
-            if not retires:  # a worker that took this process for lost calls again at once
+            if not retires:  # a worker that treats this process as lost calls again at once
                 self._changed.wait_for(lambda: self._live.get(worker) != ticket or self._ends, _RETURN_S)
-            # it has connected again, or no further update can be made
+            # the worker has connected again, or no further update can be made
             if self._live.get(worker) != ticket or self._ends or self._failed_update is not None:
                 return
             if self._rendezvous.record(self._server).address != self._here:
-                # The workers left this process, which did not answer for a while: they have not left the run.
+                # The workers have left this process, because it did not answer for a while, but not the run.
                 logger.warning("%s: another process has taken the shard over", self._here)
                 self.abandon()
                 return
@@ -409,24 +409,24 @@ class ParameterServer:
             self._rendezvous.leave(worker, retires=retires)
 
     def _leave_clock(self, worker: int, *, retires: bool) -> None:
-        """Wait no longer for a worker, and make the update that waited for it alone. The caller holds the lock."""
+        """Stop waiting for a worker. Make the update if only this worker was missing. The caller holds the lock."""
         self._clock.leave(worker, retires=retires)
         if self._clock.is_complete:
             self._update()
         self._changed.notify_all()
 
     def _count_absent(self, *, is_late: bool) -> None:
-        """Wait no longer for workers that left while they had no connection, or, if `is_late`, for any absent one.
+        """Stop waiting for absent workers that have left the run or, if `is_late`, for all absent workers.
 
-        No thread of this server notices the end of a worker that is not connected with it.
+        No thread of this server notices the end of a worker that has no connection with the server.
         """
         synchronous = self._settings.mode == "synchronous"
         if self._settings.mode == "asynchronous":
             return  # nothing waits
         with self._changed:
             absent = sorted(self._clock.absent)
-        # A server that was replaced may record workers as lost that have connected with this one, which would end a
-        # synchronous run; elsewhere it costs one wait.
+        # A server that was replaced may record a worker as lost that connects with this one. That would end a
+        # synchronous run, so only workers that left by `close` count there; a bounded run only has to wait once more.
         left = {worker for worker in absent if self._rendezvous.has_left(worker, retired=synchronous)}
         late = set(absent) - left if is_late else set()
         with self._changed:
@@ -449,7 +449,7 @@ class ParameterServer:
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
         reason = ""
         with self._changed:
-            # The reason is not kept: a worker that connects later may make updates possible again.
+            # Computed anew each time: a worker that connects later may make updates possible again.
             while not (possible := self._clock.may_pull(worker, wanted)) and not self._ends:
                 if reason := self._clock.stuck_because():
                     break
@@ -482,7 +482,7 @@ class ParameterServer:
         link.send([MessageKind.PUSHED, result.value, version])
 
     def _update(self) -> None:
-        """Make one update with the received gradients. The caller holds the lock, and does not repeat a failed one."""
+        """Make one update with the received gradients. The caller holds the lock. A failed update is not repeated."""
         try:
             self._make_update()
         except BaseException as error:
@@ -492,7 +492,7 @@ class ParameterServer:
 
     def _make_update(self) -> None:
         """Make one update, on the replicas too."""
-        # In the order of workers, so that the sum does not depend on which one came first.
+        # Added in the order of worker numbers, so that the sum does not depend on the order of arrival.
         gradient = mean_gradient([self._pending[number] for number in sorted(self._pending)])
         counted, lost = dict(self._clock.waiting), set()
         for replica, link in self._replicas.items():

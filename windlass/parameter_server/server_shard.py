@@ -64,11 +64,11 @@ class ServerShard:
     """Fragments as flat parameters of an optimizer of the user's class, whose rule must be elementwise.
 
     Args:
-        parameters: all parameters of the model, for the bounds of the fragments.
+        parameters: all trainable parameters of the model, which `Fragment.parameter` indexes.
         fragments: the fragments of this server.
-        values: `[n]`, their elements.
-        make_optimizer: builds the optimizer from a list of parameters.
-        splits_parameters: a parameter is split over several servers, so that none has all of it.
+        values: initial elements of the fragments, `[n]`.
+        make_optimizer: function that builds the optimizer from a list of parameters.
+        splits_parameters: True if some parameter is split over several servers.
 
     Raises:
         ConfigError: the rule of the optimizer is not elementwise.
@@ -91,14 +91,14 @@ class ServerShard:
             nn.Parameter(part.clone().view(-1, parameter.row) if parameter.is_sparse else part.clone())
             for part, parameter in zip(parts, own_parameters, strict=True)
         ]
-        # An optimizer of torch refuses an empty list, which a server has if there are more servers than elements.
+        # Torch's optimizers refuse an empty list. A server has one if there are more servers than elements.
         self._optimizer = make_optimizer(self._parameters) if self._parameters else None
         if self._optimizer is not None:
             require_elementwise(
                 self._optimizer, splits_parameters, next((one.name for one in own_parameters if not one.is_sparse), "")
             )
         self._class = _class_name(self._optimizer)
-        # As the script states them. An optimizer may change its own while it runs.
+        # hyper-parameters as the script gives them; an optimizer may change those in its groups while it runs
         self._stated = [] if self._optimizer is None else copy.deepcopy(_hyper_parameters(self._optimizer))
 
     def values(self) -> Tensor:
@@ -108,7 +108,7 @@ class ServerShard:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
 
     def update(self, gradient: ShardGradient) -> None:
-        """Make one update. A parameter without a gradient is left as it is, with its states."""
+        """Make one update. A parameter without a gradient, and its states, stay unchanged."""
         if self._optimizer is None:
             return
         dense, rows = iter(gradient.dense), iter(gradient.rows)
@@ -119,12 +119,12 @@ class ServerShard:
                     found = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=True)
                     parameter.grad = found.coalesce()
             else:
-                parameter.grad = next(dense)  # None: the optimizer leaves the parameter as it is
+                parameter.grad = next(dense)  # None: the optimizer skips the parameter
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def content(self, clock: UpdateClock) -> dict[str, Any]:
-        """Return all that another process needs to continue from here."""
+        """Return the data from which another process can continue: versions, elements, optimizer state and class."""
         return {
             "version": clock.version,
             "counted": clock.counted,
@@ -144,15 +144,15 @@ class ServerShard:
     def restore(self, content: dict[str, Any], clock: UpdateClock) -> None:
         """Continue from the content of a shard of the same fragments.
 
-        A hyper-parameter that the script states otherwise than the one that wrote the content keeps its new value.
-        Others continue at the content's, which an optimizer may have changed.
+        A hyper-parameter that the script has changed since the content was written has the script's value. All others
+        have the content's values, which the optimizer may have changed while it ran.
         """
         parts = content["values"].split([fragment.numel for fragment in self.fragments]) if self.fragments else []
         for parameter, part in zip(self._parameters, parts, strict=True):
             parameter.copy_(part.view(parameter.shape))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(content["optimizer"])
-            # content of an earlier version has none
+            # content of an earlier version has no `stated`
             for group, new, old in zip(
                 self._optimizer.param_groups, self._stated, content.get("stated", ()), strict=False
             ):
@@ -173,7 +173,7 @@ class ServerShard:
         """Restore from `path`.
 
         Raises:
-            CheckpointError: the snapshot is of another model, optimizer or number of servers, or damaged. The shard and
+            CheckpointError: the snapshot is damaged, or of another model, optimizer or number of servers. The shard and
                 the file are unchanged.
         """
         try:
@@ -236,10 +236,10 @@ def check_versions(versions: Sequence[int], folder: str | Path, snapshot_every: 
     """Check that the snapshots from which the servers of a new run continue belong together.
 
     Args:
-        versions: for each server, the version of its snapshot; -1: it has none.
+        versions: for each server, the version of its snapshot; -1: no snapshot.
 
     Raises:
-        CheckpointError: some servers have trained parameters, and others no snapshot.
+        CheckpointError: some servers have a snapshot with updates, and others have no snapshot.
     """
     missing = ", ".join(str(server) for server, version in enumerate(versions) if version < 0)
     if missing and max(versions) > 0:
@@ -249,7 +249,7 @@ def check_versions(versions: Sequence[int], folder: str | Path, snapshot_every: 
             "which would begin with untrained parameters; restore the missing file, or remove all snapshots in the "
             "folder"
         )
-    if max(versions) - min(versions) > snapshot_every:  # as many updates as the loss of one server may cost
+    if max(versions) - min(versions) > snapshot_every:  # the loss of one server costs no more updates
         logger.warning(
             "%s: the snapshots of the servers are of versions %s, which differ by more than snapshot_every = %d: "
             "servers were lost in the run that wrote them, or the files are of several runs",
@@ -267,7 +267,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, splits_parameters: boo
     """Check that the rule of an optimizer is the same on the flat fragments that a server has.
 
     Args:
-        splits_parameters: some parameter is split over several servers.
+        splits_parameters: True if some parameter is split over several servers.
         dense: name of a parameter with dense gradients; empty if there is none.
 
     Raises:

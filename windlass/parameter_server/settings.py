@@ -24,21 +24,23 @@ class ParameterServerSettings:
             `asynchronous`: each gradient is an update, at once; `bounded`: as asynchronous, but no worker is more than
             `staleness` steps ahead of the slowest one.
         staleness: largest lead of a worker, in steps, for `bounded`.
-        backup_workers: number of workers for whose gradients a synchronous update does not wait: the slowest of each
-            step, whose gradients are dropped.
-        max_age: with `asynchronous` and `bounded`, the number of updates since its pull at which a gradient is refused;
-            None: never.
-        snapshot: folder in which each server stores its parameters and states; None: nowhere.
-        snapshot_every: updates between two snapshots: the most that the loss of a server without replica costs.
-        connect_seconds: longest wait for the others, at the start and after a server was replaced: then pulls no longer
-            wait for workers that did not connect. A server also ends if it has had no worker for this time because
-            workers were killed before they could leave.
-        reconnect_seconds: longest wait of a worker for a server that ended, until one is started in its place.
-        heartbeat_seconds: longest time without a heartbeat of a server. After it, workers and replicas take the server
-            for lost, as if it had ended. A server sends heartbeats while it waits for other processes.
+        backup_workers: number of workers for which a synchronous update does not wait: the slowest workers of each
+            step. Their gradients are dropped.
+        max_age: with `asynchronous` and `bounded`, the largest number of updates between the pull and the push of a
+            gradient. Older gradients are refused. None: no limit.
+        snapshot: folder in which each server stores its parameters and states; None: no snapshots.
+        snapshot_every: number of updates between two snapshots, and so the most updates that are lost with a server
+            without replica.
+        connect_seconds: longest wait for other processes to connect, at the start and after a server was replaced.
+            After this time pulls no longer wait for workers that did not connect. A server also ends if no worker has
+            been connected with it for this time, e.g. because all workers were killed.
+        reconnect_seconds: longest wait of a worker for the process that replaces a lost server, and of a server for the
+            answer of a replica.
+        heartbeat_seconds: longest time without a heartbeat of a server. After this time workers and replicas treat the
+            server as lost, as if it had ended. A server sends heartbeats while it waits for other processes.
 
     Raises:
-        ConfigError: a value is out of range, or of no use with the mode.
+        ConfigError: a value is out of range, or has no effect in the mode.
     """
 
     mode: Mode = "synchronous"
@@ -87,7 +89,7 @@ class ParameterServerSettings:
 
     @property
     def fingerprint(self) -> int:
-        """Checksum of what servers and workers must agree on."""
+        """Checksum of the settings that must be equal on servers and workers."""
         shared = (self.mode, self.staleness, self.backup_workers, self.max_age, float(self.heartbeat_seconds))
         return zlib.crc32(repr(shared).encode())
 

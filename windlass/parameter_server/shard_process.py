@@ -1,4 +1,4 @@
-"""Process of a shard: its server, or a replica that takes the server's place when it is lost."""
+"""Process of a shard: its server, or a replica that replaces a lost server."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _PAUSE = 0.02
 class ShardProcess:
     """One of the processes of a shard, until the run ends.
 
-    The first one begins as the server, the others as its replicas. A process that is started again becomes a replica.
-    If it was the server, and there is no complete replica, it is the server again, from the snapshot.
+    The first process begins as the server, the others as its replicas. A process that is started again becomes a
+    replica. If it was the server, and no replica is complete, it becomes the server again, from the snapshot.
 
     Args:
         layout: the model's layout.
         server: number of the shard.
-        replica: number of this process among those of the shard.
+        replica: number of this process among the processes of the shard.
         replicas: number of replicas at the start.
         workers: number of workers at the start.
-        settings: those of the job.
-        make_optimizer: builds the optimizer of the shard.
-        rendezvous: the job's store.
+        settings: settings of the job.
+        make_optimizer: function that builds the optimizer of the shard.
+        rendezvous: connection to the job's store.
 
     Attributes:
-        serving: the server in this process, if it is or was one.
+        serving: the server in this process; None: this process has not been the server.
         following: the replica in this process.
     """
 
@@ -61,9 +61,9 @@ class ShardProcess:
         """Serve and follow until the run ends.
 
         Raises:
-            CommunicationError: another process did not come in time.
+            CommunicationError: another process did not connect in time, or no server was found in time.
         """
-        self._rendezvous.remove_replica(self._server, self._replica)  # the copy of the process before this one is gone
+        self._rendezvous.remove_replica(self._server, self._replica)  # its copy ended with the process before this one
         last_contact = time.monotonic()
         while not self._rendezvous.is_over(self._server):
             record = self._rendezvous.record(self._server)

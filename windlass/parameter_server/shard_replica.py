@@ -30,11 +30,11 @@ class ShardReplica:
     Args:
         layout: the model's layout.
         server: number of the shard.
-        replica: number of this process among those of the shard.
+        replica: number of this process among the processes of the shard.
         workers: number of workers at the start.
-        settings: those of the job.
-        make_optimizer: builds the optimizer of the shard.
-        rendezvous: the job's store.
+        settings: settings of the job.
+        make_optimizer: function that builds the optimizer of the shard.
+        rendezvous: connection to the job's store.
     """
 
     def __init__(
@@ -54,19 +54,20 @@ class ShardReplica:
 
     @property
     def has_copy(self) -> bool:
-        """True if the content of the last server that was followed has arrived."""
+        """True if the content of the shard has arrived from the server that was followed last."""
         return self._shard is not None
 
     @property
     def version(self) -> int:
-        """Number of updates."""
+        """Number of updates so far."""
         return self._clock.version
 
     def follow(self, address: ServerAddress) -> TakenShard | None:
         """Make the updates of a server until it is lost.
 
         Returns:
-            The shard, if this process has taken it over; None: another one has, or the run has ended.
+            The shard, if this process has taken it over. None if another process has taken it over, if the run has
+            ended, or if the server was lost before its content had arrived.
 
         Raises:
             CommunicationError: the server has another model or other settings.

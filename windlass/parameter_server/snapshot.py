@@ -43,7 +43,7 @@ def write_snapshot(path: Path, content: dict[str, Any]) -> None:
 def remove_unfinished(path: Path) -> None:
     """Remove the temporary files of snapshots at `path` whose processes were killed.
 
-    A process that was only stopped, and replaced meanwhile, cannot rename its file over a newer snapshot then.
+    Without its temporary file, a process that was suspended and replaced cannot overwrite a newer snapshot.
     """
     for left in temporary_paths_beside(path):
         left.unlink(missing_ok=True)
@@ -53,18 +53,21 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     """Return what `write_snapshot` wrote.
 
     Raises:
-        CheckpointError: the file is not a snapshot, of another version, or damaged.
+        CheckpointError: the file has another format version.
+        StorageError: the file is damaged, or not a safetensors file.
+        KeyError: the file is not a snapshot.
     """
     tensors, metadata = read_tensors(path)
     return decode_content(metadata[_DATA], tensors)
 
 
 def read_data(path: Path) -> dict[str, Any]:
-    """Return what `write_snapshot` wrote, with None for each tensor: only the head of the file is read.
+    """Return what `write_snapshot` wrote, with None for each tensor: only the header of the file is read.
 
     Raises:
-        CheckpointError: the file is of another version.
+        CheckpointError: the file has another format version.
         SafetensorsHeaderError: the file is damaged.
+        KeyError: the file is not a snapshot.
     """
     with open_regular(path) as file:
         header = read_safetensors_header(file)
@@ -72,7 +75,7 @@ def read_data(path: Path) -> dict[str, Any]:
 
 
 def encode_content(content: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """Return `content` as JSON, and its tensors by their names in it.
+    """Return `content` as JSON text, and its tensors by their names in the text.
 
     Raises:
         CheckpointError: `content` has a value of a type that `write_snapshot` does not list.

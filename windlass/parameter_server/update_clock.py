@@ -1,4 +1,4 @@
-"""Order of pushes and pulls of one server: which gradients make an update, and which pull has to wait. No I/O."""
+"""Order of the pushes and pulls of one server: which gradients make an update, and which pulls must wait. No I/O."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class PushResult(Enum):
 
     WAITS = 0  # the gradients of other workers are missing
     COMPLETES = 1  # an update can be made now
-    DROPPED = 2  # its step was completed without it
-    TOO_OLD = 3  # more updates than `max_age` since its pull
-    COUNTED = 4  # it is in an update already: it was sent again to the process that took over
+    DROPPED = 2  # the synchronous update of its step was made without the gradient
+    TOO_OLD = 3  # more than `max_age` updates were made since the worker's pull
+    COUNTED = 4  # the gradient is in an update already: the worker sent it again to a process that took over
 
 
 @dataclass
@@ -24,12 +24,13 @@ class UpdateClock:
     """Versions of a server's parameters, and the steps of its workers.
 
     Attributes:
+        workers: number of workers at the start.
         version: number of updates so far.
-        steps: number of pushes of each live worker, and of those that this process has yet to hear from.
-        waiting: numbers of the pushes that are here for the next synchronous update, by worker.
-        counted: number of each worker's last push that is in an update.
+        steps: number of pushes of each connected or absent worker.
+        waiting: for each worker, the number of its push that waits for the next update.
+        counted: for each worker, the number of its last push that is in an update.
         retired: workers that have left by `close`: synchronous updates no longer need them.
-        absent: workers that have not connected with this process, and may yet do so.
+        absent: workers that have not connected with this process yet.
     """
 
     settings: ParameterServerSettings
@@ -55,11 +56,11 @@ class UpdateClock:
         return self.settings.mode == "synchronous" and len(self.waiting) >= self.needed
 
     def begin(self) -> None:
-        """Begin a run: no worker has made a step, so each holds the others of a bounded run until it connects."""
+        """Begin a run with 0 steps for each worker, so that in bounded mode no worker gets far ahead of absent ones."""
         self.counted, self.steps = {}, dict.fromkeys(self.absent, 0)
 
     def take_over(self, retired: Collection[int]) -> None:
-        """Continue in place of a process that was lost: its workers come back one after the other.
+        """Continue in place of a process that was lost, whose workers connect again one after the other.
 
         Args:
             retired: the workers that have left by `close`.
@@ -74,23 +75,24 @@ class UpdateClock:
         In synchronous mode, a restored server with an older version than its workers continues at their version.
 
         Args:
-            pulled: the version of its last pull.
-            step: its number of pushes to this shard, as `steps` counts them; -1: it is new.
+            pulled: version of the worker's last pull.
+            step: number of the worker's pushes to this shard, as `steps` counts them; -1: the worker is new.
         """
         if step < 0:
-            self.counted.pop(worker, None)  # belongs to an earlier worker with the same number
+            self.counted.pop(worker, None)  # the entry of an earlier worker with the same number
         if self.settings.mode == "synchronous" and pulled > self.version:
             self.version = pulled
             self.waiting.clear()
         self.absent.discard(worker)
-        # a worker that comes late holds no other worker up
+        # a new worker starts at the smallest count, so that no other worker has to wait for it
         self.steps[worker] = step if step >= 0 else min(self.steps.values(), default=0)
 
     def leave(self, worker: int, *, retires: bool) -> None:
         """Remove a worker: the others no longer wait for it. A gradient that it has pushed still counts.
 
         Args:
-            retires: it has left by `close`; else it was lost, and a synchronous update still needs it.
+            retires: True if the worker has left by `close`. Otherwise it was lost, and synchronous updates still need
+                its gradients.
         """
         self.steps.pop(worker, None)
         self.absent.discard(worker)
@@ -120,7 +122,7 @@ class UpdateClock:
         return PushResult.COMPLETES
 
     def complete(self, counted: Mapping[int, int]) -> None:
-        """Register an update with these pushes, by worker."""
+        """Register an update. `counted` has the number of the push of each worker that is part of the update."""
         self.version += 1
         self.counted |= counted
         self.waiting.clear()
@@ -129,7 +131,7 @@ class UpdateClock:
         """Return True if a worker may have the parameters now.
 
         Args:
-            wanted: the least version, in synchronous mode.
+            wanted: lowest version that the worker accepts, in synchronous mode.
         """
         if self.settings.mode == "synchronous":
             return self.version >= wanted
@@ -139,7 +141,7 @@ class UpdateClock:
         return own - min(self.steps.values(), default=own) <= self.settings.staleness
 
     def stuck_because(self) -> str:
-        """Return the reason for which no synchronous update can follow; empty if one can."""
+        """Return the reason for which no further synchronous update is possible; an empty text if one is possible."""
         if self.settings.mode != "synchronous":
             return ""
         able = len(self.waiting.keys() | self.steps.keys() | self.absent)

@@ -24,13 +24,17 @@ from windlass.parameter_server.update_clock import PushResult
 T = TypeVar("T")
 
 _PAUSE = 0.02
-_LEAST_WAIT = 1.0  # seconds of a call
+_LEAST_WAIT = 1.0  # minimum seconds to wait for the answer to a call
 _FIRST_CALL_SHARE = 8
-"""The first call of a server waits for an eighth of `connect_seconds`, each later one twice as long, up to all."""
+"""The first call of a server waits for an eighth of `connect_seconds`; each further call waits twice as long as the one
+before, up to `connect_seconds`."""
 
 
 class StalePushError(CommunicationError):
-    """Gradient that was refused because its parameters are too old (`max_age`). Pull, and compute it again."""
+    """Gradient that a server refused, because it was computed from parameters that are too old (`max_age`).
+
+    Pull, and compute the gradient again.
+    """
 
 
 class ServerLostError(CommunicationError):
@@ -51,7 +55,8 @@ class ParameterServerWorker:
     Attributes:
         index: number of the worker.
         pushes: number of gradients pushed.
-        dropped: number of those that arrived after their synchronous update (`backup_workers`).
+        dropped: number of pushed gradients that a server dropped, because they arrived after their synchronous update
+            (`backup_workers`).
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class ParameterServerWorker:
         self._steps = dict.fromkeys(self._servers, -1)
         # version, number and gradient of a push that is not yet in a version that was pulled
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
-        self._silent = set[int]()  # servers that were lost because no heartbeat came, and may continue
+        self._silent = set[int]()  # servers that were lost because no heartbeat came, and may still run
         self._closed_bytes, self._has_left = [0, 0], False
         for server in self._servers:
             self._connect(server, settings.connect_seconds, "")
@@ -88,7 +93,7 @@ class ParameterServerWorker:
         return self._closed_bytes[1] + sum(link.bytes_received for link in self._links.values())
 
     def pull(self) -> int:
-        """Receive the parameters into the model, and return their version.
+        """Receive the parameters into the model, and return their version, as `version` does.
 
         In synchronous mode this waits for the update with this worker's last gradient; in bounded mode, until the
         slowest worker is at most `staleness` steps behind.
@@ -104,8 +109,8 @@ class ParameterServerWorker:
     def push(self) -> bool:
         """Send the gradients of the model's parameters to the servers, and clear them.
 
-        Each server decides for its shard alone: if one drops or refuses a gradient, or is lost, others may have used
-        their parts of it.
+        Each server decides for its own shard: if one server drops or refuses its part of a gradient, or is lost, other
+        servers may have used their parts.
 
         Returns:
             False if the gradient was dropped because its synchronous update was made without it.
@@ -118,7 +123,8 @@ class ParameterServerWorker:
         self._check_gradients()
         gradients = [self._gradient_of(server) for server in self._servers]
         results = []
-        # Also if a server fails: another one that has this gradient would drop the next one under the same number.
+        # Counted even if a server fails below: the servers that have this gradient would treat a next gradient with the
+        # same number as a repetition.
         self.pushes += 1
         for server in self._servers:
             self._last[server] = (self._pulled[server], self.pushes, gradients[server])
@@ -139,7 +145,7 @@ class ParameterServerWorker:
 
     def close(self) -> None:
         """Leave the run. The servers end when all workers have left."""
-        # by this a server that does not read the BYE, as one that has yet to take over, learns that the worker retired
+        # recorded in the store too, for servers that do not receive BYE, e.g. a replica that takes over later
         self._rendezvous.leave(self.index, retires=True)
         for link in self._links.values():
             try:
@@ -158,10 +164,13 @@ class ParameterServerWorker:
         self.close()
 
     def _connect(self, server: int, seconds: float, cause: str) -> None:
-        """Connect with the newest server of a shard, of a later generation than the last one, within the time limit.
+        """Connect with the newest server of a shard within `seconds`.
 
-        A server that did not answer in time is called again, unless another one has taken its place: it may be slow.
-        So is one whose heartbeats did not come: it may have been suspended.
+        A lost server is not called again, unless only its heartbeats were missing: it may have been suspended. A server
+        that does not answer a call in time is called again, since it may be slow, until another process replaces it.
+
+        Args:
+            cause: reason for which the last server was lost, for the error.
         """
         began, before, is_silent, calls = time.time(), self._addresses.get(server), server in self._silent, 0
         since = began - self._settings.heartbeat_seconds if is_silent else began
@@ -186,7 +195,7 @@ class ParameterServerWorker:
             return
 
     def _require_store(self, server: int, since: float, cause: str) -> None:
-        """Raise ServerLostError unless the job's store answers, which the process of a lost server may serve."""
+        """Raise ServerLostError if the job's store does not answer: the lost process may have served the store."""
         if not self._rendezvous.has_store(self._settings.heartbeat_seconds):
             raise self._lost(server, since, f"{cause}, and the job's store at {self._rendezvous.where} does not answer")
 
@@ -204,13 +213,13 @@ class ParameterServerWorker:
         link.idle = timedelta(seconds=self._settings.heartbeat_seconds)
         link.send([MessageKind.HELLO, self.index, pulled, step, layout.fingerprint, self._settings.fingerprint])
         version, self._steps[server], *_ = self._receive(link, MessageKind.WELCOME)
-        # Only now: a server that is too slow for this call can still be reached by the next one.
+        # Set only after the answer, so that a server that is too slow for this call can be called again.
         self._addresses[server] = address
         self._links[server] = link
         self._silent.discard(server)
         last = self._last.get(server)
         if last is not None and synchronous and version <= last[0]:
-            self._push_to(server)  # the server that was lost may have had it
+            self._push_to(server)  # only the lost server may have received this push
 
     def _with_server(self, server: int, action: Callable[[], T]) -> T:
         """Run an exchange with a server. If the server is lost, connect with the one that replaces it, and repeat."""
@@ -294,7 +303,7 @@ class ParameterServerWorker:
     def _rows_of(
         self, grad: torch.Tensor | None, begin: int, end: int, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of a sparse gradient that lie in a fragment, numbered within it."""
+        """Return the gradient's rows in `[begin, end)`: indices `[k]`, counted from `begin`, and values `[k, row]`."""
         if grad is None:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, tensor.shape[-1], dtype=self._layout.dtype)
         grad = grad.coalesce() if grad.is_sparse else grad.to_sparse(1).coalesce()

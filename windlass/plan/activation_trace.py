@@ -1,10 +1,10 @@
 """Trace of one forward and backward without memory: bytes that live at each moment, and the order of blocks.
 
 [Note: traced memory] The model runs on tensors that have shapes and no memory (`FakeTensorMode`, so that a CPU's
-kernels are chosen as in a run: attention by SDPA saves what its fused kernel saves). Every storage that an operator
-creates counts from its creation until it is freed, which includes what autograd saves, gradients on their way, and
-temporary tensors of losses; what a kernel allocates inside itself is not seen. Gradients leave `.grad` as they arrive,
-as in a run with `contiguous_gradients`.
+kernels are chosen as in a run: SDPA saves the tensors that its fused kernel saves). Every storage that an operator
+creates counts from its creation until it is freed: tensors that autograd saves, intermediate gradients, temporary
+tensors of losses. Memory that a kernel allocates internally does not count. A gradient is removed from `.grad` as soon
+as it is complete, as in a run with `contiguous_gradients`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MemoryEvent:
         phase: `forward` or `backward`.
         kind: `begin` or `end` of a block's part of the phase, or `gradient` of a parameter.
         name: Name of the block's module, or of the parameter.
-        peak: Largest number of live bytes since the event before.
+        peak: Largest number of live bytes since the previous event.
         live: Live bytes at the event.
     """
 
@@ -66,14 +66,14 @@ class ActivationTrace:
     """Memory of one forward and backward of a micro-batch, in bytes, without parameters and their gradient buffers.
 
     Attributes:
-        events: All events in their order. The last one of each phase has the kind `done`; a pipeline has one for each
-            forward and backward of its schedule.
+        events: All events in their order. The last event of each phase has the kind `done`; a pipeline has one such
+            event for each forward and backward of its schedule.
         saved: Live bytes at the end of the forward: tensors that autograd saved, and the output. For a pipeline's
             schedule, the largest number at the end of a forward.
         saved_by_autograd: The part of `saved` that autograd saved, without parameters. For a pipeline, the sum over all
             forwards.
-        inputs: Bytes of the batch.
-        storages: Storages as they come and go, and the ends of blocks, see `HeapModel.run`.
+        inputs: Bytes of the batch; for a pipeline, of all batches of its schedule.
+        storages: Log of created and freed storages and of the ends of blocks, in the format of `HeapModel.run`.
     """
 
     events: list[MemoryEvent] = field(default_factory=list)
@@ -99,7 +99,7 @@ class _LiveStorages(TorchDispatchMode):
     """Dispatch mode that counts the bytes of all storages that operators create, until they are freed.
 
     Args:
-        log: List to which the storages are added as they come and go.
+        log: List that receives (number, bytes) of each created storage, and (number, 0) when the storage is freed.
     """
 
     def __init__(self, log: list[tuple[int, int]]) -> None:
@@ -122,7 +122,8 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0] in self._unmet:
                 return False
-            # No values exist. True for a condition, by which transformers checks that a batch is plain.
+            # No values exist: a condition reads as True, as transformers checks by it that a batch is plain; a float
+            # reads as 1.0, an integer as 0.0.
             return args[0].dtype == torch.bool or args[0].new_zeros(()).dtype.is_floating_point * 1.0
         if func is torch.ops.aten._grouped_mm.default:
             result = _grouped_product(*args, **(kwargs or {}))
@@ -131,7 +132,7 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten.rand.default and result.numel() == 1:
             self._draws[result] = None
         elif func in _BELOW and args[0] in self._draws:
-            self._unmet[result] = None  # a draw below a small probability, as LayerDrop's, skips a layer
+            self._unmet[result] = None  # reads as False: a draw below LayerDrop's probability would skip a layer
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()
@@ -159,9 +160,9 @@ class _LiveStorages(TorchDispatchMode):
 def _grouped_product(
     first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    """Return the output of a grouped product, whose rule of shapes torch has for 16 bits only.
+    """Return an empty output of `torch._grouped_mm`. Torch computes its shape for 16-bit factors only.
 
-    Groups that only one factor has are spans of its rows or columns, which end at `offs`.
+    A factor with two dimensions has its groups side by side, as spans of its rows or columns with their ends in `offs`.
     """
     rows, columns = first.shape[-2], second.shape[-1]
     groups = first.shape[0] if first.dim() == second.dim() == 3 else None
@@ -201,17 +202,18 @@ def trace_step(
     """Trace a forward and backward of `model`, whose parameters may be on the meta device.
 
     Args:
-        make_batch: Makes the keyword arguments, one positional argument, or `ForwardArguments` of the forward. Only
-            shapes matter.
+        make_batch: Function that returns the forward's keyword arguments (a dict), its one positional argument, or
+            `ForwardArguments`. Only shapes matter.
         blocks: Names of the modules whose begin and end are events.
         param_dtype: Dtype of floating-point parameters; None: each keeps its own.
-        autocast_dtype: Dtype of `torch.autocast`; None: there is none.
-        trains: False: a forward without gradients.
+        autocast_dtype: Dtype of `torch.autocast`; None: no autocast.
+        trains: False: trace a forward without gradients, and no backward.
 
     Raises:
-        ModelError: the forward or backward depends on values, as a mixture of experts does. Names the module.
+        ModelError: shapes in the forward or backward depend on values, as with experts that are called one by one. The
+            message names the module.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a script
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # the forward may use constant tensors from outside the mode
     meta_model = copy_without_memory(model, mode, param_dtype)
     recorder = _TraceRecorder(meta_model, set(blocks))
     try:
@@ -268,9 +270,9 @@ def trace_pipeline(
         make_batch, blocks, param_dtype, autocast_dtype: See `trace_step`.
 
     Raises:
-        ModelError: a forward or backward depends on values. Names the module.
+        ModelError: shapes in a forward or backward depend on values. The message names the module.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a script
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # the forward may use constant tensors from outside the mode
     meta_model = copy_without_memory(model, mode, param_dtype)
     stages = get_pipeline_stages(meta_model)
     assert stages is not None, "the model was not split into stages"
@@ -350,7 +352,7 @@ class _TraceRecorder:
             self._record("begin", name)
             if self._phase == FORWARD:
                 for tensor in iterate_tensors((args, kwargs)):
-                    if tensor.requires_grad:  # its gradient is complete once the block's backward is
+                    if tensor.requires_grad:  # the input's gradient is complete at the end of the block's backward
                         tensor.register_hook(lambda _: self._record("end", name))
 
         return hook
@@ -358,7 +360,7 @@ class _TraceRecorder:
     def _after_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._phase == BACKWARD:
-                return  # a recomputation, after which the block's backward follows at once
+                return  # end of a recomputation: the backward of the same block follows at once
             self._record("end", name)
             for tensor in iterate_tensors(output):
                 if tensor.requires_grad:
@@ -421,10 +423,10 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _plain_masks() -> Iterator[None]:
-    """Let transformers choose the mask of a plain batch, as in a run. Code that looks at addresses gets 0.
+    """Let transformers choose the mask of a plain batch, as in a run. Data pointers read as 0, without a warning.
 
-    For tensors without values transformers would build a mask `[batch, 1, length, length]`, in case several documents
-    are packed into one sequence, which transformers otherwise derives from the values of the positions.
+    In a run transformers detects from the values of the positions that several documents are packed into one sequence.
+    For tensors without values it would build a mask `[batch, 1, length, length]` in any case.
     """
     try:
         from transformers import masking_utils
@@ -441,7 +443,7 @@ def _plain_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_shape_errors() -> Iterator[None]:
-    """Keep torch from logging the traceback of an operation that fails without values: the error names it."""
+    """Keep torch from logging the traceback of an operation that fails without values: `ModelError` reports it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)

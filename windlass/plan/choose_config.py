@@ -1,10 +1,10 @@
 """Ladder of configurations, from the fastest to the smallest: the first one that fits is chosen.
 
 [Note: order of the ladder] With one micro-batch a step, stages 0 to 2 send the same bytes, and stage 3 half as much
-again; activation checkpointing computes each layer's forward twice; offloaded states cross the link to the host once a
-step, offloaded parameters twice, and NVMe is slower than the link. So the ladder raises the stage, then checkpoints,
-then offloads states, then parameters, then moves states and parameters to NVMe. The order is that of the tutorials of
-ZeRO, not of measured times.
+again; activation checkpointing computes each layer's forward twice; with offloaded states, gradients and new parameters
+cross the link to the host once a step; offloaded parameters cross the link twice; NVMe is slower than the link. So the
+ladder raises the stage, then checkpoints activations, then offloads states, then parameters, then moves states and
+parameters to NVMe. The order follows the tutorials of ZeRO, not measured times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Rung:
     Attributes:
         stage: ZeRO stage.
         checkpointing: Activations are checkpointed.
-        states, parameters: Tier of optimizer states and of parameters, as `offload_*.device` has it.
+        states, parameters: Tier of optimizer states and of parameters: `none`, `cpu` or `nvme`, as in
+            `offload_*.device`.
     """
 
     stage: int
@@ -77,8 +78,8 @@ class TriedRung:
     """Rung with its predicted memory.
 
     Attributes:
-        missing: Bytes beyond the limit, by place; empty: it fits.
-        config: The configuration.
+        missing: Bytes beyond the limit, by place (`device`, `host`, `disk`); empty: the rung fits.
+        config: Configuration of the rung.
     """
 
     rung: Rung
@@ -96,7 +97,7 @@ class RefusedRung:
     """Rung that `initialize` refuses, so that its memory is not planned.
 
     Attributes:
-        problem: First problem of its configuration.
+        problem: First problem of the rung's configuration.
     """
 
     rung: Rung
@@ -164,7 +165,7 @@ def choose_config(
         raw: The user's configuration. Its stage, offload sections and `activation_checkpointing.enabled` are replaced,
             everything else is kept.
         nvme_path: Path of NVMe offload; None: NVMe is left out, unless `raw` names a path.
-        on_tried: Called with each rung once it is planned.
+        on_tried: Function that is called with each rung once its memory is planned.
 
     Raises:
         ConfigError: every rung is refused, or the batch or the axes do not fit the ranks.
@@ -196,14 +197,14 @@ def choose_config(
 
 
 def load_supported(raw: dict[str, Any]) -> tuple[Config, str]:
-    """Return the configuration, and the first reason for which `initialize` refuses it; empty: there is none."""
+    """Return the configuration, and the first reason for which `initialize` refuses it; empty if it is accepted."""
     found = validate_config(raw)
     reasons = [*found.problems, *found.config.refusals()]
     return found.config, str(reasons[0]) if reasons else ""
 
 
 def missing_bytes(plan: MemoryPlan, limits: RankLimits) -> dict[str, int]:
-    """Return the bytes by which a plan exceeds each limit; empty: it fits."""
+    """Return, by place, the bytes by which a plan exceeds its limits; empty if the plan fits."""
     pairs = [(place, limits.of(place)) for place in PLACES]
     return {place: plan.peak(place) - most for place, most in pairs if most is not None and plan.peak(place) > most}
 

@@ -1,13 +1,12 @@
-"""Model of glibc's malloc: how far its heap grows while blocks of memory come and go.
+"""Model of glibc's malloc: growth of its heap while blocks of memory are allocated and freed.
 
-[Note: fragmentation of the heap] Torch asks for memory at multiples of 64 bytes. glibc (before 2.38) then looks for a
-hole with 96 bytes more than a block needs, and gives back what is left before and behind it. Small objects, such as
-nodes of
-autograd, take these remainders, so the hole that a block leaves is too small for the next block of its size: that one
-takes a larger hole, or the heap grows. A remainder is free again once its object is, in this model at the end of the
-forward or backward of a module. The remainders that were freed last are not merged even then: malloc caches seven of
-each size for small objects. These rules were fitted to measured heaps (`bench/plan.py`) and differ from malloc's in
-detail.
+[Note: fragmentation of the heap] Torch requests memory at multiples of 64 bytes. glibc (before 2.38) then searches for
+a hole with 96 bytes more than a block needs, and frees the remainders before and behind the block. Small objects, such
+as nodes of autograd, take these remainders, so the hole that a freed block leaves is too small for the next block of
+the same size: the next block takes a larger hole, or the heap grows. A remainder is free again when its small object is
+freed; in this model, at the end of the forward or backward of a module. Even then the remainders that were freed last
+are not merged into holes: malloc caches seven of each size for small objects. These rules were fitted to measured heaps
+(`bench/plan.py`) and differ from malloc's in detail.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _REMAINDER = 96  # bytes that glibc's search adds to a block: the alignment of 6
 _CACHED = 21  # remainders that malloc caches for small objects: seven of each of three sizes
 
 BLOCK_ENDED = (0, 0)
-"""Entry of a log of blocks: the forward or backward of a module has ended."""
+"""Entry of a log of allocations: the forward or backward of a module has ended."""
 
 
 class HeapModel:
     """Model of a heap that returns no memory to the system and places each block in the smallest hole that fits it.
 
     Attributes:
-        extent: Bytes from its start to its highest end so far.
+        extent: Bytes from the heap's start to its highest end so far.
     """
 
     def __init__(self) -> None:
@@ -39,13 +38,14 @@ class HeapModel:
         self._begins: dict[int, int] = {}  # start of a hole by its end
         self._blocks: dict[int, tuple[int, int]] = {}  # start and bytes by the number of a block
         self._taken: list[int] = []  # starts of remainders that small objects occupy
-        self._cached: list[int] = []
+        self._cached: list[int] = []  # starts of remainders that malloc caches
 
     def run(self, log: Iterable[tuple[int, int]]) -> None:
-        """Run a step, and free the blocks that it leaves.
+        """Replay the allocations of a step, then free its blocks that are still allocated.
 
         Args:
-            log: Number of a block and its bytes, 0 bytes where it is freed; or `BLOCK_ENDED`.
+            log: Pairs (number of a memory block, its bytes when it is allocated, or 0 when it is freed), and
+                `BLOCK_ENDED`.
         """
         numbers: dict[int, None] = {}
         for number, nbytes in log:
@@ -62,7 +62,7 @@ class HeapModel:
         self._release()
 
     def allocate(self, number: int, nbytes: int) -> None:
-        """Place a block, which stays until it is freed by its number."""
+        """Place a memory block of `nbytes` under `number`. Only blocks that `run` allocates are freed."""
         chunk = max(_SMALLEST, -(-(nbytes + _HEADER) // _GRAIN) * _GRAIN)
         needed = chunk + _REMAINDER
         at = bisect_left(self._by_size, (needed, 0))

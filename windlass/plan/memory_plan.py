@@ -1,4 +1,4 @@
-"""Memory of one rank, by moment of a run and by kind: device, host and disk. Plain data."""
+"""Memory of one rank by moment of a run, place (device, host, disk) and kind (such as gradients). Plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOMENTS = ("init", "load", "forward", "backward", "step", "save")
-"""The model is built; `initialize` lays it out; a forward, a backward and a step, from the second step on; a save."""
+"""Construction of the model; `initialize`; forward, backward and step, each from the second step on; a save."""
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 SLACK = "allocator slack"
@@ -16,10 +16,10 @@ Amounts = dict[str, int]  # bytes by kind
 
 @dataclass
 class MomentMemory:
-    """Bytes at the peak of one moment, by kind.
+    """Bytes at the peak of one moment: for each place, the bytes of each kind.
 
     Attributes:
-        device: Memory of the device; empty on a CPU, whose memory is the host's.
+        device: Memory of the device; empty on a CPU, where all memory is the host's.
         host: Memory of the host that belongs to this rank: a page that n ranks share counts 1/n.
         disk: Space on the NVMe tier and, in a save, of the checkpoint.
     """
@@ -43,10 +43,10 @@ class MemoryPlan:
     """Predicted memory of one rank.
 
     Attributes:
-        world_size: Number of ranks; all of them have the same memory.
-        parameters: Number of elements of the model.
-        micro_batch, length: Shape of the traced batch.
-        moments: Memory by moment.
+        world_size: Number of ranks. The plan is for one rank; in a pipeline, for a rank of the stage that needs most.
+        parameters: Number of elements of the whole model's parameters.
+        micro_batch, length: Samples of the traced micro-batch, and tokens of a sample.
+        moments: Memory at each of `MOMENTS`.
         notes: Assumptions, and memory that is not counted.
     """
 
@@ -66,7 +66,7 @@ class MemoryPlan:
         return max(self.moments, key=lambda moment: self.moments[moment].total(place))
 
     def kinds(self, place: str) -> list[str]:
-        """Return the kinds that a place has at any moment, in the order of their first one."""
+        """Return the kinds that a place has at any moment, in the order of their first appearance."""
         return list(dict.fromkeys(kind for one in self.moments.values() for kind, n in one.of(place).items() if n))
 
     def as_json(self) -> dict[str, Any]:

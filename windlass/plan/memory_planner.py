@@ -1,11 +1,11 @@
 """Prediction of the memory of a run from its layout and a trace of its forward and backward.
 
 [Note: planned memory] Parameters, gradients, master weights and states follow from the engine's own layout, so their
-bytes are exact. Activations come from [Note: traced memory], and full parameters that are unsharded for a block from
-the order of blocks in the trace, with the engine's prefetcher. Freed memory stays with the allocator, on a GPU all of
-it, on a CPU what malloc holds ([Note: freed memory on CPU]): it counts as allocator slack from the second step on.
-Holes of malloc's heap follow from a model of it ([Note: fragmentation of the heap]), in which the blocks of the trace
-come and go. Workspaces of a CPU's kernels cannot be computed: they are a measured share of the heap.
+bytes are exact. Activations come from [Note: traced memory]. Unsharded parameters follow from the order of blocks in
+the trace and from the engine's prefetcher. Freed memory that stays with the allocator counts as allocator slack from
+the second step on: on a GPU all of it, on a CPU the part that malloc keeps ([Note: freed memory on CPU]). Holes of
+malloc's heap follow from a replay of the trace's allocations on a model of the heap ([Note: fragmentation of the
+heap]). Workspaces of a CPU's kernels cannot be computed: they are a measured share of the heap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from windlass.zero.update.compressed_phase import SERVER_ERROR
 from windlass.zero.update.update_chunk import make_chunks
 
 HOLES = "holes and workspaces"
-"""Holes of malloc's heap that no later tensor fits into, and memory inside of a CPU's kernels."""
+"""Holes of malloc's heap that no later tensor fits into, and workspaces of a CPU's kernels."""
 _WORKSPACES = 0.05  # fraction of the heap: fitted to the measurements of bench/plan.py
 _STEPS = 3  # the heap hardly grows after these steps
 
@@ -45,8 +45,8 @@ class MemoryPlanner:
 
     Args:
         model: The model, possibly on the meta device.
-        layout: Its layout under `config`.
-        trace: Trace of a micro-batch.
+        layout: Layout of the model on one rank under `config`.
+        trace: Trace of a micro-batch, or of a pipeline's schedule.
         sharded_init: The model is built under `zero.Init` or `from_pretrained`, so no rank ever has all of it.
     """
 
@@ -166,7 +166,8 @@ class MemoryPlanner:
         yield place, "per-rank states", sum(of_keys) * torch.float32.itemsize
 
     def _built_bytes(self, total: int) -> int:
-        """Return the bytes of a model of `total` bytes before it is sharded."""
+        """Return the bytes that a rank holds of a model of `total` bytes once it is built: all of them; with sharded
+        init, the rank's shards and one full unit."""
         if self._sharded_init:
             largest = max((unit.numel * plan.dtype.itemsize for unit, plan in self._pairs()), default=0)
             return largest + total // max(self._layout.group_size(u) for u in self._layout.units)
@@ -197,14 +198,14 @@ class MemoryPlanner:
             now: Held = defaultdict(int, done)
             for key, nbytes in own.items():
                 now[key] += nbytes
-            # Values are collected in the dtype that they had, except where they are collected in `full` itself.
+            # Values are collected in the unit's buffer; if it is shared or has another dtype, in a temporary buffer.
             in_place = unit.dtype == plan.dtype and not layout.is_shared(unit)
             temporary = 0 if in_place else unit.layout.padded * plan.dtype.itemsize
             if layout.frees_memory(unit):
                 temporary += unit.nbytes
             now[self._device, "values on their way"] += temporary
             now[HOST, "model as built"] += waiting
-            # The values of units on NVMe are on their way to the disk, as far as its limit allows.
+            # Values of earlier units on NVMe may still wait in the staging memory, up to its limit.
             now[HOST, "staging"] += min(layout.staging, page_up(on_disk))
             found = self._moment(now)
             total = found.total(DEVICE) + found.total(HOST)
@@ -254,7 +255,7 @@ class MemoryPlanner:
             if layout.target.has_own_memory and size > 1:
                 nbytes += unit.layout.padded // size * wire.itemsize  # NCCL's sum, until it is scaled into the shard
             elif not layout.shares_memory and size > 1:
-                # A wire receives the parts of the peers, in chunks of `reduce_bucket_size`.
+                # Without shared memory, a rank receives the parts of its peers in chunks of `reduce_bucket_size`.
                 numel = min(unit.layout.padded, settings.wire_options.reduce_chunk)
                 nbytes = (numel * wire.itemsize if casts else 0) + numel * (size - 1) // size * wire.itemsize
             most = max(most, nbytes)
@@ -273,7 +274,7 @@ class MemoryPlanner:
             temporary += largest * widest.itemsize
         offloaded = [c for c in chunks if c.tier is not Tier.DEVICE]
         if offloaded and layout.target.has_own_memory:
-            # Gradients stay in host memory, and new parameters travel to the device in their own dtype.
+            # Gradients stay in host memory; new parameters are copied to the device in their own dtype.
             lowered = max(c.numel * c.unit.dtype.itemsize for c in offloaded)
             _add(now, HOST, "temporary tensors", 2 * lowered)
         _add(now, self._device, "temporary tensors", temporary)
@@ -281,7 +282,7 @@ class MemoryPlanner:
         return self._moment(now)
 
     def _add_staging(self, now: Held) -> None:
-        """Add the host memory that stages NVMe transfers, which fills as far as its limit and the data allow."""
+        """Add the host memory that stages NVMe transfers: the bytes on disk, but at most the staging limit."""
         on_disk = sum(nbytes for (place, _), nbytes in now.items() if place == DISK)
         if on_disk:
             _add(now, HOST, "staging", min(self._layout.staging, page_up(on_disk)))
@@ -298,7 +299,7 @@ class MemoryPlanner:
             ranks = self._layout.units[0].dp_group.mesh.data.size
             resident, everything = resident // ranks, everything // ranks
         own = sum(nbytes for (_, kind), nbytes in held.items() if kind == "per-rank states")
-        resident, everything = resident + own, everything + own  # each rank saves all of its own
+        resident, everything = resident + own, everything + own  # each rank saves all its per-rank states
         if self._config.checkpoint.async_save:
             _add(now, HOST, "copy of the checkpoint", resident)
         _add(now, DISK, "checkpoint", everything)
@@ -348,9 +349,10 @@ class MemoryPlanner:
 
 
 def unsharded_bytes(layout: PlannedLayout, trace: ActivationTrace) -> list[int]:
-    """Return, for each event of the trace, the largest bytes of unsharded parameters since the event before.
+    """Return, for each event of the trace, the bytes of unsharded parameters between the previous event and this one.
 
-    The engine's prefetcher decides what is gathered ahead and what is kept, as in the second step of a run.
+    The engine's prefetcher selects the units that are unsharded ahead and those that are kept. Each figure is the
+    larger one of the first step, in which the prefetcher records the order of units, and of the second step.
     """
     if layout.unshards_per_step:
         held = sum(unit.nbytes for unit in layout.units if layout.frees_memory(unit))
@@ -376,13 +378,13 @@ class _UnshardedRun:
     def __init__(self, layout: PlannedLayout, prefetcher: Prefetcher, of_block: dict[str, list[Unit]]) -> None:
         self._layout, self._prefetcher, self._of_block = layout, prefetcher, of_block
         self._units = [unit for unit in layout.units if unit.reshards]
-        self._in_backward: dict[int, set[str]] = defaultdict(set)  # by unit: blocks whose backward runs
+        self._in_backward: dict[int, set[str]] = defaultdict(set)  # blocks whose backward runs, by unit index
 
     def replay(self, trace: ActivationTrace, *, repeats: bool) -> list[int]:
-        """Return the bytes of unsharded units between each event and the one before.
+        """Return, for each event, the bytes of unsharded units between the previous event and this one.
 
         Args:
-            repeats: The prefetcher has recorded this trace before.
+            repeats: True if the prefetcher has recorded this trace before, as in the second step.
         """
         for unit in self._units:
             unit.shard_state = ShardState.SHARDED

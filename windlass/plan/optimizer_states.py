@@ -1,4 +1,4 @@
-"""States of a configuration's optimizer, for parameters that do not exist: names and bytes."""
+"""Names and bytes of the states of a configuration's optimizer, computed without the model's parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from windlass.optim.optimizer_factory import build_optimizer
 from windlass.optim.update_registry import find_registered_update
 from windlass.zero.update.update_class import update_class
 
-ASSUMED_STATE_BYTES = 8  # two float32 moments, where states are unknown
-_FIRST_SIZE = 8  # sizes of a probe's dimensions begin here and differ, so that each size names one dimension
+ASSUMED_STATE_BYTES = 8  # bytes for each element if the states are unknown: two float32 moments
+_FIRST_SIZE = 8  # a probe's dimensions have sizes from 8 on, all different, so that a size identifies its dimension
 
 
 class _BaseShape:
@@ -28,22 +28,22 @@ class _BaseShape:
 
 
 class OptimizerStates:
-    """States of one parameter, or of one element, under the optimizer of a configuration.
+    """Bytes of the states that a configuration's optimizer keeps for a parameter or a number of elements.
 
     Args:
         dtype: Dtype of the states.
         shards_states: States are sharded over the data-parallel ranks.
 
     Attributes:
-        name: Class of the optimizer; empty: the script brings its own.
+        name: Class of the optimizer; empty if the configuration has none.
         options: Hyper-parameters of the optimizer.
         orthogonalizes: The optimizer distinguishes hidden matrices from other parameters, as Muon does.
-        steps_whole: The optimizer steps whole parameters, and the states of one may have any shape.
+        steps_whole: The optimizer steps whole parameters, and a state may have another shape than its parameter.
         separates_masters: Parameters never serve as master weights.
         reduces_itself: The optimizer takes the local gradients of each rank, in some or all of its steps.
         rank_keys: Names of the states that each rank keeps for all elements, in float32.
-        bytes_per_element: Bytes of the sharded states of an element; for an optimizer of whole parameters the bytes
-            that the engine assumes when it chooses tiers.
+        bytes_per_element: Bytes of the sharded states of an element; for an optimizer that steps whole parameters, the
+            bytes that the engine assumes when it chooses tiers.
         are_assumed: The states are unknown, and `bytes_per_element` is an assumption.
     """
 
@@ -76,14 +76,14 @@ class OptimizerStates:
 
     def of_piece(self, numel: int) -> list[int]:
         """Return the bytes of each state of `numel` elements of a parameter."""
-        wide, narrow = divmod(self.bytes_per_element, self._dtype.itemsize)  # narrow: states that are quantized
+        wide, narrow = divmod(self.bytes_per_element, self._dtype.itemsize)  # narrow: bytes of 8-bit states
         return [numel * self._dtype.itemsize] * wide + ([numel * narrow] if narrow else [])
 
     def of_parameter(self, shape: torch.Size, *, hidden: bool) -> list[int]:
-        """Return the bytes of each state of a parameter, which is stepped whole.
+        """Return the bytes of each state of a parameter that is stepped whole.
 
         Args:
-            hidden: The parameter is a hidden matrix, for Muon.
+            hidden: The parameter is a hidden matrix, which Muon orthogonalizes.
         """
         if self._keys is not None:
             return [shape.numel() * self._dtype.itemsize] * len(self._keys)

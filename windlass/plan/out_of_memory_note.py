@@ -1,9 +1,9 @@
 """Text for an out-of-memory error: predicted memory, actual memory, and the cheapest change that fits.
 
-[Note: order of changes] Changes are tried alone first, from those that cost least time: stages up to 2 send the same
-bytes in a step of one micro-batch; a smaller micro-batch with more accumulation keeps the global batch and the work;
-checkpointing computes each layer's forward twice; stage 3 sends half as much again; offloading is slower than all of
-these. Then the ladder ([Note: order of the ladder]) is walked with a micro-batch of one sample.
+[Note: order of changes] Single changes are tried first, in the order of the time that they cost: stages up to 2 send
+the same bytes in a step of one micro-batch; a smaller micro-batch with more accumulation keeps the global batch and the
+work; checkpointing computes each layer's forward twice; stage 3 sends half as much again; offloading is slower than all
+of these. Then the ladder ([Note: order of the ladder]) is walked with a micro-batch of one sample.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def out_of_memory_note(failed: FailedRun) -> str:
 
 
 def actual_memory(failed: FailedRun) -> str:
-    """Return the memory in use at the error, and the limit."""
+    """Return a text with the memory in use at the error, its peak if known, and the limit."""
     limit = memory_limit(failed)
     of = f" of {_size(limit)}" if limit is not None else ""
     place, emulated = device_memory(failed.device), emulated_device_memory()
@@ -99,7 +99,7 @@ def memory_limit(failed: FailedRun) -> int | None:
 
 def possible_changes(config: dict[str, Any], micro: int, accumulation: int, failed: FailedRun, *, checkpointed: bool,
                      can_checkpoint: bool) -> Iterator[MemoryChange]:  # fmt: skip
-    """Yield single changes from the cheapest to the dearest, see [Note: order of changes]."""
+    """Yield single changes in the order of their cost, see [Note: order of changes]."""
     stage = failed.config.zero_optimization.stage
     has_ranks = failed.world_size > 1
     for higher in range(stage + 1, 3) if has_ranks else ():
@@ -154,7 +154,7 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
     raw = failed.config.raw
     batch = failed.config.resolve_batch(failed.world_size)
     model = planning_copy(failed.model)
-    # Transformers has the flag on each module; its property of the whole model changes its name.
+    # Transformers sets this flag on each module; the model-wide property has different names in different versions.
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in failed.model.modules())
     limit, place = memory_limit(failed), DEVICE if failed.has_own_memory else HOST
     length = (
@@ -184,7 +184,7 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
     for change in possible_changes(raw, batch.micro, batch.accumulation, failed, **options):
         config, problem = load_supported(change.config)
         if problem:
-            continue  # initialize would refuse it
+            continue  # initialize would refuse this configuration
         changed = _plan(model, config, run, traces, checkpointing=change.checkpointing)
         if changed.peak(place) <= most:
             return [*lines, f"cheapest change that fits: {change.text}; predicted {_peak_text(changed, place)}"]

@@ -1,4 +1,4 @@
-"""Plan of a run: from a model and a configuration to the memory of a rank."""
+"""Memory plan of a rank for a model and a configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from windlass.plan.planned_model import language_batch
 from windlass.plan.rank_limits import RankLimits
 from windlass.zero.setup.tier_choice import TierMemory
 
-_MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after this many micro-batches for each stage
+_MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after 3 micro-batches for each stage
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class RunShape:
     Attributes:
         world_size: Number of ranks.
         length: Tokens of a sample.
-        target: Machine.
+        target: Device and transport of the ranks.
         sharded_init: The model is built under `zero.Init` or `from_pretrained`.
-        activations: Bytes of activations of a micro-batch, if the model cannot be traced; None: trace it.
-        make_batch: Returns, for a micro-batch and a length, a function that makes a batch.
-        limits: Memory of a rank, for which `offload` chooses tiers.
+        activations: Bytes of activations of a micro-batch, for a model that cannot be traced; None: trace the model.
+        make_batch: Function that returns, for a micro-batch size and a length, a function that makes a batch.
+        limits: Memory of a rank; `offload` chooses tiers that fit into it.
     """
 
     world_size: int = 1
@@ -63,7 +63,7 @@ class RunShape:
 
 
 TraceCache = dict[tuple[Hashable, ...], ActivationTrace]
-"""Traces that do not depend on the stage and the tiers of a configuration."""
+"""Traces by variant, checkpointing, micro-batch, rank and number of blocks. Stage and tiers do not change a trace."""
 
 
 def plan_memory(
@@ -71,12 +71,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of one rank that trains `model`, which may be on the meta device, with `config`.
 
-    For a pipeline it is the rank whose stage needs most. `activation_checkpointing.enabled` switches on the model's
-    activation checkpointing during the call, as `initialize` does for a run.
+    For a pipeline, the result is the plan of the rank whose stage needs most. `activation_checkpointing.enabled`
+    switches on the model's activation checkpointing during the call, as `initialize` does for a run.
 
     Args:
-        traces: Traces of earlier calls, which are used again if the model, its micro-batch and its blocks are the same.
-        variant: Further properties that a trace depends on, such as whether the model checkpoints its activations.
+        traces: Traces of earlier calls for the same model and run. A trace is used again if the micro-batch, the number
+            of blocks and `variant` are the same; new traces are added. None: trace anew.
+        variant: Further properties that a trace depends on, such as activation checkpointing of the model.
 
     Raises:
         ConfigError: the configuration is not supported, or its batch or axes do not fit the ranks.
@@ -95,7 +96,7 @@ def plan_memory(
 
 @contextmanager
 def _with_checkpointing(model: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Enable the model's activation checkpointing, and restore its state: the next plan may have it disabled."""
+    """Enable the model's activation checkpointing if `enabled`, and restore its state at the end of the context."""
     switches = enabled and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if enabled:
         enable_checkpointing(model, "activation_checkpointing.enabled")
@@ -135,7 +136,7 @@ def _stage_note(peaks: list[int], place: str) -> str:
 
 
 def _memory_beside(trace: ActivationTrace, section: AutoOffload, run: RunShape) -> TierMemory:
-    """Return the memory of a rank beside its activations.
+    """Return the memory of a rank that its activations leave.
 
     Raises:
         ConfigError: the limit of the device, or of a CPU rank, is unknown.
@@ -163,7 +164,7 @@ def micro_batch_of(config: Config, world_size: int) -> int:
 
 
 def trace_of(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> ActivationTrace:
-    """Return the trace of a micro-batch, or one that holds the given bytes of activations."""
+    """Return the trace of a micro-batch; if `run.activations` is set, a trace with only these bytes."""
     blocks = [block.name for block in layout.blocks]
     if run.activations is not None:
         return _given_trace(run.activations)
@@ -178,7 +179,7 @@ def trace_of(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -
 
 
 def _pipeline_step(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> PipelineStep:
-    """Return the actions of a pipeline rank, with as many micro-batches as its memory depends on."""
+    """Return the actions of a pipeline rank, with no more micro-batches than its memory depends on."""
     axis, section = layout.mesh.pp, config.pipeline
     stages = get_pipeline_stages(layout.model)
     if not isinstance(stages, StagedModel):

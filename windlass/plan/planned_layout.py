@@ -1,4 +1,4 @@
-"""Units, gradients and chunks of one rank of a run that has not started: the engine's own code, without memory."""
+"""Units and gradient slots of one rank of a run that has not started, made by the engine's code without memory."""
 
 from __future__ import annotations
 
@@ -72,19 +72,22 @@ class PlannedLayout:
     """Parts of one rank's sharded model.
 
     Attributes:
-        model: The model as this rank has it: partitioned along tp and sp, with the configuration's recomputation.
-        original: Plans of the units, with the parameters as the script built them.
+        model: The part of the model on this rank, partitioned along pp, ep, tp and sp, with the configuration's
+            recomputation.
+        original: Plans of the units, with the original dtypes of their parameters.
         units: Units in model order, bound to no memory.
         reducer: Reducer of the trainable units; its buffers are not allocated.
         batch_numel: Maximum elements of one optimizer call.
         states: States of the configuration's optimizer.
-        owned: For an optimizer of whole parameters: the indices of the parameters that this rank steps, by unit.
-        hidden: Ids of the parameters that Muon orthogonalizes.
+        owned: Indices of the parameters that this rank steps, by unit index, for an optimizer that steps whole
+            parameters; empty for others.
+        hidden: Ids of the parameters that Muon orthogonalizes; empty for other optimizers.
         shares_memory: Ranks read each other's buffers in place.
         staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
-        choice: Placement that `offload` chose; None: the configuration has the tiers.
-        mesh: The rank's mesh, whose groups cannot communicate.
-        built_numel, built_bytes: Elements and bytes of the parameters and buffers of the whole model, as it is built.
+        choice: Placement that `offload` chose; None: the configuration sets the tiers.
+        mesh: The rank's mesh. Its groups cannot communicate.
+        built_numel: Elements of the parameters of the whole model.
+        built_bytes: Bytes of the parameters and buffers of the whole model, as the script builds it.
         unshards_per_step: A pipeline keeps parameters and gradients unsharded from its first forward to its last
             backward.
     """
@@ -140,7 +143,11 @@ class PlannedLayout:
         return unit.state_tier is Tier.NVME or tier is not unit.state_tier
 
     def state_tensors(self, unit: Unit, pieces: Iterable[LayoutPiece]) -> Iterator[int]:
-        """Yield the bytes of each optimizer state that this rank keeps of some pieces of a unit's span."""
+        """Yield the bytes of each optimizer state of `pieces`, which this rank updates.
+
+        An optimizer that steps whole parameters ignores `pieces`: it has the states of all parameters of the unit that
+        this rank steps.
+        """
         if self.states.steps_whole:
             for index in self.owned[unit.index]:
                 yield from self.states.of_parameter(
@@ -168,12 +175,12 @@ def plan_layout(
     """Lay out `model`, which may be on the meta device, as `initialize` would for one of `world_size` ranks.
 
     Args:
-        memory: Memory for which `offload` chooses tiers, by `PLANNED_RATES`.
+        memory: Memory for which `offload` chooses tiers, by `PLANNED_RATES`; needed only if `offload` is set.
         host_memory: Host memory of a rank, a part of which stages NVMe transfers; None: that of this machine.
 
     Raises:
-        ConfigError: the configuration asks for an axis that is not planned, its axes do not fit the ranks, or `offload`
-            finds no placement that fits.
+        ConfigError: the memory of the configuration cannot be planned, its axes do not fit the ranks, or no placement
+            of `offload` fits.
     """
     axes = config.axes(world_size, "--world-size")
     grid = MeshShape(**axes.sizes)

@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 16,
     },
 }
-"""Sizes of Llama models by name, with a vocabulary of 32,000. 1t is not a published model: the 405B's proportions."""
+"""Sizes of Llama models by name, with a vocabulary of 32,000. 1t is not a published model; it scales up the 405b."""
 
 
 def build_from_shape(shape: str) -> nn.Module:
@@ -49,20 +49,21 @@ def build_from_shape(shape: str) -> nn.Module:
     return build_on_meta(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), shape)
 
 
-_IMAGE_SIDE = 224  # pixels, of models that take images of any size, as ResNet does
+_IMAGE_SIDE = 224  # pixels of an image's side, for models that take images of any size, such as ResNet
 _TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")
-"""Tasks of the models that can be named, in the order of the search; for an encoder-decoder, Seq2SeqLM comes first."""
+"""Tasks of models that `build_from_name` builds, in search order; for an encoder-decoder, Seq2SeqLM comes first."""
 
 
 def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     """Build a model of transformers on the meta device, for the first task of `_TASKS` that its configuration supports.
 
     Args:
-        name: A directory with a config.json, such a file, or the name of a model in the hub's cache on this machine.
+        name: A directory with a config.json, the path of a config.json, or the name of a model in the hub's cache on
+            this machine.
         trust_remote_code: Run Python files that come with the model.
 
     Raises:
-        ModelError: there is no such model, or its construction reads values. Names the module that does.
+        ModelError: there is no such model, or its construction reads values of tensors; the message names the module.
     """
     transformers = import_transformers("models", quiet=True)
     path = Path(name)
@@ -103,7 +104,7 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     """Call `make` with the meta device as the default, and return the model in training mode.
 
     Raises:
-        ModelError: the construction reads values of tensors. Names the module that does.
+        ModelError: the construction reads values of tensors; the message names the module.
     """
     try:
         with torch.device("meta"):
@@ -180,8 +181,8 @@ def _constructed_module(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of a message, with the next one if it ends with a colon, and the type of other errors than
-    those that state what is wrong with a file."""
+    """Return the first line of an error's message; two lines if the first one ends with a colon. The type comes first
+    for an arithmetic, lookup or type error, because such a message is unclear alone."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -24,7 +24,7 @@ GPUS: dict[str, int] = {
     "h200": 140 * _GIB,
     "b200": 178 * _GIB,
 }
-"""Usable memory of GPUs by name, in bytes: somewhat below the number in their name."""
+"""Usable memory of GPUs by name, in bytes: often somewhat below the advertised number."""
 
 RESERVED_SHARE = 0.05
 """Share of a GPU's memory that is left for the CUDA context, NCCL, workspaces and fragmentation, at least 1 GiB.
@@ -37,9 +37,9 @@ class RankLimits:
     """Memory that one rank may use, in bytes; None: unlimited.
 
     Attributes:
-        device: Memory of its GPU; None on a CPU.
-        host: Its part of the host's memory.
-        disk: Its part of the NVMe space.
+        device: Memory of the rank's GPU; None on a CPU.
+        host: The rank's part of the host's memory.
+        disk: The rank's part of the NVMe space.
     """
 
     device: int | None = None
@@ -53,10 +53,13 @@ class RankLimits:
 
 
 def gpu_bytes(name: str) -> int:
-    """Return the memory of a GPU given by name or size that a run may use: `h200`, `80GB`.
+    """Return the bytes that a run may use on a GPU, without the reserved share.
+
+    Args:
+        name: Name of a known GPU (`h200`), or its total memory (`80GB`).
 
     Raises:
-        ConfigError: neither a known name nor a size.
+        ConfigError: `name` is neither a known GPU nor a size, or leaves nothing beside the reserved share.
     """
     total = GPUS.get(name.lower())
     if total is None:

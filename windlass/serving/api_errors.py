@@ -1,4 +1,4 @@
-"""Errors of the HTTP interface, in the JSON form of OpenAI's."""
+"""Errors of the HTTP interface, in OpenAI's JSON form."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ApiError(WindlassError):
         status: HTTP status.
         parameter: name of the invalid field, if there is one.
         code: OpenAI's code for the kind of error, if there is one.
-        retry_after: seconds after which the client may send the request again.
-        closes_connection: the rest of the request was not read, so that no further request can follow it.
+        retry_after: seconds after which the client may send the request again; None: the answer gives no time.
+        closes_connection: True: the rest of the request was not read, so the connection cannot take another request.
     """
 
     def __init__(

@@ -49,7 +49,9 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def _check(context: ServerContext, fields: ChatRequest) -> tuple[ChatRequest, ToolChoice, SamplingParams, str | None]:
-    """Return the fields, the tools, the sampling parameters, and the field that constrains the text."""
+    """Return the fields, the choice of tools, the sampling parameters, and the name of the field that constrains the
+    text, or None.
+    """
     context.lora_of(fields.model)
     if fields.echo:
         raise ApiError(400, "echo is not supported in a chat; leave it out", parameter="echo")
@@ -144,7 +146,7 @@ class _ChatAnswer:
         if not deltas and not (piece.logprobs or piece.finish_reason or shows_tokens):
             return []
         if parsed.calls and piece.finish_reason:
-            deltas.append({})  # as OpenAI's: its client sees no end of a call that comes in the last event
+            deltas.append({})  # as OpenAI's server: its client misses the end of a call in the last event
         # the end and the log-probabilities are part of the last event of the piece
         silent = AnswerPiece("", [], None, None, None, None)
         deltas = deltas or [{}]
@@ -174,7 +176,7 @@ class _ChatAnswer:
         reason: str | None = piece.finish_reason
         named = isinstance(self.fields.tool_choice, dict)
         if reason == "stop" and calls and not named:
-            reason = "tool_calls"  # as OpenAI's: a named function ends with "stop"
+            reason = "tool_calls"  # as OpenAI's server, which ends a named function with "stop"
         return {
             "index": index,
             kind: content,
@@ -185,7 +187,7 @@ class _ChatAnswer:
 
 
 class _PlainEvents:
-    """Events with text only, whose other fields are encoded once."""
+    """Encoder of events with text only. The other fields are encoded once."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self._head = json.dumps(head, separators=(",", ":"))[:-1]

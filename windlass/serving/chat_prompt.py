@@ -25,7 +25,7 @@ class ChatTool:
     """Function that the model can call.
 
     Attributes:
-        parameters: JSON Schema of its arguments.
+        parameters: JSON Schema of the function's arguments.
         definition: the whole entry of the request, as the chat template takes it.
     """
 
@@ -38,7 +38,7 @@ def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages in the form of chat templates: text content, and arguments of tool calls as objects.
 
     Raises:
-        ApiError: a role or a content that is not supported, with its place.
+        ApiError: a role or a content is not supported; the error names its place.
     """
     if not messages:
         raise ApiError(400, "messages is empty; send at least one message", parameter="messages")
@@ -55,7 +55,7 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
             raise ApiError(400, f"{place}.{name} is not supported; leave it out", parameter=f"{place}.{name}")
     # keep fields that a template reads, such as `name`; drop null ones, which clients send with earlier answers
     kept = {name: value for name, value in message.items() if value is not None}
-    # Templates use the older name of the role.
+    # chat templates use the role's older name, `system`
     kept["role"] = "system" if role == "developer" else role
     content = message.get("content")
     kept["content"] = "" if content is None else content_text(content, f"{place}.content")
@@ -70,10 +70,10 @@ def content_text(content: Any, place: str, kinds: Collection[str] = ("text",)) -
     """Return the text of a message's content, which may be a list of parts.
 
     Args:
-        kinds: types of parts that have a text. Refusals are taken too.
+        kinds: types of parts with a text. Parts of the type `refusal` are accepted too.
 
     Raises:
-        ApiError: a part that is not text, with its place.
+        ApiError: a part is not text; the error names its place.
     """
     if isinstance(content, str):
         return content
@@ -93,7 +93,7 @@ def content_text(content: Any, place: str, kinds: Collection[str] = ("text",)) -
             )
         key = "refusal" if kind == "refusal" else "text"
         if not isinstance(part.get(key), str):
-            raise ApiError(400, f"{place}.{index}.{key} is not text", parameter=f"{place}.{index}.{key}")
+            raise ApiError(400, f"{place}.{index}.{key} is not text; send a string", parameter=f"{place}.{index}.{key}")
         texts.append(part[key])
     return "\n".join(texts)
 
@@ -103,7 +103,7 @@ def _normalize_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"{place}.{index} has no function with a name", parameter=f"{place}.{index}")
+            raise ApiError(400, f"{place}.{index} has no function with a name; send one", parameter=f"{place}.{index}")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
@@ -116,10 +116,10 @@ def _normalize_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
-    """Validate the tools of a request.
+    """Return the tools of a request.
 
     Raises:
-        ApiError: a tool that is not a function, or a name that is invalid or repeated.
+        ApiError: a tool is not a function, or a name is invalid or repeated.
     """
     if tools is None:
         return []
@@ -140,18 +140,20 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
                 parameter=f"{place}.function.name",
             )
         parameters = function.get("parameters")
-        if parameters is None or parameters == {}:  # arguments are an object
+        if parameters is None or parameters == {}:  # also without parameters, the arguments are an object
             parameters = {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise ApiError(
-                400, f"{place}.function.parameters is not a JSON Schema", parameter=f"{place}.function.parameters"
+                400,
+                f"{place}.function.parameters is not a JSON Schema; send an object",
+                parameter=f"{place}.function.parameters",
             )
         found.append(ChatTool(name, parameters, tool))
     return found
 
 
 def reads_variable(template: Any, name: str) -> bool:
-    """Return True if a chat template in Jinja, or one of several by name, contains a variable's name."""
+    """Return True if a chat template in Jinja, or any of a dict of templates, contains a variable's name."""
     texts = template.values() if isinstance(template, Mapping) else [template]
     return any(re.search(rf"\b{name}\b", text) for text in texts if isinstance(text, str))
 
@@ -169,7 +171,7 @@ def render_chat(
     """Return the prompt's text, as the chat template renders it.
 
     Raises:
-        ApiError: there is no template, or it refuses the messages.
+        ApiError: there is no template, or the template refuses the messages.
     """
     if tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
         raise ApiError(
@@ -180,7 +182,7 @@ def render_chat(
     reserved = {"tokenize", "conversation", "chat_template", "return_tensors", "return_dict"} & set(template_arguments)
     if reserved:
         name = sorted(reserved)[0]
-        raise ApiError(400, f"chat_template_kwargs cannot set {name}", parameter="chat_template_kwargs")
+        raise ApiError(400, f"chat_template_kwargs cannot set {name}; leave it out", parameter="chat_template_kwargs")
     arguments = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -203,8 +205,9 @@ def forced_call_schema(tools: list[ChatTool], name: str | None, *, several: bool
     """Return the JSON Schema of a forced call.
 
     Args:
-        name: the function whose arguments are generated; None: a list of at least one call of any function.
-        several: the list may have more than one call.
+        name: name of the called function: the text is its arguments. None: the text is a list of at least one call of
+            any function.
+        several: True if the list may have more than one call.
     """
     if name is not None:
         return dict(next(tool.parameters for tool in tools if tool.name == name))
@@ -230,7 +233,7 @@ def answer_or_calls_grammar(answer: Mapping[str, Any], tools: list[ChatTool], fo
     Args:
         answer: the JSON Schema.
         form: form of calls: `hermes`, `llama3_json`, or `auto` for either.
-        several: the text may have more than one call.
+        several: True if the text may have more than one call.
     """
     starts, rules = ["answer"], [f"answer: %json {json.dumps(dict(answer))}"]
     for name, key, before, after, between in _CALL_FORMS:
@@ -255,7 +258,7 @@ _CALL_FORMS = (
     ("hermes", "arguments", '"<tool_call>" /[ \\n]*/', '/[ \\n]*/ "</tool_call>"', "/[ \\n]*/"),
     ("llama3_json", "parameters", "", "", "/[ \\n]*[;,]?[ \\n]*/"),
 )
-"""Forms of calls in a text: name, key of the arguments, and what stands before, after and between calls."""
+"""Forms of calls in a text: name, key of the arguments, and grammar of the text before, after and between calls."""
 
 
 def _moved(schema: Any, root: str) -> Any:

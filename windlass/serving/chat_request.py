@@ -69,9 +69,9 @@ class ToolChoice:
 
     Attributes:
         schema: JSON Schema of the text; None: the model may write any text.
-        forced: the answer is a call.
-        form: form of calls that the text is searched for; `none`: it has none.
-        several: the answer may have more than one call.
+        forced: True if the answer must be a call.
+        form: form of calls that the text is searched for; `none`: the text is not searched for calls.
+        several: True if the answer may have more than one call.
     """
 
     shown: list[ChatTool]
@@ -92,13 +92,13 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
     """Return the tokens of a conversation.
 
     Raises:
-        ApiError: invalid messages, or no chat template.
+        ApiError: the messages are invalid, or there is no chat template.
     """
     continued = bool(fields.continue_final_message)
     if continued and fields.add_generation_prompt:
         raise ApiError(
             400,
-            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message and add_generation_prompt are both true; set one of them",
             parameter="continue_final_message",
         )
     tokenizer, template = context.engine.tokenizer, context.settings.chat_template
@@ -134,7 +134,7 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
         form: form of calls that the text is searched for: `auto`, `hermes`, `llama3_json` or `none`.
 
     Raises:
-        ApiError: invalid tools, or a choice of a function that is not one of them.
+        ApiError: the tools are invalid, or the chosen function is not one of them.
     """
     tools = parse_tools(fields.tools)
     names = {tool.name for tool in tools}
@@ -148,7 +148,7 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
     if not tools and choice == "auto" and fields.tools is not None:
         return ToolChoice([], None, PlainText)  # agents without tools send an empty list
     if not tools:
-        raise ApiError(400, "tool_choice needs tools", parameter="tool_choice")
+        raise ApiError(400, "tool_choice needs tools; send tools, or leave it out", parameter="tool_choice")
     if choice == "auto":
         parser = PlainText if form == "none" else lambda: OptionalCalls(names, form)
         return ToolChoice(tools, None, parser, several=several, form=form)
@@ -168,7 +168,7 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
 
 
 def _allowed_tools(tools: list[ChatTool], allowed: Any) -> tuple[list[ChatTool], str]:
-    """Return the tools that a choice allows, which are the only ones in the prompt, and its mode."""
+    """Return the tools that a choice allows, and the mode of the choice. The prompt has only these tools."""
     fields = allowed if isinstance(allowed, dict) else {}
     entries, place = fields.get("tools"), "tool_choice.allowed_tools"
     listed = entries if isinstance(entries, list) else []
@@ -178,21 +178,21 @@ def _allowed_tools(tools: list[ChatTool], allowed: Any) -> tuple[list[ChatTool],
 
 
 def check_allowed_tools(place: str, entries: Any, functions: list[Any], known: list[Any], mode: Any) -> list[Any]:
-    """Return the names of a choice's tools.
+    """Return the names of the tools that a choice allows.
 
     Args:
-        entries: the list in the request.
-        functions: the object with the name of each entry.
-        known: names of all tools.
+        entries: list of tools in the choice.
+        functions: for each entry, the object that has the function's name.
+        known: names of all tools of the request.
 
     Raises:
-        ApiError: an empty list, an entry that is not a function of the tools, or another mode.
+        ApiError: the list is empty, an entry is not a function of the tools, or the mode is unknown.
     """
     names = [one.get("name") if isinstance(one, dict) else one for one in functions]
     wrong = [name for name, one in zip(names, functions, strict=True) if name not in known or not isinstance(one, dict)]
     if not names or wrong:
         shown = one_line(repr(wrong[0] if wrong else entries), 80)
-        raise ApiError(400, f"{place}.tools has {shown}; write functions of tools", parameter="tool_choice")
+        raise ApiError(400, f"{place}.tools has {shown}; write functions of the field tools", parameter="tool_choice")
     if mode not in ("auto", "required"):
         shown = one_line(repr(mode), 80)
         raise ApiError(400, f"{place}.mode is {shown}; write auto or required", parameter="tool_choice")
@@ -200,8 +200,8 @@ def check_allowed_tools(place: str, entries: Any, functions: list[Any], known: l
 
 
 def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | None, StructuredOutputsParams | None]:
-    """Return the field that constrains the text, and its constraint: None for vLLM's fields, which `sampling_params`
-    reads itself."""
+    """Return the name of the field that constrains the text, and its constraint; each may be None. The constraint of
+    vLLM's fields is None, because `sampling_params` reads these fields."""
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
     form_constraint = None if fields.response_format is None else _form_constraint(fields.response_format)
     if form_constraint is not None and not choice.forced:  # the form concerns text, which a forced call lacks
@@ -216,7 +216,7 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
     if len(found) > 1:
         raise ApiError(400, f"{found[0][0]} and {found[1][0]} both constrain the text; keep one", parameter=found[1][0])
     if own is not None and choice.shown and not choice.forced:
-        raise ApiError(400, f'{own} excludes calls of tools; send tool_choice = "none"', parameter=own)
+        raise ApiError(400, f'{own} cannot be used with tool calls; send tool_choice = "none"', parameter=own)
     name, constraint = found[0] if found else (None, None)
     return name, None if name == own else constraint
 
@@ -242,13 +242,13 @@ def _form_constraint(form: Mapping[str, Any]) -> StructuredOutputsParams | None:
         raise ApiError(
             400, "response_format.json_schema.schema is missing; send a JSON Schema", parameter="response_format"
         )
-    # the text obeys the schema with and without `strict`
+    # `strict` has no effect: the text always follows the schema
     _check_names(wrapper, "response_format.json_schema", ("name", "description", "schema", "strict"))
     return StructuredOutputsParams(json=schema)
 
 
 def _check_names(part: Mapping[str, Any], place: str, known: Collection[str]) -> None:
-    """Raise for a field of the response format that has no effect."""
+    """Raise an ApiError for a field of the response format that has no effect."""
     for name, value in part.items():
         if name not in known and value is not None:
             shown = one_line(f"{place}.{name}", 120)
@@ -261,10 +261,13 @@ def _check_names(part: Mapping[str, Any], place: str, known: Collection[str]) ->
 
 
 def chat_sampling_params(fields: ChatRequest, constraint: StructuredOutputsParams | None) -> SamplingParams:
-    """Return the sampling parameters of a chat whose text has this constraint.
+    """Return the sampling parameters of a chat.
+
+    Args:
+        constraint: constraint of the text; None: `fields.sampling_params` reads that of vLLM's fields, if any.
 
     Raises:
-        ApiError, RequestError: a value out of range, or fields that contradict each other.
+        ApiError, RequestError: a value is out of range, or fields contradict each other.
     """
     values: dict[str, Any] = {"max_tokens": _max_tokens(fields), "logprobs": _num_logprobs(fields)}
     if constraint is not None:

@@ -33,7 +33,8 @@ class CompletionRequest(SamplingFields):
         prompt: a text, a list of texts, token ids, or a list of lists of token ids.
         echo: begin the answer with the prompt.
         suffix: text after the answer; refused.
-        logprobs: number of likeliest tokens whose log-probabilities are returned.
+        logprobs: number of likeliest tokens to return log-probabilities of at each position; None: no
+            log-probabilities.
         add_special_tokens: let the tokenizer add its beginning-of-text token.
     """
 
@@ -71,7 +72,7 @@ def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]
         max_tokens = max(allowed, fields.min_tokens or 0)
     values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
     if fields.echo:
-        # evaluation harnesses ask only for the log-probabilities of the prompt; one token is generated and left out
+        # evaluation harnesses need only the prompt's log-probabilities (max_tokens = 0): one token is made and left out
         values["max_tokens"] = 1 if max_tokens == 0 else max_tokens
         if fields.logprobs is not None:
             values["prompt_logprobs"] = fields.logprobs
@@ -93,10 +94,10 @@ def _check(context: ServerContext, fields: CompletionRequest) -> tuple[Completio
 
 
 def normalize_prompts(given: Any, name: str, max_prompts: int) -> list[str | list[int]]:
-    """Return a list of texts and lists of tokens from any of the four forms of OpenAI's.
+    """Return the prompts of a request, each a text or a list of tokens, from any of OpenAI's four forms.
 
     Raises:
-        ApiError: another form, or too many prompts.
+        ApiError: `given` has another form, or too many prompts.
     """
     if isinstance(given, str) or (isinstance(given, list) and given and all(_is_token(one) for one in given)):
         return [given]
@@ -104,7 +105,9 @@ def normalize_prompts(given: Any, name: str, max_prompts: int) -> list[str | lis
         shown = one_line(repr(given), 80)
         raise ApiError(400, f"{name} is {shown}; send a text, a list of texts, or token ids", parameter=name)
     if len(given) > max_prompts:
-        raise ApiError(400, f"{name} has {len(given):,} entries; this server allows {max_prompts:,}", parameter=name)
+        raise ApiError(
+            400, f"{name} has {len(given):,} entries; this server allows {max_prompts:,}: send fewer", parameter=name
+        )
     for index, one in enumerate(given):
         tokens = isinstance(one, list) and all(_is_token(token) for token in one)
         if not (isinstance(one, str) or tokens):
@@ -128,7 +131,7 @@ class _Completion:
 
     def __post_init__(self) -> None:
         self._logprobs = LogprobFormat(self.tokenizer, bool(self.fields.return_tokens_as_token_ids))
-        self._echoes: dict[int, str] = {}  # texts of prompts that came as tokens
+        self._echoes: dict[int, str] = {}  # decoded texts of prompts that came as tokens, by index
         self._prompt_only = bool(self.fields.echo) and self.fields.max_tokens == 0
 
     async def response(self) -> Response:
@@ -186,7 +189,7 @@ class _Completion:
         return text
 
     def _echo_offsets(self, output: RequestOutput) -> list[int]:
-        """Return the offset of each prompt token in the prompt's text. Text made from token ids has special tokens."""
+        """Return the offset of each prompt token in the prompt's text. Text of token ids has special tokens."""
         if self.tokenizer is None:
             return [0] * len(output.prompt_token_ids)
         has_text = self.texts[self._prompt_of(output)] is not None
@@ -228,7 +231,7 @@ class _Completion:
 
 
 def prompt_logprobs_as_json(output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of the prompt in vLLM's form."""
+    """Return the log-probabilities of the prompt in vLLM's form; None if the request has none."""
     if output.prompt_logprobs is None:
         return None
     return [

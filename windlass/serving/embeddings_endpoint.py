@@ -25,7 +25,7 @@ class EmbeddingRequest(RequestModel):
     Attributes:
         input: a text, a list of texts, token ids, or a list of lists of token ids.
         encoding_format: "float", or "base64" for little-endian float32.
-        dimensions: shorter vectors; refused.
+        dimensions: length of shortened vectors; refused.
     """
 
     input: Any

@@ -70,7 +70,7 @@ class EngineSource:
 
 
 async def run_on_daemon_thread(function: Callable[[], T]) -> T:
-    """Return the result of a function that may never return: the end of the process does not wait for it."""
+    """Run a function on a daemon thread, and return its result. The end of the process does not wait for the thread."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 
@@ -86,7 +86,7 @@ async def run_on_daemon_thread(function: Callable[[], T]) -> T:
         result, error = None, None
         try:
             result = function()
-        except BaseException as raised:  # goes to the caller
+        except BaseException as raised:  # the caller receives the error
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(set_result, result, error)
@@ -120,7 +120,7 @@ def load_llm_engine(
 
     checked = EngineOptions.from_arguments(**options)
     parse_dtype(dtype)
-    file = inherited_shared_weights()  # the replicas of one server share packed weights in it
+    file = inherited_shared_weights()  # file in which the replicas of one server share packed weights
     with contextlib.nullcontext() if file is None else SharedWeights(file).active():
         engine = make_engine(model, checked, tokenizer=tokenizer, dtype=dtype, trust_remote_code=trust_remote_code)
     return AsyncLLMEngine(engine)

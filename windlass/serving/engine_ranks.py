@@ -26,13 +26,13 @@ _STOP_SECONDS = 5.0
 
 
 class EngineRankError(WorkerExitError):
-    """Raised if the process of another rank of the served model has ended. Its output gives the reason."""
+    """End of the process of another rank of the served model. The output of that process has the reason."""
 
 
 class EngineRanks:
     """Ranks 1, 2, ... of the model, as processes that end with this one, which is rank 0.
 
-    Their output goes to this process's standard error, labelled by rank.
+    The output of the processes goes to this process's standard error, labelled by rank.
 
     Args:
         source: model and options.
@@ -88,7 +88,7 @@ class EngineRanks:
         return self.failure or ""
 
     async def stop(self) -> None:
-        """Wait until the ranks have ended, which they do with the engine; kill them after a few seconds."""
+        """Wait until the ranks have ended, after the engine was closed; kill them after a few seconds."""
         if self._processes is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait_for_all(), _STOP_SECONDS)

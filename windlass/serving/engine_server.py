@@ -29,7 +29,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 class EngineBackend:
-    """Engine in this process, which is the first rank of its model; the others are processes beside it.
+    """Engine in this process, which is the first rank of its model; other ranks are processes beside this one.
 
     Args:
         on_ready: called once the model is loaded.
@@ -60,7 +60,7 @@ class EngineBackend:
             try:
                 self._context.attach(await self._load_beside(self._ranks))
             except BaseException:
-                self._ranks.kill()  # they may wait for this rank, and the error is to be shown at once
+                self._ranks.kill()  # the other ranks may wait for this one, and would delay the error
                 raise
         else:
             self._context.attach(await self._source.load())
@@ -73,7 +73,7 @@ class EngineBackend:
         waited: set[asyncio.Future[Any]] = {loading, ended}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not loading.done() and ranks.exit_code > 0:
-            await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # it may fail with the other rank's error
+            await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # loading may fail with the other rank's error
         ended.cancel()
         error = loading.exception() if loading.done() else None
         # a lost connection only follows from the other rank's end; a `PeerError` has that rank's message

@@ -40,7 +40,7 @@ class EventStream(Response):
     """Streamed response. The events end as soon as the client disconnects.
 
     Args:
-        first: the first event, which is computed before the status is sent, so that errors up to it have a status.
+        first: first event. It is computed before the status is sent, so that an error until then has its own status.
         events: the other events.
         request_id: id in the log for unexpected errors.
     """
@@ -61,7 +61,7 @@ class EventStream(Response):
             await until_disconnect(Request(scope, receive), self._send_events(send))
         except ClientDisconnect:
             return
-        except ApiError as error:  # the answer ended before its last event
+        except ApiError as error:  # the server has cut the answer before its last event
             await self._send_error(send, error)
 
     async def _send_events(self, send: Send) -> None:
@@ -89,7 +89,7 @@ async def start_event_stream(request: Request, events: AsyncGenerator[bytes, Non
 
     Raises:
         ClientDisconnect: the client disconnected before the first event.
-        Exception: the error in place of the first event.
+        Exception: an error occurred in place of the first event.
     """
     try:
         first = await until_disconnect(request, anext(events))
@@ -116,7 +116,12 @@ async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
         if not running.done():
             raise ClientDisconnect
         if running.cancelled() and counter.is_cut:
-            raise ApiError(503, "the server is stopping and has cut the answer", code="draining", retry_after=5)
+            raise ApiError(
+                503,
+                "the server is stopping and has cut the answer; send the request again",
+                code="draining",
+                retry_after=5,
+            )
         return running.result()
     finally:
         counter.answers.discard(running)

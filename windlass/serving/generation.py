@@ -1,4 +1,4 @@
-"""Submission of a request's prompts to the engine, and the parts of answers that both kinds of completion share."""
+"""Submission of a request's prompts to the engine, and progress of the answers, for all kinds of completion."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AnswerProgress:
         offsets = None if output.text_offsets is None else output.text_offsets[self.tokens :]
         self.finished = output.finished()
         if not text and not self.finished and not (tokens and logprobs):
-            return None  # the tokens so far end in the middle of a character
+            return None  # the new tokens give no text yet, e.g. in the middle of a character
         self.characters += len(text)
         self.tokens += len(tokens)
         return AnswerPiece(text, tokens, logprobs, offsets, output.finish_reason, output.stop_reason)
@@ -69,7 +69,7 @@ class Generation:
         request_id: id of the HTTP request, for the log.
         model: name of the model in the answer.
         constraint_field: field of the request that constrains the text, for errors about it.
-        outputs: the latest state of each prompt.
+        outputs: latest state of each prompt, by the index of the prompt.
     """
 
     context: ServerContext
@@ -130,11 +130,11 @@ class Generation:
         return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
 
     def usage(self) -> dict[str, Any]:
-        """Return the number of tokens so far."""
+        """Return the numbers of tokens so far; see `usage_of`."""
         return usage_of(self.outputs.values())
 
     async def _encode_bad_words(self) -> TokenTexts | None:
-        """Return the bad words of the request, which all prompts share."""
+        """Return the tokens of the request's bad words, which all prompts share; None: the request has none."""
         params = self.params[0]
         if not params.bad_words:
             return None
@@ -150,7 +150,7 @@ class Generation:
             sla=self.sla,
             bad_words=bad_words,
         )
-        seen: dict[int, tuple[float, int]] = {}  # by answer: time and number of its tokens
+        seen: dict[int, tuple[float, int]] = {}  # time of the newest token, and number of tokens, by answer
         try:
             async for output in stream:
                 self._observe_tokens(output, seen)
@@ -193,7 +193,7 @@ def start_generation(
         constraint_field: field of the request that constrains the text; None without one.
 
     Raises:
-        ApiError: an unknown model, or a prompt that is empty or too long.
+        ApiError: the model is unknown, or a prompt is empty or too long.
     """
     context: ServerContext = request.app.state.context
     _check_entries(params, len(prompts))
@@ -213,7 +213,7 @@ def start_generation(
 
 
 def _check_entries(params: SamplingParams, prompts: int) -> None:
-    """Raise if the token lists of all prompts, each of which gets a copy, are too long together."""
+    """Raise an ApiError if a token list of the parameters is too long, counted once for each prompt's copy."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
         entries = len(getattr(params, name) or ())
         if prompts > 1 and entries * prompts > _MAX_ENTRIES:
@@ -229,7 +229,7 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
     """Return the parameters with a maximum number of tokens that fits the context window.
 
     Args:
-        field: name of the prompt in the request.
+        field: name of the request's field with the prompt.
     """
     window = context.engine.max_model_len
     left = window - len(prompt)
@@ -240,7 +240,7 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
         asked = f" and max_tokens is {params.max_tokens:,}" if left >= 1 else ""
         raise ApiError(
             400,
-            # clients find these words of OpenAI's error, to shorten the conversation and try again
+            # clients search for these words of OpenAI's error, then shorten the conversation and try again
             f"the prompt has {len(prompt):,} tokens{asked}; this model's maximum context length is {window} tokens"
             + (", of prompt and answer together" if asked else ""),
             parameter="max_tokens" if left >= 1 else field,
@@ -249,7 +249,7 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
     limit = context.settings.max_output_tokens
     for name, tokens in (("min_tokens", params.min_tokens), ("max_tokens", params.max_tokens)):
         if limit is not None and tokens is not None and tokens > limit:
-            raise ApiError(400, f"{name} is {tokens:,}; this server allows {limit:,}", parameter=name)
+            raise ApiError(400, f"{name} is {tokens:,}; this server allows {limit:,}: lower it", parameter=name)
     if params.max_tokens is None:
         params = params.replace(max_tokens=max(left if limit is None else min(left, limit), params.min_tokens))
     return params
@@ -259,7 +259,7 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
     """Return the tokens of a text.
 
     Args:
-        field: name of the text in the request.
+        field: name of the request's field with the text.
 
     Raises:
         ApiError: the model has no tokenizer, the text is not valid Unicode, or it cannot fit the context window.

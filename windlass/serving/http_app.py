@@ -35,7 +35,7 @@ from windlass.serving.status_endpoints import (
 )
 from windlass.serving.tokenizer_endpoints import detokenize, tokenize
 
-# headers that scripts may read; they may send any, since OpenAI's client for browsers adds several of its own
+# Response headers that scripts may read. Requests may have any headers: OpenAI's client for browsers adds several.
 _EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")
 _STATUS_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]]], ...] = (
     ("/", show_page),
@@ -57,7 +57,7 @@ _API_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]]], ...] = 
 
 
 def build_http_app(context: ServerContext) -> Starlette:
-    """Return the ASGI application of an engine. It answers 503 until `context.attach` gave it the engine."""
+    """Return the ASGI application of an engine. Its endpoints answer 503 until `context.attach` is called."""
     routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in _STATUS_ROUTES]
     routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in _API_ROUTES]
     app = Starlette(
@@ -88,9 +88,9 @@ def cors_middleware(settings: ServerSettings) -> list[Middleware]:
 
 
 class _PreflightAnswers(CORSMiddleware):
-    """Starlette's middleware, whose answers to preflights have the form of all others.
+    """Starlette's CORS middleware, with answers to preflights in the form of the server's other answers.
 
-    Preflights do not reach the gate, because browsers send them without a key.
+    It answers preflights before the gate, because browsers send them without a key.
     """
 
     def preflight_response(self, request_headers: Headers) -> Response:

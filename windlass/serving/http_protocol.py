@@ -1,4 +1,4 @@
-"""HTTP connections with bounds on the head of a request, its time and its bytes, that ignore the header `Upgrade`."""
+"""HTTP connections that bound the time and the bytes of a request's head, and ignore the header `Upgrade`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.serving.api_errors import ApiError
 from windlass.serving.request_id import request_id_of
 
 HEAD_SECONDS = 30.0
-"""Seconds that a client has for the head of a request. Its connection is closed after at most twice as many."""
+"""Seconds that a client has for the head of a request. A slower connection is closed after at most twice this time."""
 
 MAX_HEAD_BYTES = 2**17
 """Maximum bytes of the head of a request. uvicorn bounds them only with its other parser."""
@@ -26,8 +26,8 @@ class _UpgradeIgnoringParser:
     """httptools' parser for a server that never changes to another protocol.
 
     httptools ends a request with the header `Upgrade` after its head, and takes the body for data of the other
-    protocol. A server may ignore the header (RFC 9110, 7.8), so the head is parsed again without it. Java's
-    HttpClient sends it in the first request of each connection.
+    protocol. A server may ignore the header (RFC 9110, 7.8), so the head is parsed again without the header. Java's
+    HttpClient sends `Upgrade` in the first request of each connection.
     """
 
     def __init__(self, protocol: TimedHttpProtocol) -> None:
@@ -51,7 +51,7 @@ class _UpgradeIgnoringParser:
 
     def _new_parser(self) -> Any:
         parser = httptools.HttpRequestParser(self._protocol)
-        if hasattr(parser, "set_dangerous_leniencies"):  # as uvicorn: answer the first of pipelined requests
+        if hasattr(parser, "set_dangerous_leniencies"):  # as in uvicorn: answer the first of pipelined requests
             parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
@@ -68,8 +68,8 @@ class _UpgradeIgnoringParser:
 
 
 class TimedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which also closes connections that never finish the head of a request, or send a huge one,
-    and whose errors have the form of all others.
+    """uvicorn's protocol, which also closes connections that never finish the head of a request, or send a huge one.
+    Its errors have the form of the server's other errors.
 
     uvicorn itself closes idle connections, but a byte now and then keeps a connection open, and a client could take
     all file descriptors of the process with such connections.
@@ -84,7 +84,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self.parser: Any = _UpgradeIgnoringParser(self)
 
     def asks_for_upgrade(self) -> bool:
-        """Return True if the head of the current request asks for another protocol."""
+        """Return True if the head of the current request has the header `Upgrade`, for another protocol."""
         return bool(self.parser.should_upgrade()) and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_headers_complete(self) -> None:
@@ -117,7 +117,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
             self._refuse(_TOO_LARGE)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser does not understand, and close the connection."""
+        """Answer a request that is not valid HTTP, and close the connection."""
         self._refuse(_NOT_HTTP)
 
     def _refuse(self, error: ApiError) -> None:

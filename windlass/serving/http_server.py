@@ -47,7 +47,7 @@ class ServedBackend(Protocol):
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket. It is bound before the model is loaded, so that a port in use is reported at once.
+    """Return a listening socket. Call this before the model is loaded, so that a port in use is reported at once.
 
     Raises:
         ConfigError: the port is in use or not allowed, or the host is not an address of this machine.
@@ -55,7 +55,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host!r} is not an address of this machine: {error}") from error
+        raise ConfigError(
+            f"--host {host!r} cannot be resolved: {error}; give an address or a host name of this machine"
+        ) from error
     family, kind, protocol, _, address = found[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -68,7 +70,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
             raise ConfigError(
                 f"port {port} of {host} is in use; stop the process that listens there, or choose another --port"
             ) from error
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
     return bound
 
 
@@ -122,7 +126,7 @@ class HttpServer:
         """Serve until a signal or a failure. Return the exit code of the process.
 
         Args:
-            handle_signals: the process belongs to the server, and this is its main thread.
+            handle_signals: True: stop at SIGTERM and SIGINT. Only for the main thread of a process of the server.
 
         Raises:
             Exception: the backend could not be started.
@@ -171,7 +175,7 @@ class HttpServer:
                 self._drain_timeout,
             )
         if not await self._counter.wait_until_idle(self._drain_timeout):
-            logger.warning("%s did not end in time and are cut", plural(self._counter.running, "request"))
+            logger.warning("%s did not end in time; the answers are cut", plural(self._counter.running, "request"))
             self._counter.cut_answers()
             await self._counter.wait_until_idle(_LAST_EVENTS_SECONDS)
 

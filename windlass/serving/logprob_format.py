@@ -60,7 +60,7 @@ class LogprobFormat:
             result["token_logprobs"].append(_finite(row[token].logprob))
             shown = dict.fromkeys([*_likeliest(row, top), token])
             entries: dict[str, float] = {}
-            for one in shown:  # tokens with parts of characters share a text: the likeliest is kept
+            for one in shown:  # tokens that are parts of characters may share a text: the likeliest is kept
                 entries.setdefault(self.token_text(one, row), _finite(row[one].logprob))
             result["top_logprobs"].append(entries)
         return result
@@ -77,7 +77,7 @@ class LogprobFormat:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(self._bytes(token, text))}
 
     def _bytes(self, token: int, text: str) -> bytes:
-        """Return the bytes of a token, which are not valid UTF-8 where a character has several tokens."""
+        """Return the bytes of a token. They are not valid UTF-8 if the token is a part of a character."""
         if "�" in text and self._tokenizer is not None:
             piece = self._tokenizer.convert_ids_to_tokens(token)
             found = _BYTE_TOKEN.fullmatch(piece or "")

@@ -11,9 +11,9 @@ class WorkerExitError(WindlassError, RuntimeError):
     """Process of a served model that has ended before its model could be served.
 
     Args:
-        message: cause, or the place that names it.
-        code: exit code of the process; negative codes are signals. The server ends with the same one, or 128 plus the
-            number of the signal, as a shell does, or 1 if it was 0.
+        message: cause, or where to find the cause.
+        code: exit code of the process; negative codes are signals. The server ends with the same code; for a signal,
+            with 128 plus its number, as a shell does; for code 0, with 1.
     """
 
     def __init__(self, message: str, code: int) -> None:

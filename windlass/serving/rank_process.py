@@ -1,6 +1,6 @@
 """Process of one rank of a served model: `python -m windlass.serving.rank_process SOURCE`.
 
-It computes its part of each step until rank 0, the server, closes the engine.
+The process computes its part of each step until rank 0, the server, closes the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from windlass.serving.engine_loading import EngineSource
 
 
 def main(text: str) -> int:
-    """Load this rank's part of the model of a description in JSON, and run steps. Return the exit code."""
+    """Load this rank's part of the model, given an `EngineSource` as JSON, and run steps. Return the exit code."""
     try:
         EngineSource.from_json(text).run_rank()
     except WindlassError as error:

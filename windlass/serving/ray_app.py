@@ -43,9 +43,9 @@ def build_app(
     """Return an application of Ray Serve with the endpoints of `windlass serve`.
 
     Args:
-        model: directory of the model, which each host can read.
+        model: directory of the model, which each host must be able to read.
         served_model_name: name of the model in requests; None: `model`.
-        api_keys: keys of which each request needs one; None: every request is answered.
+        api_keys: API keys; each request needs one of them. None: requests need no key.
         num_replicas: number of replicas, or "auto" for Ray's autoscaling.
         max_ongoing_requests: requests that a replica takes at the same time; Ray keeps further ones in its own queue.
         ray_actor_options: resources of a replica, e.g. `{"num_cpus": 8, "num_gpus": 1}`.

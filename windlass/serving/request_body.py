@@ -25,14 +25,14 @@ Result = TypeVar("Result")
 
 
 async def read_request(request: Request, max_bytes: int, check: Callable[[dict[str, Any]], Result]) -> Result:
-    """Read the body of a request and return what `check` makes of its JSON object.
+    """Read the body of a request and return the result of `check` for its JSON object.
 
     Args:
-        check: checks fields; runs in a thread for a large body.
+        check: function that checks the fields; it runs in a thread for a large body.
 
     Raises:
-        ApiError: another content type, too many bytes, a compressed body, invalid UTF-8, or invalid JSON; or an error
-            of `check`.
+        ApiError: the content type is not JSON; the body is too large, compressed, or not valid UTF-8 or JSON; or
+            `check` raises.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -49,12 +49,12 @@ async def read_request(request: Request, max_bytes: int, check: Callable[[dict[s
 
 
 async def check_fields(request: Request, check: Callable[[], Result]) -> Result:
-    """Return what a check of a request's fields makes of them; it runs in a thread if the body was large."""
+    """Return the result of `check`, which runs in a thread if the body of the request was large."""
     return await asyncio.to_thread(check) if request.state.is_large else check()
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body.
+    """Return the body of a request.
 
     Raises:
         ApiError: the body is compressed, or has more than `max_bytes` bytes.
@@ -112,11 +112,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object in UTF-8.
 
     Raises:
-        ApiError: the body is something else. NaN, infinite numbers, lone surrogates and keys that are given twice are
-            refused.
+        ApiError: the body is not a JSON object in UTF-8, or has NaN, infinite numbers, lone surrogates, or a key twice.
     """
     try:
-        text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 allows it
+        text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 lets parsers ignore the mark
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8 at byte {error.start}") from error
     try:

@@ -23,7 +23,7 @@ class RequestCounter:
 
     Attributes:
         answers: tasks that compute answers.
-        is_cut: the answers in progress were cancelled, because the server ends.
+        is_cut: True if the answers in progress were cancelled, because the server ends.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class RequestCounter:
 
     async def wait_until_idle(self, timeout: float) -> bool:
         """Wait until no request is in progress. Return False after `timeout` seconds."""
-        if self._idle.is_set():  # with a timeout of 0, `wait_for` raises before it has looked
+        if self._idle.is_set():  # with a timeout of 0, `wait_for` would raise without a check
             return True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)

@@ -19,7 +19,7 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "metadata": _ANY,
     "safety_identifier": _ANY,
     "prompt_cache_key": _ANY,
-    "prompt_cache_options": _ANY,  # equal prefixes are found without them
+    "prompt_cache_options": _ANY,  # the engine finds equal prefixes without options
     "prompt_cache_retention": _ANY,
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -67,7 +67,7 @@ Value = TypeVar("Value")
 
 
 class _UpToFirstError:
-    """Marker of containers whose validation ends at the first error. pydantic would keep an error for each element.
+    """Marker that ends the validation of a container at the first error. pydantic would keep an error for each element.
 
     pydantic's own `FailFast` has no hash, which unions need.
     """
@@ -94,13 +94,13 @@ class RequestModel(BaseModel):
 
     @classmethod
     def parse(cls: type[Model], data: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Model:
-        """Validate a JSON object.
+        """Return the model of a JSON object.
 
         Args:
             parents: names of the enclosing fields, from the outermost one.
 
         Raises:
-            ApiError: a field that is unknown, refused, of another type or missing, with its name.
+            ApiError: a field is unknown, refused, of another type or missing; the error has its name.
         """
         known: dict[str, Any] = {}
         for name, value in data.items():
@@ -122,7 +122,7 @@ class RequestModel(BaseModel):
 
 
 def _part_model(model: type[RequestModel], name: str) -> type[RequestModel] | None:
-    """Return the model of a field whose value is an object with fields of its own; None for other fields."""
+    """Return the model of a field that takes an object with fields of its own; None for other fields."""
     annotation = model.model_fields[name].annotation
     for kind in get_args(annotation) or (annotation,):
         if isinstance(kind, type) and issubclass(kind, RequestModel):
@@ -131,7 +131,11 @@ def _part_model(model: type[RequestModel], name: str) -> type[RequestModel] | No
 
 
 def _has_effect(name: str, value: Any, model: type[RequestModel], parents: tuple[str, ...]) -> bool:
-    """Return False for a harmless field, and raise for one that is refused."""
+    """Return True for a field of the model, and False for a harmless field.
+
+    Raises:
+        ApiError: the field is refused or unknown.
+    """
     if name in model.model_fields:
         return True
     allowed = model.harmless.get(name)
@@ -147,7 +151,7 @@ def _has_effect(name: str, value: Any, model: type[RequestModel], parents: tuple
             400, f"{place} = {shown} is not supported: {reason}", parameter=field, code="unsupported_parameter"
         )
     near = nearest_name(name, model.model_fields)
-    hint = f"; did you mean {near}?" if near else ""
+    hint = f"; did you mean {near}?" if near else "; leave it out"
     raise ApiError(400, f"unknown field {place!r}{hint}", parameter=field, code="unknown_parameter")
 
 
@@ -156,7 +160,7 @@ class StreamOptions(RequestModel):
 
     Attributes:
         include_usage: send the number of tokens as the last event.
-        continuous_usage_stats: send it with every event.
+        continuous_usage_stats: send the number of tokens so far with every event.
     """
 
     harmless: ClassVar = {"include_obfuscation": (False, True)}
@@ -169,7 +173,7 @@ class StreamOptions(RequestModel):
 class StructuredOutputsField(RequestModel):
     """Constraint of the text, in vLLM's form."""
 
-    harmless: ClassVar = {"disable_fallback": (False, True)}  # there is one compiler
+    harmless: ClassVar = {"disable_fallback": (False, True)}  # there is only one compiler, so no fallback
     refused: ClassVar = {"structural_tag": "use grammar"}
 
     json_: str | dict[str, Any] | None = None
@@ -183,7 +187,7 @@ class StructuredOutputsField(RequestModel):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> StructuredOutputsParams:
-        """Return the constraint."""
+        """Return the constraint of the JSON object of `structured_outputs`."""
         known = {"json_" if name == "json" else name: value for name, value in data.items()}
         field = cls.parse(known, ("structured_outputs",))
         return StructuredOutputsParams(
@@ -259,10 +263,10 @@ class SamplingFields(CommonSamplingFields):
     )
 
     def sampling_params(self, **values: Any) -> SamplingParams:
-        """Return the sampling parameters. `values` are those that differ between the two kinds of completion.
+        """Return the sampling parameters. `values` replaces and adds parameters that depend on the endpoint.
 
         Raises:
-            ApiError, RequestError: a value out of range, or two constraints of the text.
+            ApiError, RequestError: a value is out of range, or two fields constrain the text.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream = true", parameter="stream_options")
@@ -274,9 +278,7 @@ class SamplingFields(CommonSamplingFields):
                 parameter="best_of",
             )
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(
-                400, "prompt_logprobs is part of whole answers; set stream = false", parameter="prompt_logprobs"
-            )
+            raise ApiError(400, "prompt_logprobs cannot be streamed; set stream = false", parameter="prompt_logprobs")
         given = {name: getattr(self, name) for name in self._PLAIN if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_of(key): bias for key, bias in self.logit_bias.items()}
@@ -297,14 +299,14 @@ class SamplingFields(CommonSamplingFields):
         ]
         if self.structured_outputs is not None:
             found.append(("structured_outputs", StructuredOutputsField.of(self.structured_outputs)))
-        if any(params != found[0][1] for _, params in found):  # equal ones: a client sends both forms
+        if any(params != found[0][1] for _, params in found):  # a client may send equal ones in both forms
             names = " and ".join(name for name, _ in found)
             raise ApiError(400, f"{names} both constrain the text; keep one", parameter=found[1][0])
         return found[0][1] if found else None
 
     @property
     def constraint_field(self) -> str | None:
-        """Name of the field of vLLM's that constrains the text; None without one."""
+        """Name of vLLM's field that constrains the text; None: there is no constraint."""
         return next((name for name in (*_GUIDED, "structured_outputs") if getattr(self, name) is not None), None)
 
     def service_level(self) -> ServiceLevel | None:

@@ -80,6 +80,6 @@ class RequestGate:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise ApiError(401, "the request has no API key; send it as `Authorization: Bearer KEY`", code="no_api_key")
-        # the bytes that were sent: Starlette decodes headers as Latin-1
+        # compare the bytes that were sent: Starlette has decoded them as Latin-1
         if not keys.accept(key.encode("latin-1").strip()):
             raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""Items of a response of `/v1/responses`, and the events that a stream of them has."""
+"""Output items of a response of `/v1/responses`, and the events of their stream."""
 
 from __future__ import annotations
 

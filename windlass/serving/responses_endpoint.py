@@ -52,7 +52,9 @@ async def create_response(request: Request) -> Response:
 def _check(
     context: ServerContext, fields: ResponsesRequest
 ) -> tuple[ResponsesRequest, ChatRequest, ToolChoice, SamplingParams, str | None]:
-    """Return the fields, their chat, its tools and sampling parameters, and its field that constrains the text."""
+    """Return the fields, the chat request made of them, the choice of tools, the sampling parameters, and the name of
+    the chat request's field that constrains the text, or None.
+    """
     context.lora_of(fields.model)
     with _fields_renamed():
         chat = fields.chat()
@@ -69,7 +71,7 @@ def _fields_renamed() -> Iterator[None]:
     except (ApiError, RequestError) as raised:
         error = api_error_of(raised, "")
         place, message = error.parameter or "", str(error)
-        if place.startswith("tools."):  # nested one level deeper in chats
+        if place.startswith("tools."):  # chat requests nest tools one level deeper
             place, message = place.replace(".function", ""), message.replace(".function", "")
         for theirs, ours in CHAT_NAMES.items():
             message = re.sub(rf"\b{theirs}\b", ours, message)

@@ -22,7 +22,7 @@ _SAME = (*CommonSamplingFields.model_fields, "parallel_tool_calls", "chat_templa
 CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
               "response_format.json_schema": "text.format", "response_format": "text",
               "reasoning_effort": "reasoning"}  # fmt: skip
-"""Fields of a chat completion, for errors about them, each with the name that it has here."""
+"""Names of fields of a chat completion, each with the field's name in this request, for errors about the field."""
 
 
 class TextFields(RequestModel):
@@ -45,7 +45,7 @@ class ReasoningFields(RequestModel):
     """Effort of the reasoning before the answer.
 
     Attributes:
-        effort: value for the chat template.
+        effort: value of the chat template's variable `reasoning_effort`.
     """
 
     harmless: ClassVar = {"summary": ("auto",), "generate_summary": ("auto",)}
@@ -106,7 +106,7 @@ class ResponsesRequest(CommonSamplingFields):
         """Return the chat completion that generates the answer.
 
         Raises:
-            ApiError: an item, a tool or a form that is not supported, with its place.
+            ApiError: an item, a tool or a format is not supported; the error names its place.
         """
         for name in self.include or []:
             if name not in _INCLUDED:
@@ -126,12 +126,12 @@ class ResponsesRequest(CommonSamplingFields):
 
 
 def chat_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Return the messages of a chat that has these items.
+    """Return the chat messages for the items of a request.
 
-    A call belongs to the assistant's message before it, as chat templates have it. Items of reasoning are left out.
+    A call becomes a part of the assistant's message before it, as in chat templates. Reasoning items are left out.
 
     Raises:
-        ApiError: an item that is not supported, or the output of a call that is not among the items.
+        ApiError: an item is not supported, or is the output of a call that is not among the items before it.
     """
     messages: list[dict[str, Any]] = []
     if instructions is not None:
@@ -223,7 +223,7 @@ def _chat_tools(
 
 
 def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return `text.format` in the form of chat completions, whose schema lies one level deeper."""
+    """Return `text.format` in the form of chat completions, which nests the schema one level deeper."""
     if form is None or form.get("type") != "json_schema":
         return form
     if not isinstance(form.get("schema"), dict):

@@ -23,7 +23,7 @@ class ServedEngine(Protocol):
 
     @property
     def max_queued(self) -> int | None:
-        """Waiting requests, beyond which new ones are refused; None: no limit."""
+        """Largest number of waiting requests; further ones are refused. None: no limit."""
 
     @property
     def lora_names(self) -> Sequence[str]:
@@ -59,11 +59,11 @@ class ServedEngine(Protocol):
         Closing the iterator, or cancelling its task, cancels the request.
 
         Args:
-            bad_words: those of `params`, encoded by `encode_bad_words`; None: the engine encodes them.
+            bad_words: tokens of `params.bad_words`, from `encode_bad_words`; None: the engine encodes the words.
 
         Raises:
-            RequestError: invalid input, before the first item.
-            EngineOverloadedError: the queue is full, before the first item.
+            RequestError: the input is invalid; raised before the first item.
+            EngineOverloadedError: the queue is full; raised before the first item.
         """
 
     def encode_bad_words(self, params: SamplingParams) -> TokenTexts:

@@ -28,7 +28,7 @@ class ServerContext:
         self.created = int(time.time())
         self._engine: ServedEngine | None = None
         self._bound = TokenBound(None)
-        # One thread, because tokenizers are not safe to use from several; it keeps long prompts off the event loop.
+        # One thread, because a tokenizer is not safe to use from several; long prompts do not block the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         if engine is not None:
             self.attach(engine)
@@ -65,14 +65,14 @@ class ServerContext:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
     def least_tokens(self, text: str) -> int:
-        """Return the number of tokens that a text has at least, in far less time than its tokens take."""
+        """Return a lower bound of the number of tokens of a text, much faster than tokenization."""
         return self._bound(text)
 
     def lora_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's `model` names; None for the base model.
 
         Raises:
-            ApiError: no such model.
+            ApiError: there is no such model.
         """
         if model is None or model in self.settings.model_names:
             return None

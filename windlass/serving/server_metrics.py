@@ -1,4 +1,4 @@
-"""Prometheus metrics, with the names of vLLM's where the meaning is the same, so that vLLM's dashboards work.
+"""Prometheus metrics, with vLLM's names where the meaning is the same, so that vLLM's dashboards work.
 
 Names without a counterpart begin with `windlass:`.
 """
@@ -79,7 +79,7 @@ class ServerMetrics:
             for name, text, buckets in _HISTOGRAMS
         }
         rejections = Counter(
-            "vllm:admission_rejections", "Requests refused because the queue was full.", _LABELS, registry=self.registry
+            "vllm:admission_rejections", "Requests refused: a full or slow queue.", _LABELS, registry=self.registry
         )
         self.rejections = rejections.labels(*self._labels)
 
@@ -150,7 +150,7 @@ class _EngineCollector(Collector):
                 stats.prefix_cache_queries,
             ),
             ("vllm:prefix_cache_hits", "Tokens of prompts found in the prefix cache.", stats.prefix_cache_hits),
-            ("vllm:num_preemptions", "Times that the blocks of a request were taken away.", stats.num_preemptions),
+            ("vllm:num_preemptions", "Times that the KV blocks of a request were freed.", stats.num_preemptions),
             ("vllm:prompt_tokens", "Tokens of prompts that were computed or found.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Generated tokens.", stats.generation_tokens),
             ("vllm:spec_decode_num_draft_tokens", "Proposed draft tokens.", stats.draft_tokens),

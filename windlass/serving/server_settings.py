@@ -23,7 +23,7 @@ _MAX_KEY_FILE_BYTES = 2**20
 class ApiKeys:
     """API keys, compared in constant time.
 
-    Only their SHA-256 digests are kept, so that lengths do not matter to the comparison.
+    Only SHA-256 digests are kept, so that the time of a comparison does not depend on the lengths of keys.
     """
 
     def __init__(self, keys: list[str]) -> None:
@@ -39,7 +39,7 @@ class ApiKeys:
         """
         data = read_bounded(path, _MAX_KEY_FILE_BYTES)
         if data is None:
-            raise ConfigError(f"--api-key-file {path} is larger than {_MAX_KEY_FILE_BYTES:,} bytes")
+            raise ConfigError(f"--api-key-file {path} is larger than {_MAX_KEY_FILE_BYTES:,} bytes; give a smaller one")
         try:
             lines = [line.strip() for line in data.removeprefix(codecs.BOM_UTF8).decode().splitlines()]
         except UnicodeDecodeError as error:
@@ -67,15 +67,16 @@ class ServerSettings:
     """Settings of one server.
 
     Attributes:
-        model_names: names under which the model is served; the first is the one in answers.
-        max_body_bytes: largest body of a request.
+        model_names: names under which the model is served; the first is the one in answers to requests without `model`,
+            and in metrics.
+        max_body_bytes: largest number of bytes of a request's body.
         max_prompts: largest number of prompts in a request.
         max_output_tokens: largest number of tokens of an answer; None: the context window is the only limit.
         drain_timeout: seconds that running requests get after SIGTERM.
         tool_calls: form of the tool calls in the model's text; "auto" recognizes hermes' and Llama's.
-        chat_template: template instead of the tokenizer's.
+        chat_template: chat template in Jinja; None: that of the tokenizer.
         allowed_origins: web pages of these origins may use the server from a browser.
-        api_keys: keys of which each request needs one; None: requests need no key.
+        api_keys: API keys; each request needs one of them. None: requests need no key.
         engine_index: label of the engine in the metrics.
     """
 

@@ -78,7 +78,9 @@ async def show_metrics(request: Request) -> Response:
 
 
 async def show_page(request: Request) -> Response:
-    """Return the page for a browser. Its policy allows its own script and style, and only requests to this server."""
+    """Return the page for a browser, with a content security policy that allows only the page's own script and style,
+    and requests to this server.
+    """
     page, policy = _page()
     return Response(page, media_type="text/html; charset=utf-8", headers={"content-security-policy": policy})
 

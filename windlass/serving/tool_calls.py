@@ -27,7 +27,7 @@ class ToolCallDelta:
     id: str | None = None
 
     def as_json(self, streamed: bool) -> dict[str, Any]:
-        """Return OpenAI's form."""
+        """Return the part in OpenAI's form, with the index of the call if `streamed`."""
         function = (
             {"arguments": self.arguments} if self.name is None else {"name": self.name, "arguments": self.arguments}
         )
@@ -52,7 +52,7 @@ class ToolCallParser(Protocol):
         """Return the content and the calls that the next piece of text completes.
 
         Args:
-            finished: the piece is the last one.
+            finished: True if the piece is the last one.
         """
 
 
@@ -70,7 +70,7 @@ class PlainText:
 
 
 class ForcedFunction:
-    """Parser of an answer whose text is the arguments of one function."""
+    """Parser of an answer that consists of the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -105,7 +105,7 @@ class RequiredCalls:
                 call, self._position = _NUMBERS_AS_TEXT.raw_decode(self._text, start)
             except (ValueError, RecursionError):  # the call is not complete
                 return found
-            # the text itself: a number such as 1e999 has no value that JSON could hold
+            # the arguments stay text, because a number such as 1e999 could not be written as JSON again
             head = _CALL_HEAD.match(self._text, start)
             arguments = self._text[head.end() : self._position - 1].strip() if head else "{}"
             found.calls.append(ToolCallDelta(self._count, arguments, str(call.get("name")), new_call_id()))
@@ -124,8 +124,8 @@ class OptionalCalls:
         self._blocks = form in ("auto", "hermes")
         self._objects = form in ("auto", "llama3_json")
         self._pending = ""
-        self._started = False  # some content was returned
-        self._after_call = False  # no content was returned since the last call
+        self._started = False  # True once content was returned
+        self._after_call = False  # True if no content was returned since the last call
         self._space = ""  # white space at the beginning of the answer, which is content only if text follows
         self._count = 0
 
@@ -161,7 +161,7 @@ class OptionalCalls:
                 self._return_content(found, self._pending[:start])
                 self._pending = self._pending[start:]
                 return
-            # Models often end the answer in place of the closing tag.
+            # models often end the answer without the closing tag
             stop = len(self._pending) if end < 0 else end + len(_CLOSE)
             block = self._pending[start + len(_OPEN) : stop if end < 0 else end]
             call = self._call_of(_parse_or_none(block), known_only=False)

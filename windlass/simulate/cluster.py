@@ -27,9 +27,9 @@ class DirectedLink:
     """One direction of a link.
 
     Attributes:
-        kind: Links of one kind have one rate: `device`, `device along AXIS`, `nic`, `leaf`, `spine`, `host`, `disk`, or
-            the name of an explicit link.
-        source, target: Nodes. `device 3`, `host 0`, or a switch.
+        kind: `device`, `device along AXIS`, `nic`, `leaf`, or the name of an explicit link. Links of one kind have one
+            rate.
+        source, target: Nodes, such as `device 3`, `host 0` or a switch.
     """
 
     kind: str
@@ -54,8 +54,8 @@ class Network:
     """Network between hosts.
 
     Attributes:
-        topology: `switch` (no limit but the cards), `fat-tree` (leaf switches under a spine), `rail` (the cards of
-            equal number of all hosts share leaf switches), `ring` or `torus` of hosts, or `links` (explicit ones).
+        topology: `switch` (only network cards limit rates), `fat-tree` (leaf switches under a spine), `rail` (cards
+            with the same number on all hosts share leaf switches), `ring` or `torus` of hosts, or `links` (explicit).
         hosts_per_leaf: Hosts below one leaf switch (or rail).
         oversubscription: Rate of a leaf's ports to hosts over the rate of its uplinks.
         shape: Sides of the torus, in hosts.
@@ -76,8 +76,9 @@ class Cluster:
     """Cluster of equal hosts.
 
     Attributes:
-        device_mtbf: Mean seconds between failures of one device with its share of host and network.
-        overlaps: Collectives run beside computation. On a CPU they take the cores that compute.
+        device_mtbf: Mean seconds between failures of one device with its share of host and network; 0: unknown.
+        overlaps: Collectives run during computation. False for the known CPU cluster, whose collectives use the cores
+            that compute.
         name: Name for messages.
     """
 
@@ -111,7 +112,7 @@ class Cluster:
         return self.hosts * self.host.devices
 
     def ranks_on_host(self, ranks: int) -> int:
-        """Return the number of ranks on the fullest host of a run, which share its disks and its memory."""
+        """Return the number of ranks that share the disks and the memory of the fullest host of a run."""
         return min(ranks, self.host.devices)
 
     def host_of(self, rank: int) -> int:
@@ -119,7 +120,7 @@ class Cluster:
         return rank // self.host.devices
 
     def with_devices(self, count: int) -> Cluster:
-        """Return the cluster with as many hosts as `count` devices need; explicit links or a torus keep unused hosts.
+        """Return the cluster with as many hosts as `count` ranks need; explicit links or a torus keep unused hosts.
 
         Raises:
             ConfigError: explicit links or a torus have fewer hosts.
@@ -137,7 +138,7 @@ class Cluster:
         return Cluster(self.device, self.host, hosts, self.network, self.device_mtbf, self.overlaps, self.name)
 
     def link_part(self, kind: str) -> LinkPart:
-        """Return rate and latency of links of a kind, uplinks of a switch together."""
+        """Return rate and latency of links of a kind. The uplinks of a switch are one link."""
         network, host = self.network, self.host
         if kind == "device" or kind.startswith(AXIS_LINK):
             part = host.axis_links[kind.removeprefix(AXIS_LINK)] if kind != "device" else host.device_link
@@ -152,7 +153,7 @@ class Cluster:
         return self._explicit[kind].part
 
     def along(self, axis: str) -> Cluster:
-        """Return the cluster with the links of `axis`, which has links of its own, between the devices of a host."""
+        """Return the cluster with the link of `axis` in `HostPart.axis_links` between the devices of a host."""
         return replace(self, host=replace(self.host, device_link=self.host.axis_links[axis], axis_links={}))
 
     @cached_property
@@ -161,7 +162,7 @@ class Cluster:
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
-        """Graph of hosts, switches and explicit links."""
+        """Graph of hosts and switches, with explicit links or the links of a ring or torus."""
         graph: nx.DiGraph[str] = nx.DiGraph()
         for host in range(self.hosts):
             graph.add_node(f"host {host}")
@@ -205,7 +206,7 @@ class Cluster:
         return [DirectedLink("device", f"device {a}", middle), DirectedLink("device", middle, f"device {b}")]
 
     def nic_of(self, rank: int) -> int:
-        """Return the network card of a device."""
+        """Return the number of a rank's network card on its host."""
         return (rank % self.host.devices) * self.host.nics // self.host.devices
 
     def _through_switches(self, a: int, b: int) -> list[DirectedLink]:
@@ -242,7 +243,7 @@ class Cluster:
 
     @property
     def is_symmetric(self) -> bool:
-        """True if every host has the same place in the network."""
+        """True if all hosts are connected in the same way."""
         return self.network.topology != "links"
 
     @property
@@ -255,13 +256,13 @@ class Cluster:
         return min(self.hosts, self.network.hosts_per_leaf)
 
     def latency(self, links: Sequence[DirectedLink]) -> float:
-        """Return the latency of a route, in seconds: that of its slowest kind of link, and of its switches."""
+        """Return the latency of a route, in seconds: the largest latency of its links, plus that of its switches."""
         ends = max((self.link_part(link.kind).latency for link in links), default=0.0)
         return ends + self.network.switch_latency * max(0, len(links) - 2)
 
 
 def _quoted(name: str) -> str:
-    """Return the name of a switch or host, in quotes if it has a hyphen, so that no two links have one name."""
+    """Return the name of a switch or host, in quotes if it has a hyphen, so that names of links are unique."""
     return repr(name) if "-" in name else name
 
 

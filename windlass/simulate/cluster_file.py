@@ -1,6 +1,7 @@
-"""Cluster files: TOML with a device, a host, a network, and what was measured.
+"""Cluster files: TOML with a device, a host and a network.
 
-Every value of a known part can be replaced. Rates are `400Gbps`, `25GB/s` or `989TFLOP/s`, times `5us`, sizes `80GB`.
+A file may name known parts and replace any of their values, e.g. by measured ones. Rates are `400Gbps`, `25GB/s` or
+`989TFLOP/s`, times `5us`, sizes `80GB`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ _HOUR = 3600.0
 
 
 def load_cluster(source: str, world_size: int) -> Cluster:
-    """Return a known cluster by name, or that of a cluster file, with enough hosts for `world_size` ranks.
+    """Return a known cluster by name, or the cluster of a file, with enough hosts for `world_size` ranks.
+
+    A file that sets `hosts` has exactly this number of hosts.
 
     Raises:
-        ConfigError: there is no such cluster or file, or the file has a mistake. Names the key, its value and the fix.
+        ConfigError: there is no such cluster or file, or the file has a mistake. The message names the key, its value
+            and the fix.
     """
     if source in CLUSTERS:
         return known_cluster(source).with_devices(world_size)
@@ -86,7 +90,7 @@ def parse_cluster(data: Mapping[str, Any], source: str, world_size: int = 1) -> 
     table = reader.table(data, "host")
     host = reader.host(table, base.host if base else None)
     if host.host_link is None and "memory_rate" not in table:
-        # The devices' memory is the host's, and only their rate is known.
+        # The devices have no memory of their own, and the file only gives the rate of device memory.
         host = replace(host, memory_rate=device.memory_rate * device.memory_efficiency * host.devices)
     needed = -(-world_size // host.devices)
     hosts = reader.integer(data, "hosts", needed, most=MAX_HOSTS)
@@ -127,7 +131,7 @@ class _Reader:
         return found
 
     def text(self, table: Mapping[str, Any], key: str, default: str, *, choices: tuple[str, ...] = ()) -> str:
-        """Return the string under a key, which is one of `choices` if these are given."""
+        """Return the string under a key, checked to be one of `choices`; without choices, any string."""
         found = table.get(key, default)
         if not isinstance(found, str) or (choices and found not in choices):
             raise self.fail(
@@ -159,7 +163,7 @@ class _Reader:
         return found
 
     def rate(self, table: Mapping[str, Any], key: str, default: float | None, where: str) -> float:
-        """Return the rate under a key, which is required if `default` is None."""
+        """Return the rate under a key. The key is required if `default` is None."""
         if key not in table and default is not None:
             return default
         if key not in table:
@@ -302,7 +306,7 @@ class _Reader:
         )
 
     def links(self, data: Mapping[str, Any], hosts: int, devices: int) -> tuple[ExplicitLink, ...]:
-        """Return the explicit links, whose ends are hosts or switches that exist."""
+        """Return the explicit links, checked to begin and end at hosts or switches that exist."""
         switches = data.get("switches", [])
         if not isinstance(switches, list) or not all(isinstance(name, str) for name in switches):
             raise self.fail("switches", switches, 'is not a list of names; write e.g. switches = ["leaf 0"]')
@@ -342,7 +346,7 @@ class _Reader:
         )
 
     def check_connected(self, cluster: Cluster) -> None:
-        """Raise if explicit links leave a host without a route to the others."""
+        """Raise ConfigError if explicit links leave a host without a route to the others."""
         if cluster.network.topology != "links":
             return
         import networkx as nx

@@ -9,9 +9,10 @@ Over n ranks and B bytes (of the whole buffer; for an all-to-all of one rank's m
   Yuan 2009). Groups with several ranks on a host run one ring for each of them, so that all network cards are used.
 - `tree`: all-reduce over hosts in two complementary binary trees, half of B in each (Sanders et al. 2009), and a chain
   inside of each host.
-- `hierarchical`: inside the hosts and between ranks of equal number on all hosts, one after the other.
-- `pairwise`: each rank sends each other rank's part directly, as windlass does on gloo, and as every all-to-all does.
-- `auto`: the fastest of those that apply, as NCCL chooses.
+- `hierarchical`: one collective inside each host, and one between ranks with the same number on all hosts, one after
+  the other.
+- `pairwise`: each rank sends each other rank's part directly, as windlass does on gloo and in every all-to-all.
+- `auto`: the fastest of the algorithms that apply, as NCCL chooses.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class CollectiveCost:
     """Cost of one collective.
 
     Attributes:
-        algorithm: Its algorithm.
+        algorithm: Name of the algorithm; `none` for a group of one rank.
         phases: Parts that run one after the other.
     """
 
@@ -71,8 +72,9 @@ class RankPattern:
 
     Attributes:
         axes: Axes along which ranks of a group differ.
-        block: If not 0, each group is divided into groups of this many neighbours.
-        stride: Every `stride`-th rank forms a group.
+        block: Number of neighbours in each of the smaller groups that a group is divided into; 0: not divided.
+        stride: Distance of the ranks in each of the `stride` smaller groups that a group is divided into; 1: not
+            divided.
     """
 
     axes: tuple[str, ...]
@@ -128,7 +130,7 @@ class CollectiveCosts:
         return min(found, key=lambda one: one.seconds(self.cluster))
 
     def send(self, sender: int, receiver: int, nbytes: float) -> CollectiveCost:
-        """Return the cost of one message, which all pairs with the same distance send at the same time."""
+        """Return the cost of one message, while all ranks of the sender's host send one over the same distance."""
         if "pp" in self.cluster.host.axis_links:
             return _on_axis_link(self._along("pp").send(sender, receiver, nbytes), "pp")
         return _scaled(self._messages(sender, receiver), nbytes)
@@ -140,7 +142,7 @@ class CollectiveCosts:
         return self._axis_costs[axis]
 
     def _message(self, sender: int, receiver: int) -> CollectiveCost:
-        # The neighbours of both ranks on their hosts send at the same time.
+        # The sender's neighbours on its host, at the same pipeline stage, send at the same time.
         devices, distance = self.cluster.host.devices, receiver - sender
         first, loads, latency = sender // devices * devices, defaultdict[DirectedLink, float](float), 0.0
         for rank in range(first, min(first + devices, self.grid.world)):
@@ -154,13 +156,13 @@ class CollectiveCosts:
         return CollectiveCost("message", (Phase(latency, _largest(loads)),))
 
     def _has_levels(self, pattern: RankPattern) -> bool:
-        """Return True if a group has several ranks on each of several hosts, equally many on each."""
+        """Return True if a group has ranks on several hosts, on each the same number, which is at least 2."""
         hosts = _by_host(self.group_of(0, pattern), self.cluster)
         even = len({len(ranks) for ranks in hosts}) == 1 and len(hosts[0]) > 1
         return len(hosts) > 1 and even and not pattern.block and pattern.stride == 1
 
     def _analyze(self, pattern: RankPattern, operation: str, algorithm: str) -> CollectiveCost:
-        """Return the cost for one byte; its latency does not depend on bytes."""
+        """Return the cost for one byte. Latencies do not depend on the number of bytes."""
         n = self.size(pattern)
         share = (n - 1) / n
         if algorithm == "hierarchical":

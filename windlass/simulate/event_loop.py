@@ -1,9 +1,9 @@
 """Discrete-event simulation of tasks on streams that share links, on simpy.
 
-[Note: shared links] A task waits for its predecessors and for its streams, takes its fixed time, and then transfers:
-its loads progress together, and each link divides its rate equally among the tasks that use it. The share that a task
-cannot use, because another of its links is slower, goes to the others (max-min fairness). Streams run their tasks in
-the order in which they were added, as CUDA streams and a rank's Python thread do.
+[Note: shared links] A task waits for its predecessors and for its streams, takes its fixed time, and then transfers its
+loads on all its links at the same pace. Each link divides its rate equally among the tasks that use it. The part of a
+share that a task cannot use, because another of its links is slower, goes to the other tasks (max-min fairness).
+Streams run their tasks in the order in which they were added, as CUDA streams and a rank's Python thread do.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class SimulatedTask:
     Attributes:
         name: Label in the timeline.
         kind: `compute`, or the cause of the wait: an axis, `pipeline`, `host`, `disk`.
-        streams: Streams that it occupies from begin to end.
-        seconds: Its fixed time: computation, or latency.
+        streams: Streams that the task occupies from begin to end.
+        seconds: Fixed time: computation, or latency.
         loads: Bytes to transfer on links, after the fixed time.
-        after: Tasks that must end before it begins.
+        after: Tasks that must end before this one begins.
         nbytes: Bytes that a rank receives, for the timeline.
-        begin, end: Times, once it ran; -1 before.
+        begin, end: Simulated times in seconds; -1: not yet.
+        missing: Number of tasks of `after` that have not ended.
+        followers: Tasks that have this one in `after`.
     """
 
     name: str
@@ -49,7 +51,7 @@ class SimulatedTask:
 @dataclass(eq=False)
 class _Transfer:
     task: SimulatedTask
-    left: float = 1.0  # fraction of its loads
+    left: float = 1.0  # fraction of the task's loads that remains to be transferred
     speed: float = 0.0  # fractions a second
 
 
@@ -116,7 +118,7 @@ class EventLoop:
 
     def _transfer(self, task: SimulatedTask) -> None:
         if not any(task.loads.values()):
-            # Also a task without duration ends in an event of its own, so that chains of them do not recurse.
+            # Even a task without duration ends in a separate event, so that chains of such tasks do not recurse.
             self._environment.timeout(0).callbacks.append(lambda _: self._finish(task))
             return
         self._advance()
@@ -139,7 +141,7 @@ class EventLoop:
             self._begin_if_ready(other)
 
     def _advance(self) -> None:
-        """Let all transfers progress until now."""
+        """Advance all transfers to the current time."""
         now = self._environment.now
         passed = now - self._updated
         if passed > 0:
@@ -152,7 +154,7 @@ class EventLoop:
         self._updated = now
 
     def _reschedule(self) -> None:
-        """Compute speeds anew in an event of its own, once for all changes of one moment."""
+        """Schedule one event that computes all speeds anew, after all changes of this moment."""
         if not self._stale:
             self._stale = True
             self._environment.timeout(0).callbacks.append(lambda _: self._share())
@@ -172,7 +174,7 @@ class EventLoop:
 
     def _arrive(self, version: int, due: list[int]) -> None:
         if version != self._version:
-            return  # speeds changed since
+            return  # speeds have changed since this event was scheduled
         self._advance()
         done = [self._transfers[key] for key in due]
         for one in done:
@@ -185,8 +187,8 @@ class EventLoop:
 def share_links(transfers: list[_Transfer], rates: dict[LinkKey, float]) -> None:
     """Set the speed of each transfer by max-min fairness.
 
-    Each user of a link gets an equal part of it. Transfers on a link whose users all take their whole part are settled,
-    and the remaining rates of other links are divided anew among the unsettled transfers.
+    Each transfer on a link gets an equal part of the link's rate. If all transfers on a link use their part completely,
+    their speeds are settled, and the remaining rates of other links are divided anew among the unsettled transfers.
     """
     if len(transfers) == 1:  # nothing to share
         only = transfers[0]

@@ -1,9 +1,9 @@
 """Failures, the interval between checkpoints, and the goodput that remains.
 
-With n devices of mean time between failures T each, the run fails every M = T / n on average. A checkpoint that blocks
-training for C seconds is best made every sqrt(2 C M) seconds (Young 1974), or more exactly, for C < 2 M, every
+If each of n devices fails every T seconds on average, the run fails every M = T / n seconds. The best interval between
+checkpoints that block training for C seconds is sqrt(2 C M) seconds (Young 1974), or more exactly, for C < 2 M,
 sqrt(2 C M) (1 + sqrt(C / 2 M) / 3 + C / 18 M) - C (Daly 2006, equation 37). Goodput is the fraction of time that
-advances the training: the rest is checkpoints, work that a failure loses, and restarts. By Daly's complete model the
+advances the training; the rest is checkpoints, work lost by failures, and restarts. By Daly's complete model the
 expected time for W seconds of work is M exp(R / M) (exp((t + C) / M) - 1) W / t, with R seconds of a restart and an
 interval t.
 """
@@ -51,7 +51,7 @@ def expected_goodput(
         interval: Seconds of work between checkpoints; None: Daly's.
 
     Raises:
-        ConfigError: a time is not positive.
+        ConfigError: `devices`, `device_mtbf` or `checkpoint` is not positive.
     """
     for name, value in (("device_mtbf", device_mtbf), ("checkpoint", checkpoint), ("devices", devices)):
         if not value > 0:
@@ -62,8 +62,8 @@ def expected_goodput(
     if checkpoint >= 2 * mtbf:
         daly = mtbf
     chosen = interval or daly
-    # The factors of the expected time, inverted: where that overflows, a run fails before it has restarted, and its
-    # goodput is 0.
+    # The inverse of the expected time has negative exponents, so goodput becomes 0 where the expected time overflows:
+    # such a run fails before it has restarted.
     restarts, saves = math.exp(-restart / mtbf), -math.expm1(-(chosen + checkpoint) / mtbf)
     goodput = chosen / mtbf * restarts * math.exp(-(chosen + checkpoint) / mtbf) / saves
     return Goodput(mtbf, young, daly, chosen, goodput)

@@ -27,7 +27,7 @@ _AS_WIDE = {
     "fp32": ("fp64",),
     "fp64": (),
 }
-"""Other dtypes of the width of each dtype, and wider ones, from the narrowest to the widest."""
+"""For each dtype, the other dtypes of equal or larger width, from the narrowest to the widest."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DevicePart:
 
     Attributes:
         flops: Peak FLOP/s of matrix products, by short dtype name.
-        memory: Bytes of its memory.
+        memory: Bytes of the device's memory.
         memory_rate: Bytes a second, reads and writes together.
         matmul_efficiency: Share of `flops` that a large product reaches.
         attention_efficiency: Share of `flops` that fused attention reaches; 0: scores are written to memory.
@@ -54,10 +54,11 @@ class DevicePart:
     launch_seconds: float = 5e-6
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a dtype; a dtype without an entry has that of the next one of its width or wider.
+        """Return the peak FLOP/s of a dtype, or, without an entry in `flops`, of the next dtype of equal or larger
+        width.
 
         Raises:
-            ConfigError: only narrower dtypes have an entry. Their rates are too high for this one.
+            ConfigError: only narrower dtypes have an entry. Their rates are too high for this dtype.
         """
         for name in (dtype, *_AS_WIDE[dtype]):
             if name in self.flops:
@@ -94,17 +95,17 @@ class HostPart:
     Attributes:
         devices: Number of devices.
         device_link: Link of each device to the others of the host.
-        mesh: How they are connected: `switch` (NVSwitch, PCIe), `mesh` (a link for each pair, of `device_link`'s rate
-            divided by the number of peers) or `ring`.
+        mesh: Connection of the devices: `switch` (NVSwitch, PCIe), `mesh` (a link for each pair, of `device_link`'s
+            rate divided by the number of peers) or `ring`.
         nic: Link of one network card to the network.
-        nics: Network cards.
-        host_link: Link of each device to host memory; None: that is the device's memory.
+        nics: Number of network cards.
+        host_link: Link of each device to host memory; None: the devices compute in host memory.
         memory_rate: Rate of host memory, for optimizer updates on the host; on devices without a memory of their own
             for all updates.
-        disk_read, disk_write: Rates of the host's disks together; 0: there are none.
+        disk_read, disk_write: Rates of all disks of the host together; 0: no disk.
         axis_links: Links of the devices in collectives and messages along one mesh axis ("tp", "sp", "ep", "pp"), where
-            they differ from `device_link`: on CPUs a rate depends on the algorithm and on the number of ranks. They
-            share no rate with other transfers.
+            they differ from `device_link`: on CPUs a rate depends on the algorithm and on the number of ranks. These
+            links share no rate with other transfers.
     """
 
     name: str

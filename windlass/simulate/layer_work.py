@@ -1,12 +1,12 @@
 """Operations of a decoder layer, of the embedding and of the head: FLOPs, memory traffic, and their time on a device.
 
-[Note: time of an operation] An operation takes the longer of two times: its FLOPs at the rate that the device reaches
-in products, and its bytes at the rate that it reaches in copies; and at least one launch. Products count their inputs,
-weights and outputs as bytes. Other operations count every access of eager PyTorch (`fused=False`), or one read of each
-input and one write of each output (`fused=True`: torch.compile, or fused kernels).
+[Note: time of an operation] An operation takes the longest of three times: its FLOPs at the rate that the device
+reaches in products, its bytes at the rate that the device reaches in copies, and the launches of its kernels. The bytes
+of a product are its inputs, weights and outputs. The bytes of other operations are every access of eager PyTorch
+(`fused=False`), or one read of each input and one write of each output (`fused=True`: torch.compile, or fused kernels).
 
-Model FLOPs count attention without the saving of a causal mask, as the formulas of Megatron and PaLM do; the time of
-fused attention has that saving.
+Model FLOPs count all scores of causal attention, as the formulas of Megatron and PaLM do. The time of fused causal
+attention counts half of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ComputeStyle:
     Attributes:
         dtype: Short name of the computation's dtype.
         fused: Operations between products are fused, by torch.compile or by hand.
-        linear_dtype: Dtype of the products of linear layers, `fp8` or the computation's.
+        linear_dtype: Dtype of the products of linear layers, such as `fp8`; empty: `dtype`.
         checkpointing: `none`, `full` (a layer's forward runs again before its backward) or `selective` (every second
-            product, and all that is not a product, runs again).
+            product and all other operations except attention run again).
         causal: Attention is causal.
     """
 
@@ -54,10 +54,10 @@ class Operation:
     Attributes:
         kind: `product`, `attention` or `other`.
         flops: FLOPs that the device executes.
-        nbytes: Bytes that it reads and writes.
+        nbytes: Bytes that the device reads and writes.
         launches: Number of kernels.
         dtype: Dtype of a product, by short name.
-        model_flops: FLOPs as counted for MFU.
+        model_flops: FLOPs as counted for model FLOPs utilization (MFU).
     """
 
     kind: str
@@ -84,13 +84,13 @@ class LayerSizes:
     Attributes:
         tokens: Tokens of the rank.
         length: Tokens that an attention head attends over.
-        attended: Tokens for which the rank computes attention, of `heads` heads.
+        attended: Tokens for which the rank computes attention in each of `attention_heads` heads.
         heads, kv_heads: Heads of the projections on this rank.
         attention_heads: Heads for which the rank computes attention.
-        inner: Inner width of its feed-forward network or of one expert.
-        rows: Rows that its feed-forward network or its experts process.
-        norm_tokens: Tokens for which it computes norms and residuals.
-        vocabulary: Rows of its embedding and head.
+        inner: Inner width of the rank's feed-forward network or of one expert.
+        rows: Rows that the rank's feed-forward network or experts process.
+        norm_tokens: Tokens for which the rank computes norms and residuals.
+        vocabulary: Rows of the rank's embedding and head.
         local_experts: Experts on this rank; 0: one feed-forward network.
     """
 
@@ -130,12 +130,12 @@ def layer_sizes(
 
 
 def product(m: float, k: float, n: float, style: ComputeStyle, *, weights: int = 1, linear: bool = True) -> Operation:
-    """Return the product `[m, k] x [k, n]`; with several `weights` the rows are spread over as many matrices."""
+    """Return the product `[m, k] x [k, n]`. The rows are spread over `weights` matrices, e.g. those of experts."""
     flops, size = 2.0 * m * k * n, style.itemsize
     dtype = (style.linear_dtype or style.dtype) if linear else style.dtype
     nbytes = size * (m * k + weights * k * n + m * n)
     if dtype == "fp8" and style.dtype != "fp8":
-        # each input is read for its largest value, then read and written in fp8, which the product reads
+        # Each input is read for its largest value, read again, and written in fp8; the product reads the fp8 values.
         nbytes = (2 * size + 1 + 1) * (m * k + weights * k * n) + size * m * n
     return Operation("product", flops, nbytes, weights, dtype, flops)
 
@@ -161,7 +161,8 @@ def elementwise(elements: float, eager: float, fused: float, launches: int, styl
 def attention(
     shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, device: DevicePart, *, back: bool
 ) -> Operation:
-    """Return the attention of one layer: scores, softmax and weighted values. Its backward recomputes the scores."""
+    """Return the attention of one layer: scores, softmax and weighted values. The backward of fused attention
+    recomputes the scores."""
     width, size = shape.resolved_head_dim, style.itemsize
     scores = float(sizes.attended) * sizes.length * sizes.attention_heads
     model = 4.0 * scores * width * (2 if back else 1)
@@ -170,7 +171,7 @@ def attention(
     rows = sizes.attended * sizes.attention_heads * width
     nbytes = size * rows * (8.0 if back else 4.0)
     if not fused:
-        nbytes += scores * size * (12 if back else 6)  # written by the first product, softmax, dropout, read again
+        nbytes += scores * size * (12 if back else 6)  # scores: written by product, softmax, dropout; read again
     return Operation("attention", flops, nbytes, 3 if back else 1, style.dtype, model)
 
 
@@ -185,7 +186,7 @@ class Segment:
 
     Attributes:
         name: Name of the segment: `attention inputs`, `attention`, `attention output`, `feed-forward inputs`,
-            `feed-forward`, `embedding`, `head`.
+            `feed-forward`, `embedding`, `head`, `gradients`.
     """
 
     name: str
@@ -276,7 +277,7 @@ def embedding_work(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle) ->
     """Return the forward and backward of the embedding."""
     size = style.itemsize
     rows = elementwise(sizes.tokens * shape.hidden, 2 * size, 2 * size, 1, style)
-    filled = elementwise(sizes.vocabulary * shape.hidden, size, size, 1, style)  # its gradient is dense
+    filled = elementwise(sizes.vocabulary * shape.hidden, size, size, 1, style)  # dense gradient of the embedding
     return Segment("embedding", (rows,)), Segment("embedding", (rows, filled))
 
 

@@ -1,8 +1,8 @@
 """Messages of an optimizer that reduces gradients itself, on one representative rank.
 
-[Note: bytes of messages] A message has each parameter's part with its own scales, so its bytes follow from the layout
-of the unit and the codec's own size function. Owners have different parts of parameters, and their messages differ by
-some bytes: those of one data-parallel rank are counted, and the longest one takes the time.
+[Note: bytes of messages] In a message the part of each parameter has separate scales, so the bytes follow from the
+layout of the unit and the codec's own size function. Owners have different parts of parameters, so their messages
+differ by some bytes: the traffic counts the messages of one data-parallel rank, the time is that of the longest one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from windlass.zero.update.compressed_messages import batches_of, in_kinds
 _NUMBERS = (
     3 * 8,
     4 * 8,
-)  # bytes of sums of squares and a maximum: at stage 0; at stages 1 and 2, with the weights' sum
+)  # bytes for each parameter at stage 0, and at stages 1 and 2: float64 sums of squares (2 or 3) and a maximum
 _FLOAT = 4  # bytes of an element of a message before it is encoded
-_ENCODE, _DECODE = 4 * _FLOAT, 2 * _FLOAT  # memory traffic of an element: value and error read and written; sum
+# Memory traffic of an element in bytes: encoding reads and writes value and error, decoding reads and writes a sum.
+_ENCODE, _DECODE = 4 * _FLOAT, 2 * _FLOAT
 
 
 class MessageLanes:
@@ -47,7 +48,7 @@ class MessageLanes:
         self._ranks = lanes.costs.size(pattern)
 
     def exchange(self, units: Sequence[SimulatedUnit]) -> None:
-        """Bring the mean of local values to the owners of elements, and at stage 0 to all ranks."""
+        """Send local values to the owners of elements, and at stage 0 the means from the owners to all ranks."""
         messages = self._work.messages
         if self._ranks == 1:
             return
@@ -67,7 +68,7 @@ class MessageLanes:
             self._sum_over_tp(parts * _NUMBERS[self._work.sharding_stage > 0], "trust ratios")
 
     def gather_whole(self, units: Sequence[SimulatedUnit]) -> None:
-        """Gather the parameters that are sharded along tp with gradients and states, for an update of whole ones."""
+        """Collect parameters that are sharded along tp, with gradients and states, if the update needs whole ones."""
         states = self._work.whole_states
         parts = [shape for unit in units if "tp" in unit.kind.sharded_axes for shape in unit.shapes]
         if states is not None:
@@ -90,11 +91,15 @@ class MessageLanes:
                 self._send(batch, averages=False)
 
     def _is_in(self, unit: SimulatedUnit, parts: frozenset[int]) -> bool:
-        # A unit of several pipeline stages has different indices on them; see `outer_step_due`.
+        # A unit that several pipeline stages share has a different index on each of them; see `outer_step_due`.
         return (0 if unit.is_on_both_ends else unit.index) % self._work.messages.parts in parts
 
     def _send(self, batch: list[SimulatedUnit], *, averages: bool) -> None:
-        """Encode the values of a batch of units and send them, to their owners or from these to all ranks."""
+        """Encode the values of a batch of units, and send them.
+
+        Args:
+            averages: True: all ranks send to the owners of elements; False: owners send to all ranks.
+        """
         lanes, rank, ranks = self._lanes, self._work.data_rank, self._ranks
         sizes = [0] * ranks
         for unit in batch:
@@ -105,7 +110,7 @@ class MessageLanes:
         encoded = numel if averages else numel / ranks
         lanes.spend(f"messages of {batch[0].name}", (encoded * _ENCODE + numel * _DECODE) / self._rate)
         encoded_here = lanes.flush()
-        # A message in flight during the step was sent in an earlier one.
+        # A message that overlaps with the step was sent in an earlier step.
         before, stream = (None, f"{self._stream} in flight") if overlaps else (encoded_here, self._stream)
         if averages:
             operation, counted = "all_to_all", {"compressed_reduce_scatter": (ranks - 1) * sizes[rank]}
@@ -119,7 +124,7 @@ class MessageLanes:
             lanes.block_on(task)
 
     def _sum_thin(self, batch: list[SimulatedUnit]) -> None:
-        """Sum the thin matrices of PowerSGD, and with the first ones the parameters that are sent in full."""
+        """Sum the two thin matrices of PowerSGD; parameters that are sent in full are summed with the first."""
         assert self._work.messages.thin is not None
         rank, rate = self._work.messages.thin
         options: dict[str, Any] = {"rank": rank, "min_compression_rate": rate}
@@ -152,7 +157,7 @@ class MessageLanes:
 
 @cache
 def message_sizes(layout: UnitLayout, codec: str, ranks: int) -> tuple[int, ...]:
-    """Return for each owner of elements of a unit the bytes of the unit's part in a message of its elements."""
+    """Return, for each owner of elements of a unit, the bytes that these elements take in a message."""
     spans = [layout.shard_range(rank, ranks) for rank in range(ranks)]
     return tuple(message_bytes(get_codec(codec), [one.numel for one in layout.pieces(*span)]) for span in spans)
 

@@ -1,4 +1,4 @@
-"""Blocks and units of one model chunk on one rank: what is computed, all-gathered, reduced and updated together."""
+"""Blocks and units of the model chunks on one rank, with the computation of each block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SimulatedBlock:
     """Module whose call unshards units.
 
     Attributes:
-        kind: `embedding`, `layer`, `norm` (the last one, computed with the head) or `head`.
+        kind: `embedding`, `layer`, `norm` (the last norm, which is computed with the head) or `head`.
         forward, backward: Segments in the order of their computation.
         again: Segments of the forward that run again before the backward.
     """
@@ -43,7 +43,7 @@ class ModelChunk:
     """Part of the model between two transfers of a pipeline.
 
     Attributes:
-        number: Its place among all chunks; chunk `c` is on stage `c % pp`.
+        number: Index among all chunks; chunk `c` is on stage `c % pp`.
     """
 
     number: int

@@ -15,13 +15,13 @@ def state_bytes_of_rank(work: StepWork, cluster: Cluster) -> int:
     """Return the bytes of device memory that a rank of the first pipeline stage holds between two steps, without
     activations.
 
-    Offloaded slots do not count, unless their tier is the host and a device has no memory of its own. The small
-    parameters that `offload_param` leaves on the device are not counted.
+    Offloaded slots do not count, but slots on the host count if the device has no memory of its own. The small
+    parameters that `offload_param` leaves on the device do not count.
     """
     grid, stage, tiers = work.grid, work.volumes.zero_stage, work.offloading
     beside_device = {"nvme"} if cluster.host.host_link is None else {"cpu", "nvme"}
     gradients = "nvme" if tiers.states == "nvme" and tiers.gradients_on_disk else "cpu"
-    # The engine moves states, and gradients that are sharded too, of the first `ratio` of the elements.
+    # The engine offloads states and, from stage 2 on, gradients of the fraction `ratio` of the elements.
     share = tiers.ratio if stage and tiers.states != "none" else 0.0
     kept_states = 1 - share if tiers.states in beside_device else 1.0
     kept_gradients = 1 - share if stage >= 2 and gradients in beside_device else 1.0

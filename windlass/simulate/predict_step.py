@@ -1,4 +1,4 @@
-"""Prediction of a training step: from a model, a configuration and a cluster to its time and where it waits."""
+"""Prediction of a training step from a model, a configuration and a cluster: its time, and the causes of waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.simulate.step_prediction import KindPrediction, Span, StepPredicti
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import StepWork, describe_step
 
-_CLOSE = 0.05  # allowed relative difference between the parameters of a model and those of its sizes
+_CLOSE = 0.05  # allowed relative difference in parameters between a model and a decoder of its sizes
 
 
 def predict_step(
@@ -102,7 +102,7 @@ def predict_work(work: StepWork, cluster: Cluster, *, timeline: bool = False) ->
 
 
 def predict_kinds(work: StepWork, cluster: Cluster) -> list[KindPrediction]:
-    """Predict a step of each kind, for an optimizer whose steps differ ([Note: kinds of steps]); none for others.
+    """Predict a step of each kind, for an optimizer whose steps differ ([Note: kinds of steps]); empty for others.
 
     Raises:
         ConfigError: the cluster has fewer devices than ranks.
@@ -121,7 +121,7 @@ def _compute_seconds(tasks: list[SimulatedTask], lanes: RankLanes) -> float:
 
 
 def _waits(tasks: list[SimulatedTask], lanes: RankLanes, seconds: float) -> dict[str, float]:
-    """Return the idle seconds of a rank's device, each counted for the task that the next computation waited for."""
+    """Return the idle seconds of a rank's device, by kind of the task that the next computation waited for."""
     stream, waits, free = (lanes.process, COMPUTE), dict[str, float](), 0.0
     for task in (one for one in tasks if stream in one.streams):
         if task.begin > free:

@@ -1,10 +1,9 @@
-"""Units of one rank of a model that is known by its sizes alone.
+"""Units of one rank, from the sizes of a model or from the model itself.
 
 [Note: modules of one rank] A tree of modules on the meta device has the parameters of one rank in the order of
-transformers' Llama and Mixtral, each with its placement. The engine's own rules make units of it, so that padding,
-merged neighbours and parameters that are never resharded are those of a run. If the model itself is given, no axis
-divides its parameters and its layers are in one list, then its units are used instead of the tree's, with biases and
-positions.
+transformers' Llama and Mixtral, each with its placement. The engine's own rules divide the tree into units, so that
+padding, merged neighbours and persistent parameters are those of a run. A given model is used instead of the tree, with
+its biases and positions, if no axis divides its parameters and its layers are in one list.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ class SimulatedUnit:
     """Unit without memory. The engine's prefetcher reads `numel`, `shard_state` and `tier`.
 
     Attributes:
-        layout: Parameters on this rank in its buffer, before ZeRO shards them.
+        layout: Parameters of this rank in the unit's buffer, before ZeRO shards them.
         shapes: Shapes of these parameters.
-        kind: Axes over which it is sharded and reduced.
-        index: Its number among the units of the rank.
-        is_expert: Its parameters are experts, which fewer ranks share.
-        reshards: Each rank has only its shard between two uses.
-        sums_over_tp: Each rank along tp computes a part of its gradient.
-        is_on_both_ends: The first and the last pipeline stage have it.
-        trainable: It has gradients and states.
-        gathered: The task that gathers it, while it is unsharded.
-        uses: Number of blocks that use it.
-        backwards, last_backwards: Number of these blocks whose backward is done, in the running micro-batch and in the
-            last one.
+        kind: Axes over which the parameters are sharded and reduced.
+        index: Index among the units of the rank.
+        is_expert: The parameters belong to experts, which fewer ranks share.
+        reshards: The unit is resharded between two uses.
+        sums_over_tp: Each rank along tp computes a part of the gradient.
+        is_on_both_ends: The first and the last pipeline stage have the unit.
+        trainable: The unit has gradients and states.
+        gathered: Task that unshards the unit; None: the unit is sharded, or no task is needed.
+        uses: Number of blocks that use the unit.
+        backwards, last_backwards: Number of these blocks whose backward is done: in the running micro-batch, and in the
+            last micro-batch of the step.
     """
 
     name: str
@@ -70,12 +69,12 @@ class SimulatedUnit:
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters."""
+        """Elements of the unit's parameters."""
         return self.layout.numel
 
     @property
     def padded(self) -> int:
-        """Elements of its buffer."""
+        """Elements of the unit's buffer, with padding."""
         return self.layout.padded
 
 
@@ -130,7 +129,7 @@ class RankUnits:
             trainable=plan.trainable,
         )
 
-    # The skeleton.
+    # Tree of modules on the meta device.
 
     def _build(self, chunks: range) -> tuple[nn.Module, list[nn.Module]]:
         """Return the model and its layers."""
@@ -226,7 +225,7 @@ def _with_weight(weight: nn.Parameter) -> nn.Module:
 
 
 def _layers_of(model: nn.Module, count: int) -> dict[str, nn.Module] | None:
-    """Return the layers of a model by name: those of the outermost list of `count` modules; None: it has none."""
+    """Return the modules of the model's outermost list of `count` modules, by name; None: there is no such list."""
     for path, module in model.named_modules():
         if path and isinstance(module, nn.ModuleList) and len(module) == count:
             return {f"{path}.{name}": layer for name, layer in module.named_children()}
@@ -234,8 +233,8 @@ def _layers_of(model: nn.Module, count: int) -> dict[str, nn.Module] | None:
 
 
 def _block_names(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
-    """Return the block of each module by its name: modules before the layers are the embedding, those after them the
-    last norm, unless they are the head."""
+    """Return the block of each module by module name: modules before the layers belong to the embedding, the output
+    embedding to the head, other modules after the layers to the last norm."""
     own = getattr(model, "get_output_embeddings", lambda: None)()
     found, at = {"": HEAD}, EMBEDDING
     numbers = {path: number for number, path in enumerate(layers)}

@@ -1,4 +1,4 @@
-"""Streams of one representative rank: adds its computation, collectives and transfers to the simulation in order."""
+"""Streams of one representative rank, with its computation, collectives and transfers in the order of the step."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class RankLanes:
     ) -> None:
         """Add a collective that the next computation waits for.
 
-        If the lanes are coarse, the collectives of an axis become one, behind the computation that they are a part of:
-        their time is the same unless other transfers use their links at that moment.
+        If the lanes are coarse, all collectives of an axis between two calls of `flush` become one collective behind
+        the computation. Their total time is the same, unless other transfers use the links at that moment.
         """
         if self.costs.size(pattern) == 1:
             return
@@ -103,8 +103,8 @@ class RankLanes:
         """Add a collective; None if the group has one rank.
 
         Args:
-            nbytes: Bytes of the whole buffer, as `CollectiveCosts.cost` takes them.
-            counted: Bytes that this rank receives, by operation as the counters name it.
+            nbytes: Bytes of the whole buffer, see `CollectiveCosts.cost`.
+            counted: Bytes that this rank receives, by name of the operation in `engine.report()`.
         """
         if self.costs.size(pattern) == 1:
             return None
@@ -138,7 +138,7 @@ class RankLanes:
     def transfer(
         self, link: str, rate: float, nbytes: float, label: str, kind: str, after: list[SimulatedTask | None]
     ) -> SimulatedTask:
-        """Add a transfer over a link of the host that belongs to this rank: to host memory, or to a disk."""
+        """Add a transfer over this rank's own link between device and host memory, or between host and disk."""
         self._rates[self.process, link] = rate
         before = [one for one in after if one is not None]
         return self._loop.add(
@@ -153,7 +153,7 @@ class RankLanes:
         return self._loop.add(SimulatedTask(label, "host", ((self.process, "host"),), seconds, {}, before))
 
     def block_on(self, task: SimulatedTask | None) -> None:
-        """Let the next computation wait for a task."""
+        """Make the next computation wait for a task."""
         if task is not None:
             if self._pending > 0 or self._sums:
                 self.flush()

@@ -1,8 +1,8 @@
-"""Messages of a step of an optimizer that reduces gradients itself. Pure.
+"""Messages of a step of an optimizer that reduces gradients itself.
 
-[Note: kinds of steps] The steps of such an optimizer differ: the first ones are reduced in full, later ones are
-compressed, or send nothing. A kind is all that a simulation needs of a step: the codec, and the parts of the model that
-send something. The rules are those of the optimizers themselves, so that step `s` of a simulation is step `s` of a run.
+[Note: kinds of steps] The steps of such an optimizer differ: the first steps reduce gradients in full, later steps send
+compressed messages, or none. The kind of a step has the codec of its messages and the parts of the model that are sent.
+The rules are those of the optimizers themselves, so that step `s` of a simulation is step `s` of a run.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class StepMessages:
     Attributes:
         kind: Name of the kind.
         codec: Codec of the messages.
-        parts: Number of parts of the model; units belong to them in turn.
+        parts: Number of parts of the model; unit `i` belongs to part `i % parts`.
         averaged: Parts whose values are sent to the owners of their elements.
-        answered: Parts whose means the owners send to all ranks: stage 0.
-        publishes: After the update owners send the changes of parameters to all ranks: stages 1 and 2.
-        thin: Rank and least compression rate of PowerSGD; None: another optimizer.
+        answered: Parts whose means the owners send to all ranks, at stage 0.
+        publishes: After the update, owners send the changes of parameters to all ranks, at stages 1 and 2.
+        thin: Rank and smallest compression rate of PowerSGD; None: another optimizer.
         overlaps: The step does not wait for its messages.
     """
 
@@ -62,9 +62,9 @@ class KindOfStep:
     """One kind of the steps of a run.
 
     Attributes:
-        messages: Its messages.
+        messages: Messages of a step of this kind.
         step: Number of a step of this kind, from 1.
-        share: Its fraction of the steps of a long run, when its schedule no longer changes.
+        share: Fraction of steps of this kind in a long run, once the optimizer's schedule no longer changes.
     """
 
     messages: StepMessages
@@ -76,8 +76,8 @@ def messages_of_step(optimizer: str, options: dict[str, Any], step: int, *, shar
     """Return the messages of step `step`, counted from 1.
 
     Args:
-        optimizer: Class of the optimizer; those of any other class are reduced in full.
-        options: Its hyper-parameters.
+        optimizer: Class of the optimizer. The engine reduces gradients in full for classes that have no rule here.
+        options: Hyper-parameters of the optimizer.
         shards: States are sharded: stages 1 and 2.
     """
     if optimizer in ("OneBitAdam", "OneBitLamb"):
@@ -127,7 +127,7 @@ def kinds_of_steps(optimizer: str, options: dict[str, Any], *, shards: bool) -> 
 
 
 def _early_and_cycle(optimizer: str, options: dict[str, Any]) -> tuple[Iterable[int], Iterable[int]]:
-    """Return steps with every kind that a run begins with, and the steps of a cycle that repeats until its end."""
+    """Return examples of all kinds of steps at the start of a run, and the steps of the cycle that then repeats."""
     if optimizer in ("OneBitAdam", "OneBitLamb"):
         return [1], [options["freeze_step"] + 1]
     if optimizer == "PowerSGD":

@@ -12,10 +12,10 @@ class Span:
 
     Attributes:
         process: Group of lanes: a rank, or `links`.
-        lane: Lane inside of it: a stream of the rank, or a link.
+        lane: A stream of the rank, or a link.
         name: Label.
-        start, stop: In seconds from the start of the step.
-        nbytes: Bytes that the rank receives; 0 for computation.
+        start, stop: Seconds from the start of the step.
+        nbytes: Bytes that the rank receives, or that the link transfers; 0 for computation.
     """
 
     process: str
@@ -33,9 +33,9 @@ class KindPrediction:
     Attributes:
         kind: Name of the kind.
         step: Number of a step of this kind.
-        share: Its fraction of the steps of a long run.
+        share: Fraction of steps of this kind in a long run.
         seconds: Time of the step.
-        received: Bytes that a rank receives in it, along all axes.
+        received: Bytes that a rank receives in the step, along all axes.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class StepPrediction:
         moved: Bytes that a rank of each pipeline stage receives, by axis and operation, as `MeshAxis.traffic` and
             `engine.report()` count them.
         link_bytes: Bytes over the most loaded link of each kind.
-        link_busy: Fraction of the step during which that link is used.
+        link_busy: Fraction of the step during which the busiest link of each kind is used.
         spans: Timeline; empty unless it was requested.
         notes: Assumptions of the prediction.
     """

@@ -1,7 +1,7 @@
 """Tasks of one optimizer step on the representatives of all pipeline stages.
 
-[Note: representative ranks] Ranks of one pipeline stage do the same work at the same time, so one of them stands for
-all, with the links that it uses ([Note: folded links]). A step on 16,384 devices has as many tasks as one with `pp`.
+[Note: representative ranks] Ranks of one pipeline stage do the same work at the same time, so one rank with its links
+stands for all of them ([Note: folded links]). A step on 16,384 devices has as many tasks as a step on `pp` devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StageTasks:
         self._heads = RankPattern(("sp",), block=degree)
         self._ring = RankPattern(("sp",), stride=degree)
         self._degree, self._rounds = degree, grid.sp // degree
-        self._passed: SimulatedTask | None = None  # the last message of a ring, which runs beside the attention
+        self._passed: SimulatedTask | None = None  # last message of a ring, which runs during the attention
 
     @property
     def activation_bytes(self) -> int:
@@ -64,7 +64,7 @@ class StageTasks:
         return self.lanes.flush()
 
     def backward(self, chunk: ModelChunk, *, part: ActionKind, is_last_micro: bool) -> SimulatedTask | None:
-        """Add the backward of a chunk for one micro-batch, or one half of it."""
+        """Add the backward of a chunk for one micro-batch, or the half of the backward that `part` selects."""
         order = list(reversed(chunk.blocks))
         self.zero.use(chunk, order[0], backward=True)
         for block, following in zip(order, [*order[1:], None], strict=True):
@@ -84,8 +84,8 @@ class StageTasks:
                 self._run(block, segments, backward=True)
             if part is not ActionKind.BACKWARD_INPUT:
                 self.zero.end_block_backward(block, is_last_micro=is_last_micro)
-            # The gradient of a block's input reaches the block before it, whose units are then unsharded, before this
-            # block's backward is over. The head's input is a slice of its own, which ends the head's backward first.
+            # Before this block's backward ends, the gradient of its input reaches the preceding block, whose units are
+            # unsharded then. Only the head's backward ends before that, because the head's input is a slice.
             if block.kind == "head":
                 self.zero.release(block)
             if following is not None:
@@ -107,12 +107,12 @@ class StageTasks:
                 continue
             self._before(segment, block, backward=backward)
             self._compute(name, segment, block, backward=backward)
-            # A recomputation ends with the last tensor that the backward needs, before this reduce-scatter.
+            # A recomputation ends at the last tensor that the backward needs, and omits this reduce-scatter.
             ends_before = segments is block.again and segment.name == "feed-forward"
             self._after(segment, block, backward=backward, scatters=not ends_before)
 
     def _compute(self, name: str, segment: Segment, block: SimulatedBlock, *, backward: bool) -> None:
-        """Compute a segment, in parts if the all-reduce behind it overlaps with it."""
+        """Compute a segment, in parts if the all-reduce of its output overlaps with its computation."""
         parts = self.work.tp_chunks
         chunked = not backward and segment.name in ("attention output", "feed-forward") and self.work.grid.tp > 1
         if parts == 1 or not chunked or self.work.volumes.tp_sequence_norms:
@@ -185,7 +185,7 @@ class StageTasks:
             self.lanes.blocking("sp", "all_reduce", 2 * _FLOAT, _SP, label="losses", counted={"all_reduce": received})
 
     def _exchange_heads(self, block: SimulatedBlock, *, outputs: bool) -> None:
-        """Exchange queries, keys and values for whole sequences of some heads, or outputs back."""
+        """Add the all-to-all of Ulysses: queries, keys and values before the attention, or outputs after it."""
         if self._degree == 1:
             return
         work, sizes = self.work, self._sizes
@@ -197,7 +197,7 @@ class StageTasks:
         self.lanes.blocking("sp", "all_to_all", whole, self._heads, label=block.name, counted={"all_to_all": received})
 
     def _pass_keys(self, block: SimulatedBlock, *, backward: bool) -> None:
-        """Pass keys and values around the ring, beside the attention; in backward their gradients too, in float32."""
+        """Pass keys and values around the ring during the attention; in backward also their gradients, in float32."""
         if self._rounds == 1:
             return
         work, sizes = self.work, self._sizes
@@ -273,7 +273,8 @@ class StepTasks:
     """Simulation of one step: builds all tasks, and runs them.
 
     Args:
-        coarse: Sum up blocking collectives, see `RankLanes.blocking`; None: if the step has many layers to run.
+        coarse: Sum up blocking collectives, see `RankLanes.blocking`; None: only if layers times micro-batches exceed
+            `_MANY_LAYERS`.
     """
 
     def __init__(self, work: StepWork, cluster: Cluster, *, coarse: bool | None = None) -> None:
@@ -349,7 +350,7 @@ class StepTasks:
                 action.stage - 1,
             )
         sends = action.kind is not ActionKind.BACKWARD_WEIGHT and 0 <= target < self.work.chunks
-        # Where messages share a stream with the computation, this one is sent before the sender's next action.
+        # On a CPU, messages share a stream with the computation: send this one before the sender's next action.
         sent[action] = self._send(action, target, task) if sends else None
 
     def _send(self, action: Action, target: int, after: SimulatedTask | None) -> SimulatedTask | None:

@@ -28,7 +28,7 @@ class Offloading:
     """Tiers of a run.
 
     Attributes:
-        states, parameters: `none`, `cpu` or `nvme`.
+        states, parameters: Tier of optimizer states and of parameters: `none`, `cpu` or `nvme`.
         gradients_on_disk: Reduced gradients are on NVMe until the step.
         ratio: Fraction of the states that is offloaded.
         delayed: The update runs during the next forward and backward.
@@ -45,7 +45,7 @@ class Offloading:
 
 @dataclass(frozen=True)
 class QuantizedMessages:
-    """Codecs of ZeRO++: of parameters, and of gradients inside a node and across nodes; empty: none."""
+    """Codecs of ZeRO++ for parameters, for gradients inside a node, and for gradients across nodes; empty: no codec."""
 
     weights: str = ""
     gradients: str = ""
@@ -64,22 +64,23 @@ class StepWork:
         style: Style of the model's computation.
         accumulation_bytes, master_bytes, state_bytes: Bytes per element of accumulated gradients, of master weights
             (0: the parameters themselves), and of optimizer states.
-        schedule: Order of a pipeline.
+        schedule: Schedule of a pipeline.
         tp_chunks: Parts in which the output of a row-parallel layer is all-reduced.
         layer_bounds: Chunk `c` of a pipeline has the layers `[layer_bounds[c], layer_bounds[c + 1])`.
         unit_rules: Rules for the partition into units.
-        node_size: Ranks of a node for the codecs of ZeRO++; 0: those of a host.
+        node_size: Number of ranks of a node for the codecs of ZeRO++; 0: the ranks of a host.
         prefetch_numel, max_live_numel, max_reuse_distance: Settings of stage 3.
         overlaps_reduction: Reductions run during the backward.
         transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
         model_numel: Elements of the model itself; 0: only its sizes are known.
-        reduces_itself: Optimizer whose steps exchange compressed gradients, or none; empty: the engine reduces them.
+        reduces_itself: Class of an optimizer that reduces gradients itself in some of its steps; empty: the engine
+            reduces them in all steps.
         messages: Messages of the step, if the optimizer sends them itself.
-        kinds: Kinds of the steps of such an optimizer.
-        whole_states: States of an element before the step, for an update of whole parameters at stage 0; None: another
-            update.
-        data_rank: Data-parallel rank whose compressed messages are counted; those of others may differ by some bytes.
-        model: The model itself, from which units are made; None: units are made from a decoder of its sizes.
+        kinds: Kinds of steps of the optimizer; one kind if all its steps are equal.
+        whole_states: Number of states of an element before the step, for an update of whole parameters without sharded
+            states; None: another update.
+        data_rank: Data-parallel rank whose compressed messages are counted; other ranks' may differ by some bytes.
+        model: Model whose units are used; None: the units are those of a decoder of its sizes.
     """
 
     shape: ModelShape
@@ -241,7 +242,7 @@ def describe_step(
             zero.zero_quantized_gradients_codec_across if zero.zero_quantized_gradients else "",
         ),
         model_numel=0 if isinstance(model, ModelShape) else _numel(model),
-        # With other axes the units are built from the sizes of the decoder, which show how parameters are divided.
+        # With pp, ep or tp, units are built from a decoder of the model's sizes, whose parameters have placements.
         model=model if isinstance(model, nn.Module) and grid.size("pp", "ep", "tp") == 1 else None,
     )
 
@@ -264,22 +265,22 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
     shape, numel = from_transformers(plain), _numel(model)
     variants = [replace(shape, gated=gated, tied=tied) for gated in (shape.gated, not shape.gated)
                 for tied in (shape.tied, not shape.tied)]  # fmt: skip
-    # The meaning of these keys differs between model families, so the parameters decide.
+    # The configuration keys for gated and tied differ between model families, so the number of parameters decides.
     return min(variants, key=lambda one: abs(one.numel - numel)) if numel else shape
 
 
 def _whole_states(states: OptimizerStates, step: int) -> int | None:
-    """Return the number of states of an element that a step of whole parameters finds; None: it steps flat shards."""
+    """Return the number of states of an element before a step of whole parameters; None: the step is elementwise."""
     if not states.steps_whole:
         return None
     if step == 1:
         return 0
-    # 1-bit LAMB has a third one from the first compressed step on, which gathers none
+    # 1-bit LAMB has a third state from the first compressed step on, but compressed steps gather no states.
     return 2 if states.name == "OneBitLamb" else states.bytes_per_element // 4
 
 
 def _state_bytes(states: OptimizerStates, shape: ModelShape) -> int:
-    """Return the bytes of states per element; for an optimizer of whole parameters those of a layer's matrices."""
+    """Return the bytes of states per element; for an optimizer that steps whole parameters, per element of a matrix."""
     if not states.steps_whole:
         return states.bytes_per_element
     square = torch.Size([shape.hidden, shape.hidden])

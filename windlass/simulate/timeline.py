@@ -47,6 +47,6 @@ def write_trace(prediction: StepPrediction, path: Path) -> None:
 
 
 def _complete(name: str, kind: str, pid: int, tid: int, start: float, stop: float) -> dict[str, Any]:
-    """Return an event with a duration; times in s."""
+    """Return an event with a duration. `start` and `stop` are in seconds."""
     span = {"ts": start * 1e6, "dur": (stop - start) * 1e6}
     return {"name": name, "cat": f"windlass,{kind}", "ph": "X", "pid": pid, "tid": tid, **span}

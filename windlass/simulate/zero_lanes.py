@@ -1,7 +1,7 @@
 """ZeRO's part of a step on one representative rank: all-gathers, reductions, updates, and transfers between tiers.
 
-At stage 3 the engine's own prefetcher decides which units are prefetched and which stay unsharded, as in the second
-step of a run ([Note: planned memory] uses the prefetcher in the same way).
+At stage 3 the engine's own prefetcher selects the units that are prefetched and those that stay unsharded, as in the
+second step of a run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ZeroLanes:
             )
 
     def size(self, unit: SimulatedUnit) -> int:
-        """Return the number of ranks that share a unit."""
+        """Return the number of ranks over which a unit is sharded, or, at stage 0, reduced."""
         return self._lanes.costs.size(self._patterns[unit.is_expert])
 
     def shard_numel(self, unit: SimulatedUnit) -> int:
@@ -98,7 +98,7 @@ class ZeroLanes:
             self._had_backward = False
 
     def use(self, chunk: ModelChunk, block: SimulatedBlock, *, backward: bool) -> None:
-        """Unshard the units of a block, gather the next ones, and let the computation wait for the first."""
+        """Unshard the units of a block, prefetch the next units, and make the computation wait for the block's own."""
         if self._stage < 3:
             return
         self._lanes.flush()
@@ -117,7 +117,7 @@ class ZeroLanes:
         order = list(reversed(chunk.blocks)) if backward else chunk.blocks
         after = order[order.index(block) + 1 :]
         if self._reshards:
-            # Each phase has its own agreed order, so a forward gathers nothing for the backward.
+            # A forward prefetches no units for the backward: ranks agree on the order of gathers in each phase.
             here = {unit for one in after for unit in _sharded(one)}
             predicted = self._prefetcher.units_to_prefetch(self._live_numel())
             return list(takewhile(here.__contains__, (cast(SimulatedUnit, one) for one in predicted)))
@@ -169,7 +169,7 @@ class ZeroLanes:
             pattern = RankPattern(pattern.axes, block=near)
         n = self._lanes.costs.size(pattern)
         shard = unit.padded // n * itemsize
-        # The secondary shard has rounded values already, and parameters that stay unsharded are exact.
+        # Secondary shards have quantized values already, and persistent parameters are sent exactly.
         if self._work.codecs.weights and unit.reshards and not near:
             shard = get_codec(self._work.codecs.weights).encoded_size(unit.padded // n, _DTYPES[itemsize])
         return self._lanes.collective(
@@ -264,7 +264,8 @@ class ZeroLanes:
     # The step.
 
     def update(self) -> None:
-        """Reduce among replicas, all-reduce the norm, update states, and all-gather parameters that stay unsharded."""
+        """Sum gradients over replicas, all-reduce the norm, update states, and all-gather parameters that stay
+        unsharded."""
         lanes, stage = self._lanes, self._stage
         computed = lanes.flush()
         trained = [unit for unit in self._units if unit.trainable]
@@ -295,8 +296,8 @@ class ZeroLanes:
         lanes.flush()
 
     def _sum_copies(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
-        """Sum a unit's reduced gradient over its replicas: along dp_replicate, along tp for partial gradients, and on
-        the other end of the pipeline for a tied embedding."""
+        """Sum a unit's reduced gradient over its replicas: along dp_replicate, along tp for partial gradients, and over
+        both ends of the pipeline for a tied embedding."""
         grid = self._work.grid
         shards = 1 if self._work.messages.keeps_local else self.size(unit)
         part = unit.padded // shards * self._work.accumulation_bytes
@@ -313,11 +314,11 @@ class ZeroLanes:
 
     @property
     def _state_rate(self) -> float:
-        """Bytes a second of gradients and states. Those of CPU ranks are in memory that the host's ranks share, while
-        activations may be in the faster cache of a core."""
+        """Bytes a second at which gradients and states are read and written. CPU ranks share the rate of host memory,
+        though their activations may be in the faster caches of the cores."""
         device, host = self._cluster.device, self._cluster.host
         if host.host_link is None:
-            return host.memory_rate / host.devices  # the cores of one rank do not reach the rate of all
+            return host.memory_rate / host.devices  # the cores of one rank do not reach the rate of all cores
         return device.memory_rate * device.memory_efficiency
 
     def _gather_gradients(self, unit: SimulatedUnit) -> SimulatedTask | None:

@@ -1,8 +1,13 @@
 """Storage of offloaded tensors in host memory and on NVMe.
 
-Reading order: extent_allocator, byte_ranges, io_rates, disk_error_messages, staging_memory, process_directory,
-striped_files, disk_path_info, python_io_engine, io_engine, direct_file_writer, tensor_file, extent_transfer,
-transfer_queue, disk_tier, deferred_failure_tier, staging_pool, slot.
+Reading order:
+
+1. Disk tier: extent_allocator, byte_ranges, io_rates, disk_error_messages, staging_memory, process_directory,
+   striped_files, disk_path_info, python_io_engine, io_engine, extent_transfer, transfer_queue, disk_tier,
+   deferred_failure_tier.
+2. Slots on any tier: staging_pool, slot.
+3. Ordinary files: direct_file_reader, direct_file_writer, tensor_file, safetensors_header.
+4. Measurement: tier_rates, disk_sweep, disk_processes.
 """
 
 from __future__ import annotations

@@ -144,7 +144,9 @@ def _open(path: Path) -> tuple[int, bool]:
                 os.close(file)
         return os.open(path, flags), False
     except OSError as error:
-        raise StorageError(f"{path} cannot be opened: {error_name(error.errno or errno.EIO)}") from error
+        raise StorageError(
+            f"{path} cannot be opened: {error_name(error.errno or errno.EIO)}; pass a readable file"
+        ) from error
 
 
 def _accepts_direct_reads(file: int) -> bool:

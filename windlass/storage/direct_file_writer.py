@@ -37,7 +37,7 @@ class DirectFileWriter:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path, self._nbytes = path, nbytes
-        # by offset: buffer of an incomplete span, and the number of its bytes so far
+        # Buffer of each incomplete span, and the number of bytes in it so far, by offset of the span.
         self._spans: dict[int, tuple[torch.Tensor, int]] = {}
         self._in_flight: list[tuple[IoRequest, torch.Tensor]] = []
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)

@@ -23,7 +23,7 @@ class Barrier(Protocol):
         """Wait for all others."""
 
     def abort(self) -> None:
-        """Let all others raise `threading.BrokenBarrierError`."""
+        """Make `wait` of all others raise `threading.BrokenBarrierError`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def measure_processes(setting: DiskSetting, folders: Sequence[Path], nbytes: int
 
 
 def measure_one(setting: DiskSetting, folder: Path, nbytes: int, loops: int, barrier: Barrier) -> ProcessRuns:
-    """Measure one of several processes, each of which waits for the others before every timed transfer."""
+    """Measure in one of several processes. Each process waits for the others before every timed transfer."""
     starts: list[float] = []
 
     def start_together() -> None:
@@ -114,7 +114,8 @@ def _results(ended: Sequence[Future[ProcessRuns]]) -> list[ProcessRuns]:
     errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
     if errors and isinstance(errors[0], BrokenProcessPool):
         raise StorageError(
-            f"one of {len(ended)} processes that measure the disk was ended; use fewer, with less memory in all"
+            f"one of {len(ended)} processes that measure the disk was killed, e.g. for lack of memory; use fewer "
+            "processes"
         ) from errors[0]
     if errors:
         raise errors[0]

@@ -14,7 +14,10 @@ from windlass.storage.io_rates import IoRates
 
 @dataclass(frozen=True)
 class DiskSetting:
-    """Keys of the `aio` section that set the requests in flight. Threads count where the I/O engine uses threads."""
+    """Keys of the `aio` section that set the requests in flight.
+
+    `queue_depth` applies to the engine io_uring, `intra_op_parallelism` (number of threads) to the other engines.
+    """
 
     block_size: int = 1 << 20
     queue_depth: int = 32
@@ -95,7 +98,7 @@ def sweep(
     """Measure all settings. The order alternates over `loops` passes, so that drift of the disk affects all equally.
 
     Args:
-        on_measured: called with each setting's best measurement after the last pass.
+        on_measured: called in the last pass, after each setting, with its best measurement of all passes.
     """
     chosen, best = list(settings), dict[DiskSetting, DiskMeasurement]()
     for number in range(loops):
@@ -114,7 +117,7 @@ def sweep(
 
 
 def best_measurement(found: Sequence[DiskMeasurement], *, read: bool = True, write: bool = True) -> DiskMeasurement:
-    """Return the measurement with the highest rate; within 2 % of it, the one with the fewest bytes in flight.
+    """Return the measurement with the fewest bytes in flight of those within 2 % of the highest rate.
 
     Raises:
         StorageError: there is no measurement.

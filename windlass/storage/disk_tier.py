@@ -42,9 +42,10 @@ class DiskTier:
         paths: a directory on each disk. Blocks are striped over them. See [Note: unlinked files] for their contents.
         queue_depth: blocks in flight at once under io_uring.
         block_size: bytes of a block, a multiple of 4096.
-        threads: blocks in flight at once under the other engines. [queue_depth, at most 16]
+        threads: blocks in flight at once under the other engines. None: `queue_depth`, but at most 16.
         label: part of the names of this process's directories.
-        engine: `io_uring`, `threads` or `python`. [the variable WINDLASS_DISK_ENGINE, else the first that works]
+        engine: `io_uring`, `threads` or `python`. None: the value of the environment variable WINDLASS_DISK_ENGINE,
+            else the first engine that works.
 
     Raises:
         StorageError: a path is a file, not writable or full; or a number is out of range.
@@ -82,7 +83,7 @@ class DiskTier:
         """Allocate `nbytes` bytes, rounded up to pages of 4096. The extent has no contents until it is written.
 
         Args:
-            name: its name in messages.
+            name: name of the extent in messages.
 
         Raises:
             StorageError: a disk has too little space. The message gives the disk, the requested and the free bytes, and
@@ -164,8 +165,8 @@ class DiskTier:
     def page_sums(self, extent: Extent, into: torch.Tensor) -> PageSums | None:
         """Return checksums for a `read` into `into` from the start of an extent; None if only the engine can compare.
 
-        `into` must be whole pages at a page boundary. An update that changes it compares and renews the checksums of
-        the pages that it changes, while they are in the cache ([Note: checksums of pages]).
+        `into` must be whole pages at a page boundary. An update that changes `into` compares and renews the checksums
+        of the changed pages, while they are in the cache ([Note: checksums of pages]).
         """
         nbytes = into.numel() * into.element_size()
         if self._engine_choice.name == "python" or not can_sum_pages() or nbytes % PAGE or into.data_ptr() % PAGE:
@@ -176,7 +177,7 @@ class DiskTier:
         """Compare the pages of a finished read that no update has compared.
 
         Raises:
-            DamageError: a page is damaged that was compared here or by an update.
+            DamageError: a page is damaged, as found here or by an update.
         """
         compare_pages(sums)
         if (page := sums.first_damaged()) is not None:
@@ -273,7 +274,7 @@ class DiskTier:
 def _wait_until_writable(extent: Extent) -> None:
     """Wait until the extent may be overwritten or freed.
 
-    The caller must not hold the tier's lock, because the reader that this waits for needs it.
+    The caller must not hold the tier's lock, because the reader of the extent needs the lock to finish.
     """
     if extent.wait_until_writable is not None:
         extent.wait_until_writable()

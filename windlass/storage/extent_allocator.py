@@ -23,7 +23,8 @@ class ExtentAllocator:
 
     def __init__(self) -> None:
         self.end = 0
-        self._free: list[tuple[int, int]] = []  # (first, last), sorted, neighbours joined, none at the end
+        # Free ranges `[first, last)`, sorted. Neighbours are joined, and no range ends at `end`.
+        self._free: list[tuple[int, int]] = []
 
     def find_free(self, nbytes: int) -> int:
         """Return the offset at which `allocate` would place `nbytes` bytes."""

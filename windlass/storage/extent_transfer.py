@@ -27,15 +27,17 @@ class Extent:
         written_ranges: bytes that have a value.
         page_checksums: checksum of every page as it was last written. See [Note: checksums of pages].
         transfers: transfers that were started and not yet found finished.
-        wait_until_writable: called before any part of it is overwritten or freed; returns when that is allowed.
-        describe_content: names the contents of bytes `[first, last)` for messages.
+        wait_until_writable: called before any part of the extent is overwritten or freed; returns when that is allowed.
+            None: always allowed.
+        describe_content: returns names of the contents of bytes `[first, last)` for messages.
 
     [Note: checksums of pages] A disk may return other bytes than were written: flipped bits, an old version of a block
     whose write was lost, or a block of another file. So the engine computes a checksum of every page that it writes,
     from the memory to be written, and compares it with the checksum of the page that it reads. All transfers are of
     whole pages, so a checksum always covers a whole page. Checksums are in memory only, since no other process reads
-    the files, and take a thousandth of the bytes on disk. Sums of pages that lie in memory cost the time to read them.
-    So a native update does both itself (`PageSums`), for the pages that it changes, while it has them in the cache.
+    the files, and take a thousandth of the bytes on disk. The checksum of a page in memory costs the time to read the
+    page. So a native update compares and computes the checksums of the pages that it changes (`PageSums`), while they
+    are in the cache.
     """
 
     name: str

@@ -28,7 +28,8 @@ class IoRequest(Protocol):
     def failure(self) -> tuple[int, int, int, int] | None:
         """Return the first failed block as (errno, file, offset in it, bytes done), or None.
 
-        ENODATA is a short read. EBADMSG: the page after those bytes differs from what was written there.
+        ENODATA: the file ended before the block did. EBADMSG: the first page that is not done differs from the page
+        that was written.
         """
         ...
 
@@ -107,10 +108,10 @@ def start_io_engine(
     for name in [requested] if requested else ENGINES:
         engine = _try_start(name, plan)
         if not isinstance(engine, str):
-            return IoEngineChoice(engine, name, "; ".join(refused) or ("as asked" if requested else "the fastest"))
+            return IoEngineChoice(engine, name, "; ".join(refused) or ("as requested" if requested else "the fastest"))
         refused.append(engine)
     raise StorageError(
-        f"disk engine {requested!r} ({VARIABLE}) does not work here: {refused[0]}; choose another, or none"
+        f"disk engine {requested!r} ({VARIABLE}) does not work here: {refused[0]}; use another, or unset the variable"
     )
 
 

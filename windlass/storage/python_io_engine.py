@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from windlass.storage.extent_allocator import PAGE
 
 BlockSpan = tuple[int, int, int, int, int]
-"""File, offset, address, bytes, and the address of one 32-bit checksum per page. Offset and bytes are whole pages.
+"""File (index), offset in it, memory address, bytes, and address of an array with a 32-bit checksum for each page.
 
-A write sets the checksums, and a read compares them. A checksum address of 0 turns them off.
+Offset and bytes are whole pages. A write sets the checksums, and a read compares them. An array address of 0 turns
+checksums off.
 """
 
 

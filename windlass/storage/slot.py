@@ -75,7 +75,7 @@ class Slot:
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> bool:
-        """Start to read all of it from disk into host memory for the next `fetch`. Return False if there is no room."""
+        """Start to read the slot from disk to host memory for the next `fetch`. Return False if there is no room."""
         if self.tensor is None and self._prefetched is None:
             assert self._staging is not None
             if not self._staging.has_room(self.nbytes):
@@ -97,7 +97,7 @@ class Slot:
         self._staging.track(written)
 
     def set_content_description(self, names: Callable[[int, int], Iterable[str]]) -> None:
-        """Set the method `names`, whose names for elements `[start, stop)` appear in messages about damage on disk."""
+        """Set a method that returns the names of elements `[start, stop)`, for messages about damage on disk."""
         if self.tensor is None:
             self._extent.describe_content = partial(_describe_content, WeakMethod(names), self.dtype.itemsize)
 
@@ -193,9 +193,9 @@ class Slot:
         return into
 
     def read_unguarded(self, into: torch.Tensor) -> None:
-        """Read all of it from disk into host memory, from any thread.
+        """Read the slot from disk to host memory, from any thread.
 
-        Errors are raised here and not reported to training.
+        Errors are raised here and recorded nowhere else.
         """
         assert self._disk is not None
         self._disk.read_unguarded(self._extent, 0, into)

@@ -20,8 +20,8 @@ _UNLIMITED = 1 << 60
 
 
 def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
-    """Return a page-aligned `[nbytes]` uint8 tensor with memory of its own, and the object that is freed just before
-    it.
+    """Return a page-aligned `[nbytes]` uint8 tensor with memory of its own, and an object for finalizers: they run when
+    the last view of the memory is gone, just before it is unmapped.
     """
     if nbytes < 1:
         raise StorageError(f"a staging buffer can't have {nbytes} bytes; request at least 1")
@@ -62,8 +62,8 @@ def staging_buffer_bytes(
     allowed = int(available_memory(ranks=ranks) * fraction) // max(1, count)
     if allowed < min(_LEAST, wanted):
         raise StorageError(
-            f"{count} staging buffers on each of {ranks} ranks do not fit into "
-            f"{format_bytes(available_memory(ranks=1))} of free memory; free some, or set a smaller buffer_count"
+            f"{count} staging buffers on each of {ranks} ranks do not fit into their part of "
+            f"{format_bytes(available_memory(ranks=1))} of free memory; free some memory, or set a smaller buffer_count"
         )
     return page_up(min(wanted, allowed))
 

@@ -10,7 +10,7 @@ from windlass.base.pending import DONE, Pending
 from windlass.storage.disk_tier import DiskTier
 
 _GRAIN = 1 << 16  # bytes: sizes are rounded up, so that buffers of similar size are interchangeable
-_WASTE = 2  # factor: a larger buffer is kept for large requests
+_WASTE = 2  # maximum ratio of the size of a reused buffer to the request; larger buffers are kept for larger requests
 
 
 class StagingPool:
@@ -31,7 +31,7 @@ class StagingPool:
         self._disk, self.limit, self.peak = disk, limit, 0
         self._lock = threading.RLock()
         self._total = 0
-        self._lent: dict[int, torch.Tensor] = {}  # by address
+        self._lent: dict[int, torch.Tensor] = {}  # buffers in use, by address
         self._free: list[torch.Tensor] = []
         self._returning: list[tuple[Pending, torch.Tensor]] = []
         self._leaving: set[int] = set()  # addresses of buffers that are freed once they return

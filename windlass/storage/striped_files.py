@@ -42,7 +42,7 @@ class _StripeFile:
 
 
 class StripedFiles:
-    """Files that together hold the bytes 0, 1, 2, ...: block `b` is in file `b % paths`.
+    """Files that together hold the bytes 0, 1, 2, ...: block `b` is in file `b % len(paths)`.
 
     [Note: unlinked files] Each file is unlinked as soon as it is open. The kernel frees its space when the process
     ends, for whatever reason, and no other user can open it. The directory stays, so that an administrator can see
@@ -90,7 +90,7 @@ class StripedFiles:
     def memory_alignment(self, ask: Callable[[int], int] | None) -> int:
         """Return the alignment of addresses that I/O on these files needs.
 
-        `ask` returns it for a descriptor, 0 if unknown.
+        `ask` returns the alignment for a descriptor; 0 if it is unknown.
         """
         direct = [file.descriptor for file in self._files if file.is_direct]
         return max([(ask(descriptor) if ask else 0) or PAGE for descriptor in direct], default=1)

@@ -36,7 +36,7 @@ def write_tensors(
     here = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for name, tensor in here.items():
         if tensor.dtype not in CODES:
-            raise StorageError(f"{path}: tensor {name!r} has dtype {tensor.dtype}; a file can hold {list(CODES)}")
+            raise StorageError(f"{path}: tensor {name!r} has dtype {tensor.dtype}; use one of {list(CODES)}")
     header = encode_safetensors_header(
         {name: (one.dtype, tuple(one.shape)) for name, one in here.items()}, metadata or {}
     )
@@ -61,14 +61,16 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         try:
             header = read_safetensors_header(file)
         except SafetensorsHeaderError as error:
-            raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
+            raise StorageError(f"{path} is damaged or not a safetensors file: {error}; write it again") from error
         for name, entry in header.entries.items():
             if entry.dtype not in DTYPES:
-                raise StorageError(f"{path}: tensor {name!r} has the unknown dtype {entry.dtype!r}")
+                raise StorageError(
+                    f"{path}: tensor {name!r} has the unknown dtype {entry.dtype!r}; write the file again"
+                )
             found[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
             file.seek(header.data_offset + entry.begin)
             if file.readinto(_memory(found[name])) != entry.end - entry.begin:
-                raise StorageError(f"{path} is damaged: it ends within tensor {name!r}")
+                raise StorageError(f"{path} is damaged: it ends within tensor {name!r}; write it again")
     return found, header.metadata
 
 

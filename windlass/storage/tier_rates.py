@@ -13,7 +13,7 @@ from windlass.base.device_memory import device_has_own_memory
 from windlass.storage.disk_tier import DiskTier
 
 _SAMPLE = 16 << 20  # bytes of a measured copy, and of the measurement of a disk
-_SECONDS = 0.05  # limit of the repeated copies of one rate
+_SECONDS = 0.05  # time limit of the repeated copies for one rate
 _measured: dict[tuple[str, str], TierRates] = {}
 
 

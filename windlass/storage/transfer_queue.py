@@ -118,7 +118,7 @@ class TransferQueue:
             self._failed_transfers, self.extents = [], set()
 
     def damage_error(self, extent: Extent, page: int, last: int) -> StorageError:
-        """Return the error of a read of bytes `[0, last)` of an extent that found a page damaged."""
+        """Return the error of a read of bytes `[0, last)` of an extent, whose page with index `page` is damaged."""
         read = DiskTransfer(False, extent, 0, last, None, [], None, self._finish_transfer)
         with self.lock:
             (place,) = self._stripes.locate(extent.start + page * PAGE, extent.start + (page + 1) * PAGE)

@@ -12,7 +12,7 @@ from windlass.tracing.rank_profile import RankProfile
 from windlass.tracing.run_profile import RunProfile
 
 STEPS_TRACK = 0
-"""Thread of a process that has the steps."""
+"""Number of the thread that shows the steps, in each process."""
 
 
 def write_trace(run: RunProfile, path: Path) -> None:
@@ -37,8 +37,8 @@ def write_document(document: dict[str, Any], path: Path) -> None:
 def chrome_trace(run: RunProfile) -> dict[str, Any]:
     """Return the trace as plain data: one process for each rank; times in us from the start of the first rank.
 
-    Ranks on the host of the first rank have its monotonic clock; those of other hosts are shifted by the wall clocks,
-    which NTP aligns to about a millisecond.
+    Ranks on the host of the first rank have its monotonic clock. The times of ranks on other hosts are shifted by the
+    wall clocks, which NTP aligns to about a millisecond.
     """
     first = run.ranks[0]
     shifts = {one.rank: _shift(one, first) for one in run.ranks}

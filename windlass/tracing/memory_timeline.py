@@ -33,7 +33,7 @@ class HeldMemory:
 
     Attributes:
         kept: bytes by kind; the name of a kind that is not on the device includes its tier.
-        unsharded: bytes of units that are unsharded now, by holder of the memory ledger.
+        unsharded: bytes of units that are unsharded now, by their name in the memory ledger (`parameters of NAME`).
         from_allocator: holders whose memory comes from torch's allocator; other memory is mapped.
     """
 

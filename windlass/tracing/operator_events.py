@@ -110,7 +110,7 @@ def covered(intervals: Sequence[Interval], start: float, end: float) -> float:
 
 
 def device_division(found: OperatorEvents, start: float, end: float) -> tuple[float, float, float]:
-    """Return the time of a device in `[start, end)`: computing, in NCCL alone, and idle; in the unit of the times."""
+    """Return `(computing, NCCL without computing, idle)`: times of a device in `[start, end)`, in the same unit."""
     computing = covered(found.kernels, start, end)
     busy = covered([*found.kernels, *found.nccl], start, end)
     return computing, busy - computing, end - start - busy

@@ -28,8 +28,8 @@ class ProfileJob:
         script: arguments of `python`: a path and the script's arguments.
         trace: file of the trace.
         steps: steps to record.
-        skip: steps before them, which warm up allocators, prefetchers and caches.
-        config: configuration that overrides the script's own; a path or base64.
+        skip: steps before the recorded ones, which warm up allocators, prefetchers and caches.
+        config: configuration that overrides the script's own; a path or base64. None: no override.
         operators: record torch's operators too.
     """
 

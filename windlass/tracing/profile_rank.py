@@ -36,7 +36,7 @@ class ProfileSession(InitializeObserver):
             self.profiler.start()
 
     def _follow(self, profiler: TraceProfiler) -> None:
-        """Start after the skipped steps, and end the script after the recorded ones."""
+        """Start after the skipped steps, and end the script once enough steps are recorded."""
         if profiler.is_recording and profiler.recorded_steps == self.job.steps:
             self.finish(profiler)
             raise ProfileFinished(0)
@@ -52,7 +52,7 @@ class ProfileSession(InitializeObserver):
             write_atomically(self.job.result_path, json.dumps(result))
 
     def finish_early(self) -> None:
-        """Write the steps of a script that has ended before the requested number. Collective.
+        """Write the profile of a script that has ended before the requested number of steps. Collective.
 
         Raises:
             ModelError: nothing was recorded.
@@ -60,7 +60,8 @@ class ProfileSession(InitializeObserver):
         profiler = self.profiler
         if profiler is None:
             raise ModelError(
-                "the script ended without an engine that has an optimizer: windlass.initialize(model=..., config=...)"
+                "the script ended without an engine that has an optimizer; call windlass.initialize(model=..., "
+                "config=...) in it"
             )
         if not profiler.recorded_steps:
             raise ModelError(

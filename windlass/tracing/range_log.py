@@ -4,7 +4,7 @@
 other ranks, a disk, or a copy between host and device. Time outside such ranges is the rank's own. The part of it that
 the process spent on processor cores (CPU time of all threads, at most the elapsed time) is compute. The rest is idle:
 the process slept, or other processes used its cores. Hooks of a backward on a GPU run on a thread of autograd while the
-engine's thread is blocked in it, so they count as the engine's thread.
+engine's thread waits for the backward, so their time counts as the engine's thread's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from windlass.base.backward_callbacks import current_backward_id
 
 DISK, HOST_COPIES = "disk", "copies between host and device"
 LOCAL_WAITS = frozenset({DISK, HOST_COPIES})
-"""Waits that are for no other rank."""
+"""Resources of waits that do not depend on another rank."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LoggedRange:
 
 @dataclass(frozen=True)
 class LoggedFlight:
-    """Operation that went on beside the program: an all-gather or a reduction between its start and its end."""
+    """Operation that ran asynchronously: an all-gather or a reduction, from its start to its end."""
 
     kind: str
     name: str
@@ -48,9 +48,9 @@ class TimeDivision:
     """Time of the engine's thread in one step, in ns, see [Note: division of time].
 
     Attributes:
-        start, end: monotonic clock.
-        compute, idle: the rank's own time.
-        waits: time by what it waits for.
+        start, end: times of the monotonic clock.
+        compute, idle: the two parts of the time in which the thread does not wait.
+        waits: time of the waits for each resource.
         phases: time of forward, backward, step and update, waits included.
     """
 
@@ -75,7 +75,7 @@ PHASES = frozenset({"forward", "backward", "step", "update"})
 
 
 class RangeLog:
-    """Recorder of ranges (`trace_ranges.RangeRecorder`), from its construction to `stop`.
+    """Recorder of ranges (`trace_ranges.RangeRecorder`). The first step begins at its construction.
 
     Args:
         transport: name of the transport of all-gathers and reductions.
@@ -111,7 +111,7 @@ class RangeLog:
         thread, now = self._thread(), time.perf_counter_ns()
         stack = self._open[thread]
         if token >= len(stack):
-            return  # it began before this log, or an outer range has ended it
+            return  # the range began before this log, or the end of an outer range has ended it
         if thread == self._main:
             self._divide(now)
         while len(stack) > token:
@@ -157,7 +157,7 @@ class RangeLog:
 
 
 def wire_of(kind: str, name: str, transport: str) -> str:
-    """Return what a range waits for; empty if it waits for nothing.
+    """Return the name of the resource that a range waits for; empty if it waits for nothing.
 
     Args:
         kind: kind of the range.

@@ -1,4 +1,4 @@
-"""Profile of one rank as plain data, which travels to rank 0."""
+"""Profile of one rank as plain data, which is sent to rank 0."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StepTimes:
 
     Attributes:
         total: time from the end of the previous step to the end of this one.
-        compute, idle: the rank's own time.
-        waits: time by what the rank waited for.
+        compute, idle: the two parts of the time in which the rank does not wait.
+        waits: time of the waits for each resource.
         phases: time of forward, backward, step and update, waits included.
     """
 
@@ -48,11 +48,12 @@ class RankProfile:
     """Profile of one rank. Times of events, steps and samples are in us of the rank's monotonic clock.
 
     Attributes:
-        clock: a moment in us of the monotonic clock, and in s since 1970, for ranks of other hosts.
+        clock: one moment in us of the monotonic clock and in s since 1970, to align the clocks of several hosts.
         bounds: start of the profile, then the end of each step.
-        steps: division of each step.
-        events: events in Chrome's format without their process.
+        steps: times of each step.
+        events: events in Chrome's format without `pid`.
         memory: samples of the memory.
+        has_activations: False if `memory` lacks activations, because operators were not recorded.
     """
 
     rank: int
@@ -109,7 +110,7 @@ def make_rank_profile(
 
 
 def _step_times(one: TimeDivision, operators: OperatorEvents | None) -> StepTimes:
-    """Return the times of a step. On a GPU they are those of its kernels: the host's clock only has their launches."""
+    """Return the times of a step. On a GPU, compute, waits and idle come from its kernels, which the host launches."""
     compute, idle = one.compute / 1e6, one.idle / 1e6
     waits = {wire: ns / 1e6 for wire, ns in sorted(one.waits.items(), key=lambda item: -item[1])}
     phases = {name: ns / 1e6 for name, ns in one.phases.items()}

@@ -20,9 +20,10 @@ class Straggler:
     """Rank that the others wait for.
 
     Attributes:
-        own, others: its own time of a step, and the median of the other ranks, in ms.
-        cause: part of its own time that exceeds theirs most.
-        excess: difference of `cause` to the other ranks, in ms.
+        own, others: time per step that the rank does not spend waiting for other ranks, and the median of this time on
+            the other ranks, in ms.
+        cause: the part of `own` (compute, idle time or a local wait) that exceeds the other ranks' median most.
+        excess: ms by which this part exceeds the median.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class RunProfile:
         return [mean_step(one.steps) for one in self.ranks]
 
     def straggler(self) -> Straggler | None:
-        """Return the rank that the others wait for, over all steps; None: there is none."""
+        """Return the rank that the others wait for, over all steps; None if no rank straggles."""
         return find_straggler({one.rank: mean for one, mean in zip(self.ranks, self.mean_times(), strict=True)})
 
     def straggling_steps(self) -> dict[int, int]:
@@ -127,7 +128,7 @@ class RunProfile:
         parts = ", ".join(f"{kind} {nbytes / 2**20:.1f}" for kind, nbytes in kinds if nbytes)
         lines = [f"memory at the peak, rank {rank}, {peaks[rank].total / 2**20:.1f} MiB: {parts}"]
         if not self.ranks[0].has_activations:
-            lines.append("activations are unknown without operators")
+            lines.append("activations are unknown, because operators were not recorded")
         return lines
 
 
@@ -144,9 +145,9 @@ def mean_step(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 def find_straggler(times: Mapping[int, StepTimes]) -> Straggler | None:
-    """Return the rank whose own time exceeds that of the others; None: there is none.
+    """Return the rank whose own time exceeds that of the others; None if no rank straggles.
 
-    Ranks that wait for each other have equal steps, so the slow one is the one that waits least.
+    Steps of ranks that wait for each other take equally long, so the slow rank is the one that waits least.
     """
     if len(times) < 2:
         return None

@@ -40,7 +40,7 @@ class TraceProfiler(EngineObserver):
         self._log: RangeLog | None = None
         self._operators: OperatorProfiler | None = None
         self._held: HeldMemory | None = None
-        self.seen_steps = 0  # since the construction
+        self.seen_steps = 0  # number of steps since the construction
         engine.add_observer(self)
 
     @property
@@ -93,7 +93,8 @@ class TraceProfiler(EngineObserver):
         log, operators = self._take()
         if log is None or not log.steps or model is None or held is None:
             raise ModelError(
-                "no step ended in the profile: call engine.step() (or train_batch) inside it, to the end of a step"
+                "no step ended in the profile; inside it, call engine.step() (or train_batch) up to an accumulation "
+                "boundary"
             )
         return make_rank_profile(
             log,
@@ -151,11 +152,12 @@ def profile(engine: Engine, path: str | Path, *, operators: bool = True) -> Iter
 
     Args:
         path: file for Perfetto (ui.perfetto.dev) or chrome://tracing; compressed if its name ends in `.gz`.
-        operators: also record the operators of torch, and with them activations. They make steps somewhat slower.
+        operators: also record the operators of torch, and with them activations. This makes steps somewhat slower.
 
     Raises:
         ConfigError: the folder of `path` does not exist.
         ModelError: no step ended inside the context, or another profile is being recorded.
+        TraceFileError: the trace cannot be written.
     """
     check_trace_path(Path(path))
     result, profiler = ProfileResult(), TraceProfiler(engine, operators=operators)
@@ -173,7 +175,7 @@ def profile(engine: Engine, path: str | Path, *, operators: bool = True) -> Iter
 def check_trace_path(path: Path) -> None:
     """Raise ConfigError if no file can be made at `path`."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write a trace to {path}: give a file in a folder that exists, as trace.json")
+        raise ConfigError(f"cannot write a trace to {path}: give a file in a folder that exists, such as trace.json")
 
 
 class TraceFileError(WindlassError, OSError):

@@ -42,7 +42,7 @@ def flags_without_autotuning(flags: Sequence[str]) -> list[str]:
 
 
 def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], world_size: int) -> int:
-    """Search the configuration of a program, and with the mode `run` start it with the best one.
+    """Search for the best configuration of a program. The mode `run` then starts the program with that configuration.
 
     Args:
         launcher: Words that start the program on its ranks.
@@ -50,7 +50,8 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
         world_size: Number of ranks.
 
     Returns:
-        The exit code: 0, or 128 plus the number of the signal: 130 after Ctrl-C, 143 after SIGTERM.
+        The exit code: 0, or, if the search was interrupted, 128 plus the number of the signal (130 after Ctrl-C, 143
+        after SIGTERM). The mode `run` does not return: the program replaces this process.
 
     Raises:
         LaunchError: the section `autotuning` is off.

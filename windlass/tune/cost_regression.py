@@ -21,7 +21,7 @@ from windlass.tune.search_space import ORDERED_KEYS, Candidate, SearchSpace
 
 Array = NDArray[np.float64]
 
-_REACH = 2.0  # choices of an ordered key after which the similarity of two values is 1/e
+_REACH = 2.0  # two values of an ordered key that are this many choices apart have the similarity 1/e
 _SCALES = (0.5, 1.0, 2.0, 4.0)
 _ABSENT = -1
 
@@ -90,8 +90,8 @@ class CorrectedPredictions:
         """Return mean and standard deviation of the logarithm of the quantity of every candidate.
 
         Args:
-            measured: Numbers of the measured candidates; a candidate may occur several times.
-            values: Logarithms of the measured quantity.
+            measured: Indices of the measured candidates; a candidate may occur several times.
+            values: Logarithm of each measured quantity.
         """
         rows = list(range(len(self._prior)))
         if not measured:

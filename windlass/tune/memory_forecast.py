@@ -1,8 +1,8 @@
-"""Predicted memory of all candidates, made inside the first trial, which has the model and a batch.
+"""Prediction of the memory of all candidates inside the first trial, where the model and a batch exist.
 
-[Note: forecast] Traces of two micro-batches ([Note: traced memory]) are extended to the others, because every event of
-a trace grows linearly with the micro-batch. The forecast runs on rank 0 before the first forward, so that it exists
-even if that forward does not fit.
+[Note: forecast] Traces of one and of two samples ([Note: traced memory]) are extended to larger micro-batches, because
+the bytes of every event grow linearly with the micro-batch. The forecast runs on rank 0 before the first forward, so
+that the forecast exists even if that forward does not fit.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class ForecastOrder:
 
 @dataclass
 class ForecastResult:
-    """Facts and predictions.
+    """Facts of the model and of the machine, and predicted memory of the candidates.
 
     Attributes:
         parameters: Number of elements of the model.
-        tokens: Elements of a sample.
-        fed: Samples of the first batch; its first dimension.
-        micro: Micro-batch of the configuration of that trial.
+        tokens: Elements of a sample in the first tensor of the batch.
+        fed: Samples of the first batch: first dimension of its first tensor.
+        micro: Micro-batch of the trial that made the forecast.
         can_checkpoint: The model has a switch for activation checkpointing.
         device: `cpu` or `cuda`.
         device_name: Name of the GPU; empty on a CPU.
@@ -76,8 +76,8 @@ class ForecastResult:
         shape: Sizes of a model of transformers (`ModelShape`); empty for others.
         blocks: Number of blocks of the model.
         base: Bytes of a process without the model.
-        device_bytes, host_bytes: Predicted peak of a rank by the name of a candidate; host memory without `base`.
-        problem: Reason why memory is not predicted, for the first candidate that it is missing for.
+        device_bytes, host_bytes: Predicted peak of a rank by candidate name; host memory is without `base`.
+        problem: Reason why the memory of the first candidate without a prediction is missing; empty: no error.
     """
 
     parameters: int = 0
@@ -99,9 +99,12 @@ class ForecastResult:
 def start_forecast(
     order_path: str, raw: dict[str, Any], model: nn.Module, world_size: int, base: int
 ) -> Callable[[int, tuple[Any, ...], dict[str, Any]], None]:
-    """Copy the shapes of `model` before it is sharded, and return a function that predicts, given the first batch.
+    """Copy the shapes of `model` before it is sharded, and return a function that writes the forecast.
+
+    The function takes the micro-batch, and the positional and keyword arguments of the first forward.
 
     Args:
+        order_path: File with the `ForecastOrder`.
         raw: The program's own configuration.
         base: Bytes of the process without the model.
     """
@@ -150,8 +153,8 @@ class BatchShape:
     """Shape of the first batch of a trial, from which batches of other sizes are made.
 
     Attributes:
-        fed: Size of the first dimension of its first tensor.
-        tokens: Elements of a sample of its first tensor.
+        fed: Size of the first dimension of the batch's first tensor.
+        tokens: Elements of a sample in that tensor.
     """
 
     def __init__(self, micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -246,7 +249,7 @@ def _reduces_in_chunks(config: Config, target: Target, world_size: int) -> bool:
 
 
 def _are_alike(one: ActivationTrace, two: ActivationTrace) -> bool:
-    """Return True if the same storages come and go in both traces."""
+    """Return True if both traces create and free the same storages in the same order."""
     numbers = [[number for number, _ in trace.storages] for trace in (one, two)]
     return len(one.events) == len(two.events) and numbers[0] == numbers[1]
 

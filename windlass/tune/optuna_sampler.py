@@ -1,4 +1,4 @@
-"""Order of trials by a sampler of Optuna (Akiba et al. 2019), where it is installed."""
+"""Order of trials by a sampler of Optuna (Akiba et al. 2019), an optional package."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from windlass.base.errors import ConfigError
 from windlass.tune.search import Measure, SearchState
 from windlass.tune.search_space import Candidate, SearchSpace
 
-_PROPOSALS = 20  # for each trial of the budget: a sampler repeats itself in a small space
+_PROPOSALS = 20  # proposals for each trial of the budget: in a small space the sampler proposes candidates repeatedly
 
 
 def import_optuna() -> Any:
-    """Return the module.
+    """Return the module `optuna`.
 
     Raises:
         ConfigError: Optuna is not installed.
@@ -37,12 +37,13 @@ def sample_with_optuna(
     early_stopping: int | None,
     load: Callable[[], Any] = import_optuna,
 ) -> None:
-    """Let Optuna's default sampler for one objective (TPE) propose the trials, beginning with the best estimate.
+    """Run the candidate with the best estimate, then trials that Optuna's default sampler for one objective (TPE)
+    proposes.
 
     Args:
         ranked: Candidates that may be tried, the best estimate first.
         early_stopping: Number of trials without a gain that end the search; None: only the budget ends it.
-        load: Returns the module.
+        load: Function that returns the module `optuna`.
     """
     optuna, allowed = load(), set(ranked)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))

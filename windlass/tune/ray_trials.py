@@ -1,4 +1,4 @@
-"""Trials at the same time on the hosts of a Ray cluster, by Ray Tune (Liaw et al. 2018), where it is installed."""
+"""Trials at the same time on the hosts of a Ray cluster, by Ray Tune (Liaw et al. 2018), an optional package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrialCall:
     """Arguments of `run_trial`, as plain data.
 
     Attributes:
-        folder, result: Paths, which all hosts share.
+        folder, result: Paths on a file system that all hosts share.
     """
 
     command: tuple[str, ...]
@@ -27,7 +27,7 @@ class TrialCall:
 
 
 def import_ray() -> Any:
-    """Return the module, with Ray Tune.
+    """Return the module `ray`, with `ray.tune` imported.
 
     Raises:
         ConfigError: Ray Tune is not installed.
@@ -44,12 +44,12 @@ def import_ray() -> Any:
 
 
 class RayTrials:
-    """Runner of several trials, at most one on each host.
+    """Runner of several trials: at the same time, at most as many as the cluster has hosts.
 
     Args:
         address: Address of the cluster, or `auto`.
         ranks: Ranks of a trial, each with a CPU and, if `has_gpu`, a GPU.
-        load: Returns the module.
+        load: Function that returns the module `ray`.
 
     Attributes:
         hosts: Number of hosts of the cluster.
@@ -78,7 +78,7 @@ class RayTrials:
         self._resources = {"CPU": max(ranks, fewest // 2 + 1), **({"GPU": ranks} if has_gpu else {})}
 
     def __call__(self, calls: Sequence[TrialCall]) -> list[TrialEnd]:
-        """Run the trials, and return their ends in the same order."""
+        """Run the trials, and return the end of each one in the order of `calls`."""
         tune = self._ray.tune
         # One bundle: all ranks of a trial are on one host. Trials of more ranks than a host has CPUs wait forever.
         trainable = tune.with_resources(run_call, tune.PlacementGroupFactory([self._resources]))

@@ -3,8 +3,8 @@
 | file | content |
 |---|---|
 | `RESULTS/NAME/ds_config.json`, `cmd.txt` | configuration and command of a trial |
-| `RESULTS/NAME/exp.json`, `metrics.json` | the trial, and its latency, throughput and operations |
-| `RESULTS/NAME/stdout.log`, `stderr.log` | its output |
+| `RESULTS/NAME/exp.json`, `metrics.json` | settings of a trial; its latency, throughput and operations |
+| `RESULTS/NAME/stdout.log`, `stderr.log` | output of a trial |
 | `RESULTS/ds_config_optimal.json`, `cmd_optimal.txt` | the best so far, written after every gain |
 | `RESULTS/summary.txt`, `trials.json` | all trials |
 | `EXPS/NAME.json` | settings of a trial |
@@ -32,8 +32,8 @@ class ResultFiles:
 
     Args:
         results: Folder of results.
-        exps: Folder of orders; None: there are none.
-        name: Name of the search in the orders.
+        exps: Folder of the settings of each trial (DeepSpeed's `exps_dir`); None: no such files.
+        name: Name of the search in `trials.json`.
         world_size: Number of ranks.
 
     Raises:
@@ -56,7 +56,7 @@ class ResultFiles:
         return folder
 
     def write_order(self, candidate: Candidate, config: dict[str, Any], command: Sequence[str]) -> Path:
-        """Write configuration and command of a trial. Return the path of the configuration."""
+        """Write configuration, command and settings of a trial. Return the path of the configuration."""
         folder = self.folder_of(candidate)
         path = folder / "ds_config.json"
         write_atomically(path, json.dumps(config, indent=2))

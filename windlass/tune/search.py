@@ -1,9 +1,9 @@
-"""Order of trials: by a model of their cost that each measurement corrects.
+"""Order of trials by a model of their cost, which each measurement corrects.
 
-[Note: search of configurations] The first trial gives the facts that predictions need. Each following trial is chosen
-by the predictions, corrected by the measurements so far ([Note: choice of trials]), until the budget of trials or of
-time is spent, or no trial promises a gain and all neighbours of the best one are measured. So a wrong prediction costs
-trials but does not change the result, and a stopped search returns its best configuration so far.
+[Note: search of configurations] The first trial yields the facts that predictions need. Predictions, corrected by the
+measurements so far, choose each following trial ([Note: choice of trials]). The search ends when the budget of trials
+or of time is spent, or when no trial promises a gain and all neighbours of the best one are measured. So a wrong
+prediction costs trials but does not change the result, and a stopped search returns its best configuration so far.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SearchState:
 
     @property
     def seconds(self) -> float:
-        """Duration of all trials."""
+        """Duration of all trials, in seconds."""
         return sum(record.seconds for record in self.records.values())
 
     def is_spent(self) -> bool:
@@ -53,14 +53,14 @@ class SearchState:
         return max(counted, key=lambda record: record.score(self.metric), default=None)
 
     def tried_since_best(self) -> int:
-        """Return the number of trials after the best one."""
+        """Return the number of trials after the best one; 0 if there is none."""
         best = self.best()
         ran = [record for record in self.records.values() if record.ran]
         return len(ran) - 1 - ran.index(best) if best is not None else 0
 
 
 Measure = Callable[[Candidate], TrialRecord]
-"""Runs the trial of a candidate, or discards it; the record is in the state when it returns."""
+"""Function that runs or discards a candidate's trial, adds its record to the state, and returns the record."""
 
 
 def search_by_model(
@@ -73,14 +73,14 @@ def search_by_model(
     share: float | None = None,
     fewest: int = 1,
 ) -> None:
-    """Search, see [Note: search of configurations].
+    """Run the trials that `choice` selects, see [Note: search of configurations].
 
     Args:
-        measure_all: Runs or discards candidates; their records are in the state when it returns.
+        measure_all: Function that runs or discards candidates, and adds their records to the state.
         width: Number of trials that run at the same time.
-        early_stopping: Number of trials without a gain that end the search.
-        share: Largest share of the time that all candidates would take; None: time is not limited.
-        fewest: Number of trials that are run however long they take.
+        early_stopping: Number of trials without a gain that end the search; None: no such limit.
+        share: Time limit of the search, as a share of the time that all candidates would take; None: no limit.
+        fewest: Number of trials that are run even beyond the time limit.
     """
     while not state.is_spent():
         chosen = choice.several(state.records, min(width, state.budget - state.runs))
@@ -99,7 +99,7 @@ def search_by_model(
 
 
 def memory_order(candidate: Candidate) -> tuple[Any, ...]:
-    """Return a key by which candidates that need less memory come first."""
+    """Return a sort key: candidates that need less memory come first."""
     offloaded = sum(candidate.get(key, "none") != "none" for key in (STATES_TIER, PARAMETERS_TIER))
     return candidate.get(MICRO, 1), -candidate.get(STAGE, 0), not candidate.get(CHECKPOINTING, False), -offloaded
 
@@ -113,12 +113,13 @@ def try_in_order(
     early_stopping: int | None,
     seed: int | None = None,
 ) -> None:
-    """Try candidates in order, as DeepSpeed's `gridsearch`; with a seed in a random one, as its `random`.
+    """Try candidates in order, like DeepSpeed's tuner `gridsearch`; with a seed in random order, like its `random`.
 
     Args:
-        measure_all: Runs or discards candidates; their records are in the state when it returns.
+        measure_all: Function that runs or discards candidates, and adds their records to the state.
         width: Number of trials that run at the same time.
-        early_stopping: Number of trials without a gain that end the search; None: all are tried.
+        early_stopping: Number of trials without a gain that end the search; None: no such limit.
+        seed: Seed of a random order; None: the order of `ranked`.
     """
     ordered = list(ranked)
     if seed is not None:

@@ -1,4 +1,4 @@
-"""Search space: keys with their choices, and the configurations that they make."""
+"""Search space: keys with their choices, and the configurations that combine them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ORDERED_KEYS = (MICRO, TRAIN, STATES_RATIO)
 """Keys whose neighbouring values have similar costs."""
 _MAX_CANDIDATES = 20_000
 _MEMORY_KEYS = (*KEYS, STAGE, CHECKPOINTING, REDUCE_BUCKET, GATHER_BUCKET, PREFETCH, REUSE)
-"""Keys of which it is known in which direction they save device memory; batches per step save none."""
+"""Keys with a known effect on device memory, see `_savings`. Accumulation steps and global batch have no effect."""
 _LONGEST_NAME = 200  # a file system allows 255 bytes, and files add their extension
 
 
@@ -97,7 +97,7 @@ class Candidate:
         for key, value in self.values:
             if key in (STATES_PATH, PARAMETERS_PATH) or value is False or value == "none":
                 continue
-            if key == TRAIN and MICRO in self.overrides:  # it follows from micro-batch and accumulation steps
+            if key == TRAIN and MICRO in self.overrides:  # micro-batch and accumulation steps imply the global batch
                 continue
             short = _SHORT_NAMES.get(key) or _word_of(key, is_switch=value is True)
             parts.append(short if value is True else f"{short}{_short(value)}")
@@ -131,13 +131,13 @@ class SearchLimits:
     """Bounds of the space that the user sets.
 
     Attributes:
-        train_min, train_max: Range of the global batch; None, None: it keeps the configuration's value.
+        train_min, train_max: Range of the global batch; both None: the configuration's value.
         micro_min, micro_max: Range of the micro-batch.
         micro_count: Largest number of micro-batches that are searched.
-        has_device_memory: The device has memory separate from the host's, so that offloading to the host frees some.
+        has_device_memory: The device has memory separate from the host's, which offloading to the host frees.
         nvme_path: Folder for the NVMe tier; None: NVMe is not searched.
         fast: Leave out bucket sizes and the reuse distance, unless the configuration has "auto" or a list there.
-        choices: Choices by dotted key that the user states; they take part whatever the configuration has.
+        choices: Choices that the user states, by dotted key; searched even if the configuration has a value there.
     """
 
     train_min: int | None = None
@@ -156,14 +156,16 @@ class SearchSpace:
     """Keys and their choices on top of a base configuration.
 
     Attributes:
-        base: The user's configuration; searched keys have one value.
+        base: The user's configuration, with one value in place of each list of choices.
         dimensions: Searched keys, those with the largest effect first.
-        world_size, data_ranks: Number of ranks, and of those that load different samples.
-        train: Global batch that all candidates keep; None: the configuration states none, and micro-batches are free.
-        accumulation: Accumulation steps of free micro-batches.
-        given: Values of the user's configuration at searched keys.
-        first_values: First value of each list of choices in the user's configuration.
-        refused: Reason why no run can have a combination, by the name of the candidate.
+        world_size, data_ranks: Number of ranks, and number of data-loading ranks.
+        train: Global batch of all candidates, unless it is searched; None: the configuration has none, and each
+            micro-batch implies one.
+        accumulation: Accumulation steps if `train` is None.
+        nvme_path: Folder for the NVMe tier; None: NVMe is not searched.
+        given: Values of the user's configuration at searched keys, where they are among the choices.
+        first_values: First value of each list of choices in the user's configuration, by dotted key.
+        refused: Reasons why combinations cannot run, by candidate name.
     """
 
     base: dict[str, Any]
@@ -179,12 +181,15 @@ class SearchSpace:
     _data_ranks_by_values: dict[tuple[Any, ...], int] = field(default_factory=dict, init=False, repr=False)
 
     def complete(self, choice: Mapping[str, Any]) -> Candidate | None:
-        """Return the candidate with these values, without keys that have no effect; None if no run can have them."""
+        """Return the candidate with the values of `choice`, without keys that have no effect.
+
+        None: the micro-batch on all data-loading ranks does not divide the global batch.
+        """
         values = {key: value for key, value in choice.items() if _matters(key, choice, self.base, self.world_size)}
         micro = values.get(MICRO, value_at_path(self.base, MICRO))
         data_ranks = self._data_ranks_with(values)
         if micro is not None and (MICRO in values or TRAIN in values or data_ranks != self.data_ranks):
-            # a micro-batch that is not searched states the global batch, with the ranks of the configuration
+            # If the micro-batch is not searched, it implies the global batch with the configuration's data ranks.
             stated = data_ranks if MICRO in values else self.data_ranks
             train = values.get(TRAIN, self.train) or micro * self.accumulation * stated
             if train % (micro * data_ranks):
@@ -273,7 +278,7 @@ class SearchSpace:
         return dimension.choices[-1 if dimension.key in _LARGE_BY_DEFAULT else 0]
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Return the candidates that differ in one key. An ordered key differs by one choice, other keys by any."""
+        """Return the candidates that differ in one key: by one step in an ordered key, to any choice in other keys."""
         choice = {one.key: candidate.get(one.key, self.usual_choice(one)) for one in self.dimensions}
         found: dict[Candidate, None] = {}
         for dimension in self.dimensions:
@@ -286,29 +291,29 @@ class SearchSpace:
         return list(found)
 
     def needs_no_less_memory(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return True if `candidate` needs at least the memory of `other`: no key of it saves more, and all keys whose
-        effect is not known have the same values.
+        """Return True if `candidate` needs at least the memory of `other`: no key with a known effect saves more memory
+        in `candidate`, and all other keys have equal values.
 
-        Tiers and the share of offloaded states have to be the same: offloading saves memory of the device and takes
-        memory of the host, and either may be what `other` did not have.
+        Tiers and the share of offloaded states have to be equal: offloading saves device memory and takes host memory,
+        and `other` may have lacked either.
         """
         unknown = (one.key for one in self.dimensions if one.key not in _MEMORY_KEYS)
-        # A tier that has no effect at the stage of a candidate is left out of it.
+        # A candidate has no value for a tier without effect at its stage.
         keys = {key: "none" if key in (STATES_TIER, PARAMETERS_TIER) else None for key in unknown}
         if any(candidate.get(key, absent) != other.get(key, absent) for key, absent in keys.items()):
             return False
         return all(mine <= its for mine, its in zip(self._savings(candidate), self._savings(other), strict=True))
 
     def _savings(self, candidate: Candidate) -> tuple[float, ...]:
-        """Return one number for each key of known effect; a larger one saves memory."""
+        """Return one number for each key with a known effect on memory; the larger the number, the less memory."""
 
         def value(key: str, default: float) -> float:
             found = candidate.get(key, value_at_path(self.base, key))
-            # A key at "auto" that has no effect here is not among the values of a candidate.
+            # A candidate has no value for an "auto" key without effect.
             return default if found is None or found == "auto" else float(found)
 
         stage = value(STAGE, 0)
-        # Below stage 3 nothing is resharded, as with a distance that has no end.
+        # Below stage 3 no unit is resharded, as with an infinite reuse distance.
         reuse, prefetch = (value(REUSE, 1e9), value(PREFETCH, 5e7)) if stage == 3 else (math.inf, math.inf)
         larger_needs_more = value(MICRO, 1), reuse, prefetch, value(REDUCE_BUCKET, 5e8), value(GATHER_BUCKET, 5e8)
         return stage, value(CHECKPOINTING, False), *(-one for one in larger_needs_more)
@@ -395,7 +400,7 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, sour
 def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return the configuration with the first value of each list of choices, and the lists.
 
-    At keys that the search does not know, a list states choices if the key takes its first value and not the list.
+    At keys without a short name, a list states choices if the key accepts the list's first value but not a list.
     """
     stated: dict[str, tuple[Any, ...]] = {}
     wrong = [one.path for one in validate_config(raw).problems if one.kind is ProblemKind.TYPE]
@@ -492,7 +497,7 @@ def _powers_of_two(low: int, high: int) -> tuple[int, ...]:
 
 
 def _global_batches(limits: SearchLimits, data_ranks: int, train: int) -> tuple[int, ...]:
-    """Return global batches in the range: the smallest multiple of the data ranks, and its doubles."""
+    """Return global batches in the range: the smallest multiple of the data ranks, then twice the one before."""
     low = max(limits.train_min or 1, data_ranks)
     first = -(-low // data_ranks) * data_ranks
     high = limits.train_max if limits.train_max is not None else max(train, first)

@@ -1,8 +1,9 @@
 """Predicted time of a step of each candidate, by simulation.
 
-[Note: estimated order] The search measures what it returns, so the prediction decides only which candidates come first.
-One step of the model's sizes is simulated ([Note: folded links]) on a host with the rates of a known device. A model
-without a configuration of transformers is simulated as a decoder with as many parameters and blocks.
+[Note: estimated order] The search measures the configuration that it returns, so predictions only decide which
+candidates come first. One step of the model's sizes is simulated ([Note: folded links]) on a host with the rates of a
+known device. A model without a configuration of transformers is simulated as a decoder with equally many parameters and
+blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StepRanking:
     """Predictions for the candidates of one search.
 
     Args:
-        config_of: Returns the configuration of a candidate.
+        config_of: Function that returns the configuration of a candidate.
         world_size: Number of ranks, on one host.
         facts: Facts of the model and the machine.
 
@@ -74,8 +75,8 @@ class StepRanking:
 
 
 def _without_automatic_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the values of optimizer and scheduler that the program fills in, which change no
-    time."""
+    """Return a configuration without the "auto" values of optimizer and scheduler: they do not change the time of a
+    step."""
     found = dict(config)
     for name in ("optimizer", "scheduler"):
         section = found.get(name)
@@ -86,7 +87,7 @@ def _without_automatic_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of_facts(facts: ForecastResult) -> ModelShape:
-    """Return the sizes of the model, or those of a decoder with as many parameters and blocks."""
+    """Return the sizes of the model, or those of a decoder with equally many parameters and blocks."""
     if facts.shape:
         return ModelShape(**facts.shape)
     layers = max(1, facts.blocks)
@@ -96,7 +97,7 @@ def shape_of_facts(facts: ForecastResult) -> ModelShape:
 
 
 def cluster_of_facts(facts: ForecastResult, world_size: int) -> Cluster:
-    """Return one host with one device for each rank: CPU cores, or the known GPU that the device's name contains."""
+    """Return one host with one device for each rank: a CPU core, the known GPU of this name, or else an H100."""
     name = "cpu"
     if facts.device != "cpu":
         known = (key for key, one in CLUSTERS.items() if names_gpu(facts.device_name, one.device))

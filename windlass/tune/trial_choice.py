@@ -3,10 +3,10 @@
 [Note: choice of trials] Predicted times and predicted memory are corrected by all measurements so far ([Note: corrected
 predictions]). The next trial has the largest product of its expected improvement on the best trial (Mockus 1975) and
 its probability to fit (Gardner et al. 2014), divided by the seconds that it takes. So the first trials are those
-predicted to be fastest among the candidates that fit, however much memory they need. Once none promises a gain, the
-configurations that differ from the best one in one key are tried, whatever their prediction: a wrong one shows there,
-and corrects the others. Trials that run at the same time are chosen one after another, each as if those before it had
-taken their expected time (Ginsbourger et al. 2010).
+predicted to be fastest among the candidates that fit, however much memory they need. Once no candidate promises a gain,
+the configurations that differ from the best one in one key are tried, whatever their predictions: these trials reveal
+wrong predictions, and correct the others. Trials that run at the same time are chosen one after another, on the
+assumption that the trials chosen before take their expected time (Ginsbourger et al. 2010).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from windlass.tune.trial_record import TrialRecord, TrialStatus
 # Assumptions before any measurement, the same for every model and machine; measurements correct their scale.
 _TIME = Deviations(level=3.0, slope=0.3, key=0.25, pair=0.15, own=0.08, noise=0.05)
 _MEMORY = Deviations(level=0.15, slope=0.1, key=0.06, pair=0.03, own=0.02, noise=0.015)
-# Without predictions of memory: -1 for a trial that fits, 1 for one that does not.
+# Deviations without predictions of memory, of a value that is -1 for a trial that fits and 1 for one that does not.
 _FITTING = Deviations(level=1.0, slope=0.0, key=1.0, pair=0.5, own=0.2, noise=0.3)
 _ABOVE = 1.03  # assumed memory of a trial that ran out of memory, relative to the limit
-_FAILURE = math.log(2.0)  # a failed trial counts as this much slower than the slowest
-_SPREAD = math.log(4.0)  # between the first and the last candidate without predictions
+_FAILURE = math.log(2.0)  # a failed trial counts as twice as slow as the slowest trial
+_SPREAD = math.log(4.0)  # without predictions, the last candidate is assumed to cost 4 times as much as the first
 _UNLIKELY = 0.02  # probability to fit below which a neighbour of the best is not tried
-_CAUTION = 2  # exponent of the probability to fit, while nothing fits
+_CAUTION = 2  # exponent of the probability to fit, until a trial has fitted
 _LAST = 1e-9  # factor that puts negligible gains behind all others
 _NORMAL = NormalDist()
 
@@ -45,8 +45,8 @@ class SearchFacts:
     """Predictions of one search.
 
     Attributes:
-        estimates: Predicted cost by candidate, in any unit; candidates without one are missing.
-        memory: Predicted bytes by candidate; all of them, or none.
+        estimates: Predicted cost by candidate, in any unit; candidates without a prediction are missing.
+        memory: Predicted bytes by candidate; not used unless all candidates have a prediction.
         limit: Bytes that a candidate may take; None: there is no limit.
         metric: DeepSpeed's name of the optimized metric.
         warmup, steps: Steps of a trial before the timed ones, and timed steps.
@@ -65,8 +65,8 @@ class ChosenTrial:
     """Next trial.
 
     Attributes:
-        gain: Expected relative improvement on the best trial; infinite while nothing fits, and for neighbours of the
-            best trial.
+        gain: Expected relative improvement on the best trial; infinite until a trial has fitted, and for neighbours of
+            the best trial.
         seconds: Expected duration.
     """
 
@@ -77,7 +77,7 @@ class ChosenTrial:
 
 @dataclass(frozen=True)
 class _TrialForecast:
-    """State of the model after some trials, by number of the candidate."""
+    """Predictions after some trials: arrays with one entry for each candidate, and the log cost of the best trial."""
 
     mean: Array
     deviation: Array
@@ -142,12 +142,12 @@ class TrialChoice:
         return [number for number in near if is_open[number] and forecast.fits[number] > _UNLIKELY]
 
     def _gains(self, forecast: _TrialForecast) -> Array:
-        if forecast.best is None:  # the speed that can be expected of those that are likely to fit
+        if forecast.best is None:  # no trial has fitted yet: predicted speed, weighted by the probability to fit
             return np.asarray(forecast.fits**_CAUTION * np.exp(forecast.mean.min() - forecast.mean))
         return np.asarray(forecast.fits * _expected_improvement(forecast.best, forecast.mean, forecast.deviation))
 
     def _look(self, records: Mapping[Candidate, TrialRecord], assumed: Mapping[int, float]) -> _TrialForecast:
-        """Return the corrected predictions. They are kept until a trial has run: discarded ones change nothing."""
+        """Return the corrected predictions, which are computed anew after each run. Discarded trials change nothing."""
         ran = [one for one in records.values() if one.ran and one.candidate in self._place]
         state = ran, dict(assumed)
         if self._forecast is None or self._forecast[0] != state:
@@ -200,7 +200,7 @@ class TrialChoice:
         if not timed:
             return np.ones(len(self._ranked))
         besides = [max(0.0, one.seconds / one.repeats - self._steps_of(one) * one.step_s) for one in timed]
-        # The metric need not be the time of a step: measured trials relate the two.
+        # If the metric is not the time of a step, measured trials give the ratio of the two.
         batches = np.array([float(one.get(TRAIN, 1)) for one in self._ranked])
         per_sample = self._facts.metric in ("throughput", "flops")
         scale = batches if per_sample else np.ones(len(self._ranked))

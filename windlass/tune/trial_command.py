@@ -1,4 +1,4 @@
-"""Command line of a trial: the user's own, with the trial's configuration where the program reads one."""
+"""Command line of a trial: the user's own, with the path of the trial's configuration instead of the user's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.config.config_problems import ProblemKind
 from windlass.config.config_source import read_source
 
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config")
-"""Options of programs that take the path of a ds_config.json, in the order in which they are looked for."""
+"""Options of programs that take the path of a ds_config.json, in search order."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class ProgramCommand:
     Attributes:
         launcher: Words before the program: the launcher and its flags.
         program: The program and its arguments.
-        config: Path of the configuration; None: the program's arguments have none, and the program passes one.
+        config: Argument of the program that holds the configuration: a path, or base64; None: the program's arguments
+            have none, and the program passes a configuration to `initialize`.
         argument_of_key: Option of the program by configuration key (`autotuning.arg_mappings`).
     """
 
@@ -44,7 +45,7 @@ class ProgramCommand:
 
         Args:
             config_path: File with the trial's configuration.
-            config: The same configuration as data, for arguments that stand for a key.
+            config: The same configuration as data, for the values of options in `argument_of_key`.
         """
         words = list(self.program)
         for index, word in enumerate(words):
@@ -72,7 +73,7 @@ def find_config(program: Sequence[str]) -> str:
     """Return the path of the configuration in the arguments of a program.
 
     Raises:
-        ConfigError: no option names one.
+        ConfigError: no option of `CONFIG_FLAGS` names an existing file.
     """
     missing = ""
     for flag in CONFIG_FLAGS:
@@ -113,12 +114,12 @@ def mapped_options(given: Mapping[str, Any], raw: dict[str, Any], source: str) -
     """Return options of the program by canonical configuration key.
 
     Args:
-        given: The same by any spelling of the key.
+        given: Options by configuration key, in any spelling of the key.
         raw: The user's configuration.
-        source: Name of the setting that states them, for errors.
+        source: Name of the setting that has `given`, for errors.
 
     Raises:
-        ConfigError: a key does not exist, or its option is none.
+        ConfigError: a key does not exist, is a section, or has two options; or a value is not an option.
     """
     found: dict[str, str] = {}
     for text, option in given.items():

@@ -1,4 +1,4 @@
-"""One run of the program in a separate session, with a time limit: its real error, and processes left behind."""
+"""One run of the program in a separate session, with a time limit. Finds its error, and ends processes left behind."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class TrialEnd:
 
     Attributes:
         code: Exit code; None: the run was ended at its time limit.
-        error: Error in its output (`find_error`); empty if the trial was measured.
+        error: Explanation of the failure, with the error in the output (`find_error`); empty if the trial was measured.
         is_out_of_memory: The error is a lack of memory.
-        left_behind: Command lines of processes that were left behind and ended.
+        left_behind: Command lines of processes that the run left behind. They were ended.
+        seconds: Duration of the run.
     """
 
     code: int | None
@@ -56,10 +57,11 @@ class TrialEnd:
 def run_trial(
     command: Sequence[str], folder: Path, environ: Mapping[str, str], limit_s: float, result: Path
 ) -> TrialEnd:
-    """Run `command` with its output in `stdout.log` and `stderr.log` of `folder`, and end all that it leaves behind.
+    """Run `command` with its output in `stdout.log` and `stderr.log` of `folder`, and end processes that it leaves.
 
     Args:
-        result: File that the program writes when it was measured; processes that wait afterwards are ended.
+        result: File that the program writes once it is measured. If the file exists, the trial counts as measured,
+            whatever its exit code.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after all processes of the trial have ended.
@@ -88,7 +90,7 @@ def run_trial(
     if result.is_file():
         return TrialEnd(code, "", False, left, seconds)
     output = _tail(folder / "stderr.log") + "\n" + _tail(folder / "stdout.log")
-    # At the time limit the launcher reports the signal that ended its ranks here, which is not their own error.
+    # At the time limit, the launcher's lines report the SIGTERM of `_end`, which is not the program's error.
     error = find_error(output, reads_launcher=code is not None)
     return TrialEnd(code, _explain(code, error, limit_s), bool(_OUT_OF_MEMORY.search(error)), left, seconds)
 
@@ -142,7 +144,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the group of the process: first by a request, so that a launcher ends the ranks of other hosts."""
+    """End the group of the process: first by SIGTERM, so that a launcher ends the ranks of other hosts."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -17,7 +17,7 @@ class TrialStatus(StrEnum):
     OVER = "over the limit"  # measured, and its memory exceeds the limit
     MEMORY = "out of memory"
     FAILED = "failed"
-    DISCARDED = "discarded"  # not run: its predicted memory exceeds the limit
+    DISCARDED = "discarded"  # not run: it would not fit (predicted), or the model cannot checkpoint activations
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TrialRecord:
         left_behind: Command lines of processes that the program left behind, which were ended.
         seconds: Duration of the trial.
         predicted_bytes: Predicted peak of the limited memory of a rank; None: there is no prediction.
-        estimate_s: Estimated time of a step.
+        estimate_s: Predicted seconds of a step; None: there is no prediction.
         repeats: Number of runs that `measured` combines.
     """
 

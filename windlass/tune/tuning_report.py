@@ -98,7 +98,8 @@ def as_json(outcome: TuningOutcome) -> dict[str, Any]:
 
 
 def draw_trials(outcome: TuningOutcome, path: Path) -> bool:
-    """Write a PNG with the throughput of each measured trial. Return False, and log one line, without matplotlib."""
+    """Write a PNG with the throughput of each measured trial. Return False if none was measured, or, with a line in the
+    log, if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

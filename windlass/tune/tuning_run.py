@@ -1,4 +1,4 @@
-"""A search from its settings to its result: forecast, order, trials, and the files after each of them."""
+"""A search from its settings to its result: forecast, order of trials, trials, and the files after each trial."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from windlass.tune.trial_record import TrialRecord, TrialStatus
 
 _MARGIN = 1.15  # a candidate is discarded unmeasured only if its prediction exceeds the limit by this factor
 _OVER = 1.03  # a measured peak above the limit by less than this factor does not count against other candidates
-_SLOW = 1.3  # a trial ends early once two steps took this many times the best median
+_SLOW = 1.3  # a trial ends early once two steps took this many times the median step of the best trial
 _CLOSE = 0.1  # a trial slower than the best by less than this fraction is run again
 _CLOSEST = 3  # maximum number of candidates that are run again
-_SHARE = 0.25  # time of the search, relative to that of running all candidates
+_SHARE = 0.25  # time of the search, as a fraction of the time that the trials of all candidates would take
 _SEARCHED = 0.8  # fraction of that time for new trials; the rest is for repeated runs of the best
 _COUNTED = 0.5  # default limit of trials, as a fraction of the candidates
 _FEWEST, _MOST = 8, 50
@@ -60,13 +60,14 @@ class TuningSettings:
 
     Attributes:
         results: Folder of results.
-        exps: Folder of orders; None: there is none.
+        exps: Folder of the settings of each trial (DeepSpeed's `exps_dir`); None: no such files.
         limits: Bounds of the space.
-        memory: Limit of the memory of a rank in bytes: of its device, or of its process on a CPU; None: a GPU's own.
-        tuner: `model_based`, `gridsearch` or `random`, as `autotuning.tuner_type`; or `optuna`.
-        trials: Largest number of trials; None: as many as a quarter of the time of all candidates allows, at most half
-            of them and at most 50; 8 in any case if there are fewer than 32.
-        early_stopping: Trials without a gain that end the search.
+        memory: Limit of a rank's memory in bytes: of its device, or of its process on a CPU. None: all memory of a GPU;
+            no limit on a CPU.
+        tuner: `model_based`, `gridsearch` or `random`, as in `autotuning.tuner_type`; or `optuna`.
+        trials: Largest number of trials. None: as many as fit into a quarter of the time that all candidates would
+            take, at most half of the candidates and at most 50; with fewer than 32 candidates, 8 in any case.
+        early_stopping: Number of trials without a gain that end the search; None: no such limit.
         warmup, steps: Steps of a trial before the timed ones, and timed steps.
         trial_seconds: Limit of the time of a trial, in seconds.
         metric: `throughput`, `latency`, `flops`, `forward` or `step`.
@@ -97,12 +98,13 @@ class TuningOutcome:
 
     Attributes:
         best: Best measured trial; None: none was measured.
-        config: Its configuration.
-        records: All trials, in their order; discarded candidates too.
+        config: Configuration of `best`.
+        records: All trials in their order, discarded candidates included.
         candidates: Number of candidates of the space.
-        forecast: Facts and predictions.
-        interrupted_by: Number of the signal that stopped the search; None: it ended by itself.
-        refused: Reason why no run can have a combination, by the name of the candidate.
+        forecast: Facts of model and machine, and predicted memory.
+        seconds: Duration of all trials.
+        interrupted_by: Number of the signal that stopped the search; None: the search ended by itself.
+        refused: Reasons why combinations cannot run, by candidate name.
     """
 
     best: TrialRecord | None
@@ -129,9 +131,10 @@ class TuningRun:
     """One search.
 
     Args:
-        parallel: Runs several trials at the same time, on several hosts; None: they run one after another.
-        runner: Runs a command in a folder, with an environment, a limit of seconds and the path of its result.
-        ranking: Makes the predictions of time, given the facts of the first trial.
+        parallel: Runner of several trials at the same time, on several hosts; None: trials run one after another.
+        runner: Function that runs one trial, see `run_trial`.
+        ranking: Function that makes the predictions of time once the first trial has yielded the facts, see
+            `StepRanking`.
     """
 
     raw: dict[str, Any]
@@ -149,7 +152,7 @@ class TuningRun:
         name = Path(self.command.program[0]).stem
         self.files = ResultFiles(self.settings.results, self.settings.exps, name, self.world_size)
         self._budget = self.settings.trials or default_budget(len(self.candidates))
-        reserved = 2 * self.settings.repeats if self._budget > _FEWEST else 0  # runs of the best again
+        reserved = 2 * self.settings.repeats if self._budget > _FEWEST else 0  # repeated runs of the best
         self.state = SearchState(self.settings.metric, max(1, self._budget - reserved))
         self._choice: TrialChoice | None = None
         self.forecast: ForecastResult | None = None
@@ -158,13 +161,14 @@ class TuningRun:
         self._on_record: Callable[[TrialRecord], None] | None = None
 
     def run(self, on_record: Callable[[TrialRecord], None] | None = None) -> TuningOutcome:
-        """Search.
+        """Run the search.
 
         Args:
-            on_record: Called after each trial.
+            on_record: Function that is called with the record of each trial.
 
         Raises:
-            TuningError: no trial could be measured. The message has the errors, and the nearest configuration.
+            TuningError: no trial could be measured. The message has the errors of the trials, or, if no configuration
+                fits, the nearest one.
         """
         interrupted_by, self._on_record = None, on_record
         self.files.remove_best(self.command.config)
@@ -186,7 +190,7 @@ class TuningRun:
         return TuningOutcome(best, config, records, len(self.candidates), forecast, spent, interrupted_by, refused)
 
     def measure(self, candidate: Candidate) -> TrialRecord:
-        """Run the trial of a candidate, or discard it by its prediction."""
+        """Run the trial of a candidate, or discard the candidate, see `_discarded`."""
         return self._keep(self._with_estimates(self._discarded(candidate) or self._run(candidate)))
 
     def _measure_each(self, candidates: Sequence[Candidate]) -> None:
@@ -208,7 +212,7 @@ class TuningRun:
             self._keep(self._with_estimates(self._record_of(one, end)))
 
     def _discarded(self, candidate: Candidate) -> TrialRecord | None:
-        """Return the record of a candidate that need not be run; None: it is to be run."""
+        """Return the record of a candidate that need not be run; None: run the candidate."""
         predicted, limit = self._predicted(candidate), self._limit()
         if predicted is not None and limit is not None and predicted * self._memory_ratio() > _MARGIN * limit:
             reason = f"predicted {_mib(predicted)}, limit {_mib(limit)}"
@@ -253,7 +257,7 @@ class TuningRun:
             sample_with_optuna(self.space, ranked, state, self.measure, early_stopping=patience)
 
     def _follow_model(self, choice: TrialChoice, part: float) -> None:
-        """Let the model choose trials, in a part of the time."""
+        """Run trials that the model chooses, within the fraction `part` of the time of the search."""
         share = self._share()
         search_by_model(
             choice,
@@ -265,8 +269,8 @@ class TuningRun:
         )
 
     def _spend_rest(self) -> None:
-        """Continue the search with the budget that repeated runs of the best left, and run a new best one again,
-        too."""
+        """Continue the search with the budget that repeated runs of the best did not use. If there is a new best trial,
+        repeat the best again."""
         before = self.state.best()
         if self._choice is None or before is None:
             return
@@ -312,7 +316,7 @@ class TuningRun:
         return found.device_bytes[candidate.name]
 
     def _memory_ratio(self) -> float:
-        """Return measured over predicted memory, of the trials so far."""
+        """Return the median ratio of measured to predicted memory of the trials so far."""
         known = ((_need(one), one.predicted_bytes) for one in self.state.records.values() if one.measured)
         return statistics.median([need / predicted for need, predicted in known if need and predicted] or [1.0])
 
@@ -322,7 +326,7 @@ class TuningRun:
     def _smaller_failure(self, candidate: Candidate) -> TrialRecord | None:
         """Return a trial that did not fit although its configuration needs no more memory than `candidate`."""
         if self._choice is not None and self._predicted(candidate) is not None:
-            return None  # its corrected prediction decides instead
+            return None  # the corrected prediction of the candidate's memory decides instead
         for record in self.state.records.values():
             clearly = record.status is TrialStatus.MEMORY
             if record.status is TrialStatus.OVER and (limit := self._limit()) is not None:
@@ -341,8 +345,9 @@ class TuningRun:
         if record.measured and prepared.job.forecast and self._shares_memory_with_forecast():
             Path(call.result).unlink()
             if not self.settings.trials and self._budget > _FEWEST:
-                # The run for the forecast is one of the budget, although its record is replaced. A stated number of
-                # trials, and the smallest budget, count candidates: all of a small space are measured.
+                # The run with the forecast uses one trial of the budget, although its record is replaced. A number of
+                # trials that the user set, and the smallest budget, only count candidates, so that a small space is
+                # measured completely.
                 self._budget, self.state.budget = self._budget - 1, self.state.budget - 1
             again = self._run(candidate, ends_early=ends_early)
             return replace(again, seconds=record.seconds + again.seconds)
@@ -353,7 +358,7 @@ class TuningRun:
         return self._limit() is not None and self.forecast is not None and self.forecast.device == "cpu"
 
     def _prepare(self, candidate: Candidate, *, ends_early: bool = True) -> _PreparedTrial | TrialRecord:
-        """Write the files of a trial, and return its call; or return the record of an earlier search.
+        """Write the files of a trial, and return the prepared trial; or return the record of an earlier search.
 
         A candidate that this search has measured is always run: the files in its folder are then this search's own.
         """
@@ -476,7 +481,7 @@ class TuningRun:
             raise TuningError(self._explain_failure(records))
 
     def _repeat_best(self) -> None:
-        """Run the candidates again that are close to the best, in turn, so that one lucky run does not decide."""
+        """Run candidates close to the best again, one after another, so that one lucky run does not decide."""
         while (record := self._next_repeat()) is not None:
             again = self._run(record.candidate, ends_early=False)
             spent, repeats = record.seconds + again.seconds, record.repeats + 1
@@ -546,7 +551,7 @@ def _need(record: TrialRecord) -> int | None:
 
 
 def default_budget(candidates: int) -> int:
-    """Return the largest number of trials of a space: half of its candidates, at least 8 and at most 50."""
+    """Return the largest number of trials: half of the candidates, but at least 8 (or all) and at most 50."""
     return min(candidates, max(_FEWEST, min(_MOST, round(_COUNTED * candidates))))
 
 

@@ -28,7 +28,7 @@ from windlass.zero import full_grad, full_param
 from windlass.zero.parameter_registry import require
 from windlass.zero.sharded_model import ShardedModel
 
-_CONTINUE, _DONE = -1, -2  # values of a turn that name no rank
+_CONTINUE, _DONE = -1, -2  # turns that are not the number of a rank
 
 
 class VerifyError(WindlassError, RuntimeError):
@@ -92,7 +92,7 @@ class EngineVerifier(EngineObserver):
         return report
 
     def on_sharded(self, model: ShardedModel) -> None:
-        """Record the layout. The next step refuses any layout but the first."""
+        """Record the layout. The next step raises if the engine has had more than one."""
         self._layouts.append(model)
 
     @property
@@ -159,8 +159,8 @@ class EngineVerifier(EngineObserver):
             if ours.get(name) != theirs.get(name):
                 self._record_initial_deviation(
                     name,
-                    f"{_describe_tie(ours.get(name))} in the sharded model, {_describe_tie(theirs.get(name))} in the "
-                    "plain one",
+                    f"it is {_describe_tie(ours.get(name))} in the sharded model and "
+                    f"{_describe_tie(theirs.get(name))} in the plain one",
                 )
         for name, requested in reference.named_master_weights():
             if name in values:
@@ -318,7 +318,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _describe_tie(name: str | None) -> str:
-    return "not there" if name is None else f"the parameter {name!r}"
+    return "not present" if name is None else f"the parameter {name!r}"
 
 
 def _detached_copy(value: Any) -> Any:

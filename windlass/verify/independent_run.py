@@ -16,7 +16,7 @@ from windlass.verify.step_recorder import StepRecord
 class IndependentRun:
     """Plain copy that trains from the first step to the last without resynchronization.
 
-    It takes from the ranks only batches, random states, learning rates and the decisions to skip steps.
+    It takes from the ranks only batches, random states, optimizer options and the decisions to skip steps.
 
     Args:
         reference: the plain copy.
@@ -28,7 +28,7 @@ class IndependentRun:
         self._losses: list[float] = []
 
     def load_values(self, values: dict[str, torch.Tensor], state: dict[str, Any] | None = None) -> None:
-        """Continue from weights, and an optimizer state, that the script loaded."""
+        """Continue from weights that the script set or loaded. `state`: loaded optimizer state; None: not loaded."""
         for name, value in values.items():
             self._reference.set_value(name, value)
         if state is not None:
@@ -54,7 +54,8 @@ class IndependentRun:
             names: parameters that the optimizer steps.
 
         Returns:
-            The mean loss, and the relative distance from the sharded weights `values`.
+            `(loss, distance)`: the mean loss of the replays, None if they have none, and the distance of the weights
+            from the sharded weights `values`, relative to the norm of `values`.
         """
         for record in records:
             self._reference.add_gradients(record.outside_gradients)

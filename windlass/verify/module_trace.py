@@ -16,7 +16,7 @@ from windlass.base.backward_callbacks import current_backward_id
 from windlass.base.tensor_tree import iterate_tensors
 from windlass.zero.core.sharded_parameter import ShardedParameter
 
-LIMIT = 1024  # most elements in a sample; a smaller tensor is sampled completely
+LIMIT = 1024  # maximum number of elements in a sample; a smaller tensor is sampled completely
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class TraceEvent:
 class ModuleTrace:
     """Hooks on all modules of a model, which record events while `events` is a list.
 
-    A recomputation inside a backward is not recorded. Modules inside a compiled module are not recorded; its output is
-    part of its parent's.
+    A recomputation inside a backward is not recorded. Compiled modules and TorchScript modules, and the modules inside
+    them, have no hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,7 +136,7 @@ class ModuleTrace:
 def differentiable_outputs(model: nn.Module, output: Any) -> list[torch.Tensor]:
     """Return the tensors through which gradients enter the model's backward, in an order that a copy reproduces.
 
-    They are the outputs, and tensors that the forward stored on modules (e.g. the loss of a router).
+    These tensors are the outputs, and tensors that the forward stored on modules (e.g. the loss of a router).
     """
     found = {id(tensor): tensor for tensor in _tensors_with_graph(output)}
     for _, _, left in _module_attributes(model):
@@ -149,7 +149,7 @@ def replace_with_copies(model: nn.Module, output: Any) -> tuple[Any, list[torch.
     """Replace each of the `differentiable_outputs` by a copy, also where modules store it.
 
     A gradient of a copy always comes from outside the model. A gradient of the original may also come from another
-    output that depends on it, e.g. the logits on a hidden state that is returned with them.
+    output that depends on it: e.g. a returned hidden state also gets a gradient from the logits.
 
     Returns:
         The new output, and the copies.

@@ -1,4 +1,4 @@
-"""Training of `windlass verify --model`: a named model on generated batches or on those of a function."""
+"""Training of `windlass verify --model`: a named model on generated batches, or on batches that a function returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BatchFunction = Callable[[int, int, int], Any]  # called with step, micro-batch 
 
 
 def train_named_model(job: VerificationJob) -> None:
-    """Train the model of `job` under its configuration until its steps are done or the session ends the training."""
+    """Train the model of `job` under the job's configuration, until all steps are done or the session ends it."""
     import windlass
 
     torch.manual_seed(job.seed)
@@ -52,7 +52,9 @@ def build_model(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     if _FUNCTION.fullmatch(name):
         model = _import_function(name, "--model")()
         if not isinstance(model, nn.Module):
-            raise ModelError(f"--model {name} returned a {type(model).__name__}, not a torch.nn.Module")
+            raise ModelError(
+                f"--model {name} returned a {type(model).__name__}, not a torch.nn.Module; return the model"
+            )
         return model
     return _from_transformers(name, trust_remote_code)
 
@@ -112,9 +114,11 @@ def _import_function(name: str, option: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ModelError(f"{option} {name}: {error}; the current directory is searched too") from error
+        raise ModelError(
+            f"{option} {name}: {error}; name a function that can be imported, e.g. from the current directory"
+        ) from error
     if not callable(found):
-        raise ModelError(f"{option} {name} is a {type(found).__name__}, not a function")
+        raise ModelError(f"{option} {name} is a {type(found).__name__}, not a function; name a function")
     call: Callable[..., Any] = found
     return call
 

@@ -35,7 +35,7 @@ class RecordedForward:
         args: positional arguments, with tensors on the CPU and without graph.
         kwargs: keyword arguments, in the same form.
         on_device: for each tensor of the arguments, in the order of `iterate_tensors`, True if it was on the device.
-        rng_states: states of the random generators at its beginning; see `get_rng_states`.
+        rng_states: states of the random generators at the beginning of the forward; see `get_rng_states`.
         autocast: `(enabled, dtype, cache)` of the device's autocast.
         module_modes: training mode of each module, and `requires_grad` of each parameter, in model order.
         grad_enabled: True if gradients were recorded.

@@ -22,7 +22,13 @@ _IMPLEMENTATION_KEYS = ("fused", "foreach", "params")
 
 @dataclass
 class ReplayResult:
-    """Results of a replayed forward. `buffers` are those that the recorded forward changed."""
+    """Results of a replayed forward.
+
+    Attributes:
+        events: weights and outputs of the modules.
+        loss: value of the output that is the loss; None if the loss is computed outside the model.
+        buffers: values, after the replay, of the buffers that the recorded forward changed.
+    """
 
     events: list[TraceEvent] = field(default_factory=list)
     loss: float | None = None
@@ -38,7 +44,7 @@ class ReferenceModel:
     Args:
         model: a model that is not sharded yet; it is not changed.
         optimizer: optimizer of its parameters.
-        param_dtype: dtype to which floating-point parameters are cast; None: each keeps its own.
+        param_dtype: dtype to which floating-point parameters are cast; None: each parameter keeps its dtype.
         device: device of the computation.
         master_dtypes: dtype in which master weights are stored, and dtype in which the optimizer steps them; None:
             float32.
@@ -75,7 +81,7 @@ class ReferenceModel:
         self.master_weights = {name: self._make_master_weight(name, param_dtype) for name in self.parameters}
         self._redirect_optimizer()
         self._trace = ModuleTrace(self.model)
-        self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # by rank
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # for each rank, its buffers by name
         self._gradient_sums: dict[str, torch.Tensor] = {}
 
     def named_master_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -156,7 +162,7 @@ class ReferenceModel:
                 raise ModelError(
                     f"the plain copy of the model returned {len(outputs)} tensors with a graph, the sharded one "
                     "returned more: its forward depends on state that the copy does not share (a global variable or "
-                    "counter)"
+                    "counter); keep that state in attributes of the model"
                 )
             targets = [outputs[index] for index in entering]
             parts = [gradient.to(self.device) for gradient in entering.values()]

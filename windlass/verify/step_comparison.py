@@ -1,10 +1,11 @@
 """Comparison of one step with the plain one, phase by phase.
 
 [Note: a step at a time] Both sides begin each step with bitwise equal weights. Each phase of the plain side starts from
-the result of the previous phase on the sharded side, after that was found equal: the reduced gradient is compared with
-the sum of the gradients of the ranks' autograd, and the update with the plain optimizer under the reduced gradient
-itself. So each bound covers only the rounding of its own phase, even if the optimizer amplifies noise (Adam turns a
-gradient of pure rounding error into a full-size step of either sign). A deviation appears in the phase that is wrong.
+the result of the previous phase on the sharded side, once this result was compared: the reduced gradient is compared
+with the sum of the gradients of the ranks' autograd, and the update with the plain optimizer's update from the same
+reduced gradient. So each bound covers only the rounding of its own phase, even if the optimizer amplifies noise (Adam
+turns a gradient of pure rounding error into a full-size step of either sign). A deviation appears in the phase that is
+wrong.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class StepComparison:
         for event in recorded.events:
             again = next(rest, None)
             while again is not None and again.kind == WEIGHT and again.key != event.key:
-                again = next(rest, None)  # a weight that was still sharded when the sharded module began
+                again = next(rest, None)  # skip a weight that the sharded side did not record, as it was still sharded
             if again is None or again.key != event.key or again.sample.shape != event.sample.shape:
                 self._report_module_order(event, again, where)
                 return
@@ -77,7 +78,7 @@ class StepComparison:
             if have is None or want is None:
                 self._report_missing("gradient", name, have, rank=rank)
                 continue
-            if name in record.outside_gradients and dtype is torch.float16:  # several finite parts whose sum overflows
+            if name in record.outside_gradients and dtype is torch.float16:  # the sum of finite parts may overflow
                 want = torch.where(have.isfinite(), want, have)
             floor = max(_rms(want), typical)
             allowed = self._tolerance.forward * (want.abs() + floor)
@@ -126,7 +127,7 @@ class StepComparison:
     def compare_clip(
         self, reduced: dict[str, torch.Tensor | None], norm: float, coefficient: float, gradient_clipping: float
     ) -> None:
-        """Compare the norm of the reduced gradients and the clip coefficient. A `gradient_clipping` of 0 means none."""
+        """Compare the norm of the reduced gradients and the clip coefficient. `gradient_clipping` 0: no clipping."""
         squares = [float(g.double().square().sum()) for g in reduced.values() if g is not None]
         requested = math.sqrt(math.fsum(squares))
         factor = min(1.0, gradient_clipping / (requested + 1e-6)) if gradient_clipping > 0 else 1.0
@@ -179,7 +180,7 @@ class StepComparison:
         self, event: TraceEvent | None, expected: TraceEvent | None, where: dict[str, Any]
     ) -> None:
         ran = _describe_event(event)
-        hint = f"the sharded model ran {ran}, the plain one {_describe_event(expected)}"
+        hint = f"the sharded model ran {ran}, and the plain one ran {_describe_event(expected)}"
         shown = event or expected
         assert shown is not None
         tensor = shown.tensor if shown.kind == WEIGHT else _output_name(shown)
@@ -234,7 +235,7 @@ def _multiple_hint(actual: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def _proportionality(actual: torch.Tensor, expected: torch.Tensor) -> float | None:
-    """Return k if `actual` is k times `expected`; None if it is not a multiple."""
+    """Return k if `actual` is k times `expected`; None if there is no such k."""
     a, b = actual.reshape(-1).double(), expected.reshape(-1).double()
     size = float(b.square().sum())
     if not size or not math.isfinite(size):
@@ -263,5 +264,5 @@ def _output_name(event: TraceEvent) -> str:
 
 def _describe_event(event: TraceEvent | None) -> str:
     if event is None:
-        return "the end"
+        return "nothing more"
     return repr(event.tensor) if event.kind == WEIGHT else f"the {_output_name(event)}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EXIT = "windlass verify: an output of the model"
 _FOLLOWED = (
     "than the model's outputs: verify finds tensors in tuples, lists, dicts, dataclasses and attributes of the "
-    "outputs and of the model"
+    "outputs and of the model; return that tensor in one of these"
 )
 
 
@@ -68,9 +68,8 @@ class StepRecorder(EngineObserver):
         self._pending_buffers: dict[str, torch.Tensor] = {}
         self._current_forward: RecordedForward | None = None
         self._forwards: list[RecordedForward] = []
-        self._pending_gradients: list[
-            tuple[RecordedForward, int, torch.Tensor]
-        ] = []  # gradients of outputs in the running backward, not yet committed
+        # Gradients of outputs in the running backward that are not yet added to their forwards.
+        self._pending_gradients: list[tuple[RecordedForward, int, torch.Tensor]] = []
         self._backward = -1
         self._reached_parameters = False  # the backward has reached a parameter
         self._partially_dropped = ""  # a parameter whose gradient the script dropped while others kept theirs
@@ -99,7 +98,7 @@ class StepRecorder(EngineObserver):
                 call.buffers = {**self._pending_buffers, **call.buffers}
                 self._pending_buffers = {}
                 record.forwards.append(call)
-            else:  # it is not replayed, but the next replay needs the buffers that it changed
+            else:  # a forward without backward is not replayed, but the next replay needs the buffers that it changed
                 self._pending_buffers |= call.buffers | call.buffers_after
         self._forwards, self._current_forward = [], None
         self._backward, self._reached_parameters = -1, False
@@ -115,25 +114,25 @@ class StepRecorder(EngineObserver):
         self._record_loss(loss)
 
     def after_backward(self) -> None:
-        """Weight gradients of a plain `loss.backward()` again."""
+        """Restore the weight for the gradients of a plain `loss.backward()`."""
         self._weight = self._accumulation_weight
 
     def on_gradient_dropped(self, name: str, zero: bool) -> None:
         """Remove a parameter's recorded gradient, which the script dropped.
 
-        If all are dropped, the step starts again.
+        If no gradient is left, the record starts again, but keeps its forwards.
         """
         record = self.record
         for of_name in (record.gradient_sums, record.gradient_magnitudes, record.outside_gradients):
             of_name.pop(name, None)
         if not record.gradient_sums:
-            for call in self._forwards:  # a forward may still get its backward
+            for call in self._forwards:  # the forwards stay, because a backward of them may follow
                 call.gradients.clear()
             record.losses.clear()
         self._partially_dropped = name if record.gradient_sums or zero else ""
 
     def _record_loss(self, loss: Any) -> None:
-        """Record the gradient of a loss, which must be the loss scale."""
+        """Record the gradient of a loss, which must equal the loss scale."""
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
             return
         self.record.losses.append(float(loss.detach()))
@@ -147,7 +146,7 @@ class StepRecorder(EngineObserver):
     def _hook_outside_gradients(self, loss: torch.Tensor) -> None:
         """Hook the parameters that the loss uses directly (a penalty on weights, `full_param`).
 
-        Their gradients from that use are recorded separately from those that flow through the model's outputs.
+        The gradients from this use are recorded apart from the gradients that flow through the model's outputs.
         """
         seen: set[Any] = set()
         rest: list[Any] = [loss.grad_fn]

@@ -13,13 +13,14 @@ class Difference:
     """Difference between an actual and an expected tensor.
 
     Attributes:
-        allowance_ratio: largest ratio of an element's distance to its allowed distance; infinite if none is allowed.
+        allowance_ratio: largest ratio of an element's distance to its allowed distance; infinite if an element differs
+            and its allowed distance is 0.
         ulps: largest distance of two elements in units in the last place of the larger one.
         relative: 2-norm of the difference over the 2-norm of the expected tensor.
         exceeding_count: number of elements that are further apart than allowed.
         worst_index: flat index of the element with the largest ratio.
-        actual: that element of the actual tensor.
-        expected: that element of the expected tensor.
+        actual: value of the element `worst_index` in the actual tensor.
+        expected: value of the element `worst_index` in the expected tensor.
     """
 
     allowance_ratio: float

@@ -9,7 +9,7 @@ import torch
 
 from windlass.base.dtypes import dtype_name
 
-_ROUNDINGS = 8  # roundings of one element in an operation and those after it
+_ROUNDINGS = 8  # roundings of one element in an operation and in the operations after it
 _SUM_FACTOR = 8  # a sum in another order may differ by this many roundings times the root of its summands
 _UPDATE_ROUNDINGS = 64  # roundings of an optimizer's rule, with its divisions and roots
 _WEIGHT_ROUNDINGS = 4  # roundings of the new weight itself
@@ -23,9 +23,9 @@ class Tolerance:
         compute_dtype: the narrowest dtype in which the model computes.
         accumulate_dtype: dtype in which gradients are accumulated over micro-batches.
         reduce_dtype: dtype of gradients in a reduction.
-        max_summands: summands of the longest sum in the model or its backward, as far as shapes show.
-        micro_batch_count: micro-batches of a step over all ranks.
-        has_8bit_states: optimizer states are stored in 8 bits, and their scales depend on the shard boundaries.
+        max_summands: number of summands of the longest sum in the model or its backward, estimated from shapes.
+        micro_batch_count: number of micro-batches of a step on all ranks together.
+        has_8bit_states: True if optimizer states are stored in 8 bits, with scales that depend on the shard boundaries.
         master_dtype: dtype of master weights.
     """
 

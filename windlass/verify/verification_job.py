@@ -16,10 +16,10 @@ class VerificationJob:
     Attributes:
         folder: folder of the report, which rank 0 writes, and of the error of a rank that fails.
         steps: optimizer steps to compare.
-        config: configuration that overrides the script's own; a path or base64.
-        script: arguments of `python`: a path and the script's arguments.
+        config: configuration that overrides the script's own; a path or base64. None: no override.
+        script: arguments of `python`: a path and the script's arguments. Empty: verify `model`.
         model: a Hugging Face configuration or directory, `hub:NAME`, or `package.module:function`.
-        batch: `ROWSxLENGTH` of generated tokens, or `package.module:function`.
+        batch: `ROWSxLENGTH` of generated tokens, or `package.module:function`. None: tokens of the default shape.
         seed: seed of initial weights and generated batches.
         independent_run: train a second copy independently, and report its drift.
         trust_remote_code: run Python files that come with the model.

@@ -43,7 +43,7 @@ class VerificationSession(InitializeObserver):
         self._pending: tuple[torch.optim.Optimizer | None, Config | None] = None, None
 
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        """Copy the full model before it is sharded, on rank 0, whose values count."""
+        """Copy the full model on rank 0 before it is sharded. Sharding keeps the values of rank 0."""
         self._reference, self._pending = None, (optimizer, config)
         if optimizer is None:
             return
@@ -147,10 +147,13 @@ def run_rank(job: VerificationJob) -> None:
         install_observer(before)
     if not session.verifiers:
         raise VerifyError(
-            "the script ended without an engine that has an optimizer: windlass.initialize(model=..., config=...)"
+            "the script ended without an engine that has an optimizer; call windlass.initialize(model=..., "
+            "config=...) in it"
         )
     if not session.verifiers[0].compared_steps:
-        raise VerifyError("the script ended before its first engine.step() at an accumulation boundary")
+        raise VerifyError(
+            "the script ended before its first engine.step() at an accumulation boundary; train for a full step"
+        )
     session.note_early_end()
     session.write_result()
 

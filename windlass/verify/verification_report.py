@@ -18,10 +18,12 @@ class Deviation:
         step: number of the step from 1; 0: before the first.
         phase: one of `PHASES`.
         tensor: name of a parameter or buffer, or the output of a module.
-        module: path and class of its module.
+        module: path and class of the tensor's module.
         role: role in which the tensor was compared.
-        rank: its rank; None: the same on all ranks.
-        micro: number of the micro-batch on its rank, from 1; None: no single one.
+        ulps, relative, actual, expected: see `Difference`.
+        allowed: the allowed difference in words.
+        rank: rank of the tensor; None: the comparison covers all ranks.
+        micro: number of the micro-batch on this rank, from 1; None: the comparison covers all micro-batches.
         hint: possible explanation.
     """
 
@@ -60,8 +62,8 @@ class StepResult:
         loss, plain_loss: means over micro-batches; None if the loss is computed outside the engine.
         applied: False if the step was skipped.
         independent_loss: mean loss of the independent run.
-        drift: 2-norm of the distance of the independent run's weights from the sharded ones, over the norm of the
-            latter.
+        drift: 2-norm of the distance of the independent run's weights from the sharded weights, over the norm of the
+            sharded weights.
         worst_ratios: largest ratio of a difference to its allowed size, by phase.
         worst_ulps: largest difference in units in the last place, by phase.
     """

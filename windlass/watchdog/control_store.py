@@ -15,7 +15,7 @@ from windlass.base.log import logger
 from windlass.watchdog.heartbeat import Heartbeat
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_store_count = 0  # equal on every rank: successive process groups use different keys
+_store_count = 0  # number of stores opened, equal on every rank: successive process groups use different keys
 
 
 class ControlStoreLostError(Exception):
@@ -26,7 +26,7 @@ class ControlStore:
     """Separate connection to the store, so that waits of the main thread do not block it.
 
     Each rank writes its heartbeat once per tick. A rank in trouble increments an alarm counter, which every rank reads
-    once per tick. Other heartbeats are read only after an alarm.
+    once per tick. Heartbeats of other ranks, except the first heartbeat of rank 0, are read only after an alarm.
     """
 
     def __init__(self, default_store: Any, store: Any, rank: int) -> None:
@@ -34,7 +34,7 @@ class ControlStore:
             default_store,
             store,
             rank,
-        )  # keeps the origin alive, which may be the server
+        )  # the default store stays alive here, because it may be the server
 
     @classmethod
     def open(cls) -> ControlStore | None:
@@ -52,7 +52,13 @@ class ControlStore:
         try:
             own = TCPStore(store.host, store.port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
         except RuntimeError as error:
-            logger.error("no watchdog: no second connection to %s:%d (%s)", store.host, store.port, error)
+            logger.error(
+                "the watchdog is off and hangs are not reported: a second connection to the store at %s:%d failed "
+                "(%s); check the network",
+                store.host,
+                store.port,
+                error,
+            )
             return None
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it restarts ranks
         return cls(origin, PrefixStore(f"windlass watchdog {again}.{_store_count}", own), dist.get_rank())

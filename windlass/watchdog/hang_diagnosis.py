@@ -2,7 +2,7 @@
 
 [Note: proofs] The watchdog ends a run before `timeout` only with a proof that it can't continue. Either a process that
 other ranks wait for is dead or about to end; or every rank has waited for `deadlock_after` seconds, and the ranks wait
-in different operations. A rank that is alive and does not wait may arrive at any moment, and a stopped one may be
+in different operations. A rank that is alive and does not wait may arrive at any moment, and a stopped rank may be
 continued: such cases are only reported.
 """
 
@@ -83,7 +83,7 @@ def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) 
 def _diagnose_broken_connections(
     failed_in_wait: list[PeerStatus], affected: list[PeerStatus], statuses: list[PeerStatus]
 ) -> HangDiagnosis | None:
-    """Diagnose connections that broke under ranks that all wait."""
+    """Diagnose a collective that failed on some ranks while all other ranks wait."""
     if not failed_in_wait or any(one not in affected for one in statuses if one.state is not PeerState.DEAD):
         return None
     if (different := _diagnose_different_collectives(statuses)) is not None:

@@ -24,11 +24,11 @@ class Heartbeat:
 
     Attributes:
         rank: number of the rank.
-        host, pid: the process. `host` identifies a machine and its boot.
+        host, pid: the process. `host` identifies a machine, its boot and its PID namespace.
         beat: counter of heartbeats.
-        location: position of the main thread.
-        wait_s: seconds in the current wait for other ranks; 0 if it does not wait.
-        idle_s: seconds since the engine last waited for other ranks.
+        location: position of the training thread.
+        wait_s: seconds in the current wait for other ranks; 0 if the rank does not wait.
+        idle_s: seconds since the last wait for other ranks; after an error, seconds since the error.
         program_end: state of the program.
         error: traceback of the exception that ended the program.
         dead_local_ranks: ranks of this host whose processes are gone.

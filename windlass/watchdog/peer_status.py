@@ -16,10 +16,10 @@ class PeerState(StrEnum):
     """State of a rank's process, as another rank sees it."""
 
     ALIVE = "alive"
-    SILENT = "silent"  # exists, but none of its Python threads runs
+    SILENT = "silent"  # the process exists, but none of its Python threads runs
     STOPPED = "stopped"
     DEAD = "dead"
-    NOT_STARTED = "not started"  # it has constructed no engine yet
+    NOT_STARTED = "not started"  # the rank has constructed no engine yet
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class ThreadLocation:
 
     Attributes:
         engine_call: running call of the engine, "" outside.
-        operation: operation that waits for other ranks, "" if it does not wait.
-        parameter_names: parameters of the operation.
+        operation: operation that waits for other ranks, "" if the rank does not wait.
+        parameter_names: names of the parameters of the operation.
         source_line: innermost line outside windlass and torch.
     """
 
@@ -87,10 +87,10 @@ def code_origin(path: str) -> CodeOrigin:
 class ThreadObserver:
     """Observer of the training thread, which must construct it.
 
-    It never keeps frames between observations, because a frame keeps the tensors of its function alive. A wait without
-    a mark is identified by the id of its frame, which Python may reuse for a later frame. So it counts as the same wait
-    only while the thread uses hardly any CPU time. With an accelerator waits spin; there the number of collectives of
-    the default group is compared instead.
+    It never keeps frames between observations, because a frame keeps the tensors of its function alive. A wait outside
+    a `WaitScope` is identified by the id of its frame, which Python may reuse for a later frame. So a wait counts as
+    the same wait only while the thread uses hardly any CPU time. With an accelerator, threads spin while they wait;
+    there the number of collectives of the default group is compared instead.
 
     Attributes:
         current_wait: key of the current wait, equal between observations of the same wait; None: no wait.
@@ -140,7 +140,7 @@ class ThreadObserver:
         return (mark, activity.progress_count) if mark is not None else (id(frame), frame.f_lasti, self._progress_count)
 
     def _pending_device_collective(self, location: ThreadLocation) -> ThreadLocation:
-        """Return a wait for the collective that is unfinished on an accelerator's stream, wherever the host is."""
+        """Return a wait for an unfinished collective on an accelerator's stream, or `location` if there is none."""
         if activity.pending_collective is None:
             return location
         work, mark = activity.pending_collective
@@ -214,7 +214,7 @@ def _engine_call(code: CodeType) -> str:
 
 
 def _parameter_names(mark: WaitScope | None) -> tuple[str, ...]:
-    """Return the parameters of the innermost mark with names: an agreement wait may be part of a named all-gather."""
+    """Return the parameter names of the innermost scope that has names: an agreement may be part of an all-gather."""
     while mark is not None and not mark.parameter_names:
         mark = mark.outer
     return tuple(mark.parameter_names) if mark is not None else ()

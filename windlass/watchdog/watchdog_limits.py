@@ -41,5 +41,5 @@ class WatchdogLimits:
 
     @property
     def host_lost_after(self) -> float:
-        """Time without a heartbeat of any rank of a host, counted from its first check, that proves the host lost."""
+        """Time without a heartbeat from any rank of a host after which the host counts as lost."""
         return max(20.0, self.silent_after) if self.report_after >= 30 else max(self.report_after, self.silent_after)

@@ -49,7 +49,7 @@ def start(limits: WatchdogLimits | None) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Publish `error`, which ends this rank's program, as the cause.
+    """Publish `error`, which ends this rank's program, as the cause of the run's end.
 
     For callers that print the error themselves and so bypass `sys.excepthook`.
     """

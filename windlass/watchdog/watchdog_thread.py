@@ -34,7 +34,7 @@ from windlass.watchdog.thread_location import ThreadLocation, ThreadObserver, lo
 from windlass.watchdog.watchdog_limits import WatchdogLimits
 
 _MAX_DECISION_WAIT_S = 10.0  # time that a rank which failed in a collective waits for the decision
-_CHECK_OUT_TIMEOUT_S = 5.0  # longest time for a rank to end by itself after the decision
+_CHECK_OUT_TIMEOUT_S = 5.0  # longest wait for other ranks to check out, and for a rank that is exiting to end by itself
 
 
 class WatchdogThread:
@@ -91,7 +91,7 @@ class WatchdogThread:
         """End the thread.
 
         Args:
-            program_ended: the program has ended; publish that to the other ranks.
+            program_ended: True if the program has ended; this is published to the other ranks.
         """
         if os.getpid() != self._pid or self._stopping.is_set() or self._decision_event.is_set():
             return
@@ -147,7 +147,7 @@ class WatchdogThread:
     # Thread
 
     def _run(self) -> None:
-        # The first heartbeat is immediate: a rank without one that dies looks as if it had never started.
+        # The first heartbeat is immediate: a rank that dies before its first heartbeat looks as if it never started.
         pause = 0.0
         while not self._stopping.is_set():
             lost = self._sleep(pause)
@@ -166,16 +166,16 @@ class WatchdogThread:
                 self._store_lost = True
             except Exception:  # a bug in the watchdog must not end a healthy run
                 if not self._fault_logged:
-                    logger.exception("error in the watchdog, which continues")
+                    logger.exception("error in the watchdog thread, which continues; please report this traceback")
                 self._fault_logged = True
             finally:
                 self._beat_start = 0.0
 
     def _sleep(self, seconds: float) -> float:
-        """Sleep, and return the seconds in which this process could not run, or 0 if they are few.
+        """Sleep, and return the seconds in which this process could not run, or 0 if these are at most `silent_after`.
 
-        A process is stopped by Ctrl-Z, a debugger or a scheduler, usually together with all other ranks. So that time
-        does not count as waiting.
+        A process is stopped by Ctrl-Z, a debugger or a scheduler, usually together with all other ranks. So the time of
+        a stop does not count as waiting.
         """
         began = time.monotonic()
         self._stopping.wait(seconds)
@@ -183,7 +183,7 @@ class WatchdogThread:
         return lost if lost > self.limits.silent_after else 0.0
 
     def _run_guard(self) -> None:
-        """Check the ranks while the watchdog thread is blocked in the store, whose serving rank is stopped."""
+        """Check the ranks while the watchdog thread is blocked in the store, because the store's rank is stopped."""
         while not self._stopping.is_set() and self._thread.is_alive():
             lost = self._sleep(self.limits.beat_interval)
             began = 0.0 if lost or self._decision_event.is_set() else self._beat_start

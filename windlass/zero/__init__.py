@@ -1,16 +1,16 @@
 """ZeRO stages 0 to 3 in one implementation.
 
-Reading order:
+`sharded_model` connects the five parts:
 
-1. core, the path of a step: sharding_policy, unit_layout, unit_plan, dp_group, sharded_parameter, unit,
-   prefetcher, collective_scheduler, unshard_runtime, module_hooks, gradient_slot, buffer_ring, gradient_reducer,
-   gradient_norm, step_agreement.
-2. update: update_chunk, master_weights, elementwise_update, whole_parameter_update, delayed_update, disk_health.
-3. setup: zero_settings, dp_group_builder, unit_partition, model_consistency, tier_choice, unit_builder; and
-   sharded_model, which connects all of them.
+1. core: the path of a step. Start with unit, sharded_parameter, unshard_runtime, collective_scheduler, module_hooks,
+   gradient_reducer, step_agreement.
+2. update: master weights, their offload, and optimizer steps. Start with update_protocol, update_chunk, master_weights,
+   elementwise_update, optimizer_state_offload.
+3. setup: partition of a model into units, and their tiers and buffers. Start with zero_settings,
+   unit_partition, unit_builder.
 4. access: full values and shards of single parameters, `GatheredParameters`, averages, generation, effects of a
-   script's changes.
-5. sharded_init: construction of models under `zero.Init`.
+   script's changes. Start with shard_values, full_values.
+5. sharded_init: construction of models under `zero.Init`. Start with context, initial_shard.
 """
 
 from windlass.zero.access.full_values import full_grad as full_grad

@@ -1,4 +1,4 @@
-"""Parameters that are not copies of the master weights, under updates that publish their results themselves."""
+"""Parameters that differ from the master weights for some steps, with updates that publish results themselves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class DifferingReplicasCallbacks:
     """Callables of the model that change its parameters.
 
     Attributes:
-        recapture: Takes parameters back that a script replaced or moved.
-        gather: Brings the written master weights of units to all ranks. Collective.
+        recapture: Makes parameters views of their units again, with their current values, after a script gave them
+            other memory.
+        gather: Brings the master weights of units, which were written to the parameters, to all ranks. Collective.
     """
 
     recapture: Callable[[], None]
@@ -33,9 +34,9 @@ class DifferingReplicas:
 
     [Note: replicas that differ] An update that publishes its results itself leaves parameters that are not copies of
     the master weights. A change of a parameter by a script would then be lost, or reach the master weights of one rank
-    with the local steps of that rank in it. So a change is refused on all ranks, at the next step or `finish_update`,
-    and undone. Where ranks take local steps (stage 0), every rank has all master weights: an evaluation computes with
-    them, without a message, and the next training forward with the local weights again.
+    together with that rank's local steps. So a change is refused on all ranks, at the next step or `finish_update`, and
+    undone. Where ranks take local steps (stage 0), every rank has all master weights: an evaluation computes with them,
+    without a message, and the next training forward computes with the local weights again.
 
     Args:
         update: the model's update; None without an optimizer.
@@ -43,7 +44,7 @@ class DifferingReplicas:
         slots: gradients of the trainable units; those of units that are unfrozen later are appended.
 
     Attributes:
-        differ: parameters may differ from the master weights. Equal on all ranks.
+        differ: True while parameters may differ from the master weights. Equal on all ranks.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DifferingReplicas:
             self._write_master_weights()
             self._has_common_weights = True
             self._accept_weights()
-            if edited:  # the edit was overwritten just now, so that no step can refuse it
+            if edited:  # the master weights have overwritten the edit, so the next step cannot detect and refuse it
                 raise self.edit_error(edited)
 
     def show_local_weights(self) -> None:

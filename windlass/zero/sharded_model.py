@@ -485,7 +485,7 @@ class ShardedModel:
             flags: Numbers to sum over ranks, in the exchange of the norm.
             delay: Only start the update, if the settings have `delayed_update`. The next step, or `finish_update`,
                 publishes the new parameters.
-            repeats: Accept a step without a backward on any rank since the last step. It changes nothing.
+            repeats: Accept a step without a backward on any rank since the last step. Such a step changes nothing.
             apply_nonfinite: Update with non-finite gradients too, unclipped.
 
         Raises:
@@ -516,7 +516,7 @@ class ShardedModel:
         if retries == self.mesh.world.size:  # no rank's optimizer changed anything before it raised
             self.disk_health.clear_update_error()
         elif failures + retries > 0:
-            self.drop_gradients()  # first, because their transfers to NVMe may fail too
+            self.drop_gradients()  # before the exchange of failures, because transfers of gradients may fail too
             self._drop_result()
             try:
                 self.disk_health.raise_failures("this step was skipped, and its gradients are dropped")
@@ -660,7 +660,7 @@ class ShardedModel:
                     yield name, parameter
 
     def all_trained(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return True if all of `parameters` that require a gradient have gradient hooks, and so memory for it."""
+        """Return True if all of `parameters` that require a gradient have gradient hooks and memory for a gradient."""
         return all(id(p) in self._hooked_parameters or not p.requires_grad for p in parameters)
 
     def recapture_parameters(self) -> None:
@@ -680,7 +680,8 @@ class ShardedModel:
         Args:
             keeps_unstepped: See `GradientReducer.reset`.
         """
-        # First those of a backward that raised: its end would copy them, although memory may be short.
+        # Before `reshard_all`, which ends a backward that raised: its gradients would be copied there, although memory
+        # may be short.
         self.reducer.reset(keeps_unstepped=keeps_unstepped)
         self.agreement.forget()
         self.runtime.reshard_all()
@@ -793,7 +794,11 @@ class ShardedModel:
             self.tiers.staging.wait_all()
         lost = self.disk_health.loss_reason
         if lost:
-            logger.error("the model that destroy() returns mixes parameters of different steps: %s", lost)
+            logger.error(
+                "the model that destroy() returns mixes parameters of different steps (%s); load the last checkpoint "
+                "into it",
+                lost,
+            )
         try:
             self.disk_health.check(
                 "the model that destroy() returns is incomplete", then="parameters that were not read are NaN"
@@ -912,7 +917,7 @@ class ShardedModel:
         written: list[Pending] = []
         failed: Exception | None = None
         assert self.update is not None
-        # read before the step, which may be the last one before a change
+        # Read both before the update runs, because it may change them for the next step.
         publishes, communicates = self.update.publishes_itself, self.update.takes_local_gradients
         try:
             for batch in batches:
@@ -925,7 +930,7 @@ class ShardedModel:
             # The other ranks wait for the new parameters, so take part in the collectives below, unless they wait for
             # messages of the update itself. The next step exchanges the error.
             failed = self.disk_health.update_error = error
-            # Without sharded states all ranks update the same elements. The others may have succeeded, so the replicas
+            # Without sharded states all ranks update the same elements. Other ranks may have succeeded, so the replicas
             # may differ although this rank changed nothing.
             # An update of whole parameters raises at its end, after all batches.
             has_begun = self.update.has_stepped if self.update.needs_whole_parameters else bool(updated)
@@ -980,7 +985,11 @@ class ShardedModel:
 
 
 def _modules_outside(module: nn.Module, of_blocks: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules inside `module` that are in no other block, whose modules `of_blocks` has by id."""
+    """Yield the modules inside `module`, without the blocks in it and the modules inside these blocks.
+
+    Args:
+        of_blocks: ids of the modules of all blocks.
+    """
     for child in module.children():
         if id(child) not in of_blocks:
             yield child

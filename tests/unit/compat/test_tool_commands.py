@@ -100,7 +100,7 @@ def test_ds_io(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--io_size", "64K", "--block_size", "4K", "--queue_depth", "2", "--loops", "1"]
     assert ds_io(["--folder", str(tmp_path), *small, "--read", "--single_submit", "--engine", "aio_basic"]) == 0
     printed = capsys.readouterr().out
-    assert "read: " in printed and " GB/s of 64K by 1 processes, block size 4K, queue depth 2" in printed
+    assert "read: " in printed and " GB/s of 64K, processes 1, block size 4K, queue depth 2" in printed
     assert ds_io(["--folder_to_device_mapping", f"{tmp_path}:0", *small]) == 0
     assert "write: " in capsys.readouterr().out
     for words, reason in (

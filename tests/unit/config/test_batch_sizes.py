@@ -123,7 +123,9 @@ def test_ranks_along_pp_sp_and_tp_read_the_same_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path).resolve_batch(8, "torchrun")
     text = str(caught.value)
-    assert "train_batch_size 33 is not divisible by train_micro_batch_size_per_gpu 4 x reading ranks 4 = 16" in text
+    assert (
+        "train_batch_size 33 is not divisible by train_micro_batch_size_per_gpu 4 x data-loading ranks 4 = 16" in text
+    )
     axes = "pp 2 x dp_replicate 1 x dp_shard 2 x ep 2 x sp 1 x tp 1"
     assert f"4  dp_replicate x dp_shard x ep of the world size 8 (torchrun): {axes}" in text
 

@@ -219,4 +219,4 @@ def test_features_that_exclude_each_other_are_named_by_their_keys(tmp_path: Path
     code, text = run(write(tmp_path, json.dumps(config)))
     assert code == 1
     assert "optimizer.type with zero_optimization.offload_optimizer.delayed_update = " in text
-    assert "the update communicates; change one of the two" in text
+    assert "a delayed step cannot send compressed messages; change one of the two" in text

@@ -54,7 +54,7 @@ def test_refused_io_uring_falls_back_to_threads_with_a_reason(monkeypatch: pytes
 
 def test_environment_variable_selects_the_engine(monkeypatch: pytest.MonkeyPatch, make_tier: MakeTier) -> None:
     monkeypatch.setenv("WINDLASS_DISK_ENGINE", "python")
-    assert make_tier().description().startswith("python (as asked)")
+    assert make_tier().description().startswith("python (as requested)")
     monkeypatch.setenv("WINDLASS_DISK_ENGINE", "libaio")
     with pytest.raises(StorageError, match="libaio.*WINDLASS_DISK_ENGINE.*io_uring, threads, python"):
         make_tier()

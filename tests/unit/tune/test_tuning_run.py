@@ -253,7 +253,7 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     outcome = run.run()
     assert outcome.best is not None and outcome.best.candidate.get(MICRO) >= 8
     assert max(ray.concurrent) == 3
-    assert {bundle["CPU"] for bundle in ray.bundles} == {9}  # of 16, so that no host runs two trials
+    assert {bundle["CPU"] for bundle in ray.bundles} == {9}  # more than half of 16: no host runs two trials
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 

@@ -101,6 +101,6 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _without_folders(argument: str) -> str:
-    """Return an argument of a command; only the last part of an absolute path, since results are published."""
+    """Return an argument of a command, with only the last part of an absolute path, since results are published."""
     name, sign, value = argument.rpartition("=")
     return f"{name}{sign}{Path(value).name}" if value.startswith("/") else argument

@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ZeroMemoryTask:
-    """Training of a linear stack for a few steps under one engine; memory is read at four points of the first step.
+    """Training of a linear stack for a few steps under one engine; memory is read at four points until the end of the
+    first step.
 
     Args:
         engine: a name for `make_engine`.
@@ -29,8 +30,8 @@ class TrainingTask:
     """Training of a language model under several configurations alternately, or under one to measure its memory.
 
     Args:
-        configs: dictionary from labels to configurations: one of windlass; `{"engine": "none"}` for plain compute
-            without an engine; or `{"engine": "deepspeed", "config": ...}`.
+        configs: configurations by label: a configuration of windlass; `{"engine": "none"}` for plain compute without an
+            engine; or `{"engine": "deepspeed", "config": ...}`.
         vocabulary, hidden, layers, length: sizes of the model.
         batch: sequences on a rank.
         rounds, steps: in each of `rounds` rounds, each configuration trains one untimed step and `steps` timed steps.

@@ -32,7 +32,7 @@ class CollectiveWorker:
         init_distributed(init_method=init_method)
 
     def run(self) -> dict[str, Any]:
-        """Measure. Return the back end and this rank's rows, as plain data."""
+        """Measure all settings. Return the backend and this rank's rows, as plain data."""
         return {
             "backend": dist.get_backend(),
             "rows": [asdict(row) for row in measure_collectives(self._settings)],
@@ -40,7 +40,7 @@ class CollectiveWorker:
 
 
 def parse_settings(operations: str, sizes: str, dtypes: str, trials: int, nproc: int) -> CollectiveSettings:
-    """Parse lists with commas. `all` operations are those that this number of ranks can run.
+    """Parse comma-separated lists. `all` stands for the operations that `nproc` ranks can run.
 
     Raises:
         CommunicationError, ConfigError: an operation, a size or a dtype is unknown.

@@ -1,4 +1,4 @@
-"""DeepSpeed as a baseline: operators that this machine can build, and its configurations."""
+"""DeepSpeed as a baseline: operators that this machine can build, and configurations for DeepSpeed."""
 
 from __future__ import annotations
 

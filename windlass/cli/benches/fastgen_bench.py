@@ -40,7 +40,7 @@ _GAPS = {
     6: 4,
     4: 6,
     2: 12,
-}  # by rate: longest gap between tokens at small scale, as a multiple of the gap without load
+}  # longest gap between tokens at small scale for each rate, as a multiple of the gap without load
 _FIRST_TOKEN = 8  # longest time to the first token at small scale, as a multiple of the time without load
 _ORIGINAL_TOKENS = 512  # prompt tokens for each second that the first token may take
 _SOLO_RUNS = 3
@@ -53,7 +53,7 @@ class FastgenSettings:
     Attributes:
         model: directory; None: a random Llama of `hidden` and `layers`.
         clients: numbers of clients, ascending.
-        requests: number of requests of a run at most; few clients send fewer.
+        requests: largest number of requests of a run; few clients send fewer.
         prompt_mean, answer_mean: mean number of tokens.
         tokens_per_step: budget of a step.
         seeds: runs with each number of clients; each run draws other lengths.
@@ -101,7 +101,14 @@ class FastgenRun:
 
 @dataclass
 class FastgenResult:
-    """All runs, and the levels by which they are judged."""
+    """All runs, and the service levels that requests are compared with.
+
+    Attributes:
+        levels: level for each of `_RATES`.
+        prompt_rate, solo_gap: prefill tokens per second, and seconds between tokens, of a single request.
+        unlimited: requests per second without a level, by policy.
+        different: number of requests that got other tokens than in an earlier run of the same seed.
+    """
 
     levels: dict[int, Level]
     prompt_rate: float
@@ -208,7 +215,7 @@ def _levels(settings: FastgenSettings, prompt_rate: float, solo_gap: float) -> d
 
 
 class _Driver:
-    """Clients in a closed loop: each sends its next request when its last one is done."""
+    """Clients in a closed loop: each client sends its next request when its last request is done."""
 
     def run(self, load: Sequence[LoadRequest], clients: int, level: Level | None) -> list[RequestTimes]:
         """Serve the requests and return their times, in the order of the load."""
@@ -227,7 +234,7 @@ class _StepDriver(_Driver):
 
     def run(self, load: Sequence[LoadRequest], clients: int, level: Level | None) -> list[RequestTimes]:
         engine, found = self._engine, [RequestTimes(len(request.prompt), 0.0) for request in load]
-        while engine.use_idle_time():  # as the thread of `AsyncLLMEngine` before the first request
+        while engine.use_idle_time():  # `AsyncLLMEngine` does this before the first request
             pass
         running, sent = 0, 0
         while sent < len(load) or running:

@@ -17,7 +17,7 @@ class LinePanel:
     """Lines of one quantity: a value for each number in `at`.
 
     Attributes:
-        limit: value at which a horizontal line is drawn; None: none.
+        limit: value at which a horizontal line is drawn; None: no line.
     """
 
     title: str

@@ -1,8 +1,8 @@
 """Experiment of `windlass bench serve --workload load`: `windlass serve` under cancelled, malformed and long requests.
 
-A third of the requests is cancelled during its stream, a tenth is malformed, and one has a prompt of 10,000 tokens.
-No request may be lost, no KV block may leak, and resident memory must stay flat. Before the load, short requests are
-timed on an idle server, and then while long prompts are computed.
+About a third of the requests is cancelled during its stream, a tenth is malformed, and one request has a prompt of
+10,000 tokens. No request may be lost, no KV block may leak, and resident memory must stay flat. Before the load, short
+requests are timed on an idle server, and then while long prompts are computed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoadSettings:
         short_requests: number of short requests, which are timed alone, and again beside long prompts.
         max_gap_ms: option of the server.
         long_prompt: tokens of a long prompt.
-        vocabulary: tokens of the model, of which prompts are drawn.
+        vocabulary: size of the vocabulary from which prompts are drawn.
     """
 
     model: Path | None = None
@@ -93,7 +93,9 @@ class LoadOutcome:
     Attributes:
         counts: requests by outcome.
         lost: descriptions of requests that got another outcome than expected.
-        memory: seconds and resident bytes of the server, once in a while.
+        first_tokens: seconds to the first token of each streamed request.
+        memory: pairs of time in seconds and resident bytes of the server, about every half second.
+        seconds: duration of the load.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -141,7 +143,7 @@ async def _drive(server: ServerUnderTest, settings: LoadSettings) -> dict[str, A
         task = progress.add_task("short requests alone", total=2 * settings.short_requests + settings.requests)
         for seed in range(3):
             await _short(client, 10**6 + seed, settings.vocabulary)  # warms up
-        freeze_live_objects()  # a collection would be counted as a wait for the server
+        freeze_live_objects()  # a garbage collection would be counted as a wait for the server
         vocabulary = settings.vocabulary
         idle = [await _timed_short(client, seed, vocabulary, progress, task) for seed in range(settings.short_requests)]
         progress.update(task, description="short requests beside long prompts")
@@ -208,7 +210,7 @@ async def _short(client: Any, seed: int, vocabulary: int) -> float:
 async def _timed_short(client: Any, seed: int, vocabulary: int, progress: Progress, task: Any) -> float:
     first = await _short(client, seed, vocabulary)
     progress.advance(task)
-    await asyncio.sleep(random.Random(seed).random() * 0.05)  # at any moment of a step
+    await asyncio.sleep(random.Random(seed).random() * 0.05)  # requests then arrive at any moment of a step
     return first
 
 
@@ -234,7 +236,7 @@ class _LongPromptSenders:
         """Wait until both processes are about to send their first prompt.
 
         Raises:
-            WindlassError: one of them has not started.
+            WindlassError: a process has not started.
         """
         for _ in self._processes:
             if not await asyncio.to_thread(self._started.acquire, timeout=_START_SECONDS):
@@ -332,7 +334,7 @@ async def _sample_memory(server: ServerUnderTest, outcome: LoadOutcome) -> None:
 
 
 async def _wait_until_idle(server: ServerUnderTest) -> dict[str, float]:
-    """Return the metrics once nothing runs or waits, or after 30 seconds."""
+    """Return the metrics once no request runs or waits, or after 30 seconds."""
     found: dict[str, float] = {}
     for _ in range(300):
         found = await asyncio.to_thread(server.metrics)

@@ -20,7 +20,7 @@ from windlass.base.processes import temporary_environment
 from windlass.base.text import print_escaped
 from windlass.cli.expected_errors import describe_expected_error
 
-_AFTER_FAILURE_S = 5.0  # a rank that lost its peer fails too, and the peer has the cause
+_AFTER_FAILURE_S = 5.0  # time for other failures: a rank that lost its peer may fail first, but the peer has the cause
 
 
 class RankPoolError(WindlassError):
@@ -31,15 +31,15 @@ class RankPool:
     """Processes of one machine, one for each rank, which wait for commands until the pool is closed.
 
     Args:
-        make_worker: called in each rank with its number and a URL for `init_process_group`; a class or a function that
-            can be pickled. The methods of the object that it returns are the commands.
+        make_worker: class or function that can be pickled. Each rank calls `make_worker` with its number and a URL for
+            `init_process_group`. The methods of the returned object are the commands.
         nproc: number of ranks.
         label: name of the pool in errors.
         env: variables to add to the environment of the ranks.
         timeout_s: time that a command may take; None: unlimited.
 
     Raises:
-        RankPoolError: from `ask`, if a rank fails.
+        RankPoolError: a rank fails during `ask`.
     """
 
     def __init__(

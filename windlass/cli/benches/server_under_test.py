@@ -1,4 +1,4 @@
-"""Process of `windlass serve` that an experiment starts, asks and stops."""
+"""Process of `windlass serve` that an experiment starts, queries and stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ServerUnderTest:
 
     Args:
         arguments: further options of `windlass serve`.
-        log: file for its output.
+        log: file for the server's output.
 
     Raises:
         WindlassError: the server ended, or was not ready in five minutes.
@@ -75,7 +75,8 @@ class ServerUnderTest:
         return found
 
     def memory(self) -> dict[str, int]:
-        """Return resident bytes: all (`VmRSS`), anonymous, of mapped files, and of shared memory."""
+        """Return resident bytes: all (`VmRSS`), anonymous (`RssAnon`), of mapped files (`RssFile`) and of shared memory
+        (`RssShmem`)."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon", "RssFile", "RssShmem")}

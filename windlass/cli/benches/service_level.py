@@ -1,8 +1,8 @@
-"""Load of a server by clients, and FastGen's measure of how many requests met a service level.
+"""Load of a server by clients, and FastGen's effective throughput under a service level.
 
 A request meets the level if its first token came in time and every exponentially weighted mean (span 16, as
 `pandas.Series.ewm(span=16).mean()`) of the gaps between its tokens is below a limit. Effective throughput is the rate
-of those requests (Holmes et al. 2024, DeepSpeed-FastGen).
+of the requests that meet the level (Holmes et al. 2024, DeepSpeed-FastGen).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RequestTimes:
     """Times of one request in seconds.
 
     Attributes:
-        prompt: number of tokens of its prompt.
-        sent: time at which the client sent it.
+        prompt: number of tokens of the prompt.
+        sent: time at which the client sent the request.
         arrivals: time at which each token of the answer arrived.
         tokens: token ids of the answer.
     """
@@ -56,7 +56,7 @@ class Level:
     """Limits of one service level.
 
     Attributes:
-        token_seconds: seconds for each token of the prompt, within which the first token comes.
+        token_seconds: largest time to the first token, in seconds for each token of the prompt.
         gap_seconds: largest weighted mean of gaps, in seconds.
     """
 

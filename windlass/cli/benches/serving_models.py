@@ -8,7 +8,7 @@ VOCABULARY = 8192
 
 
 def make_random_llama(folder: Path, hidden: int, layers: int, *, longest: int = 16_384) -> Path:
-    """Write a random Llama in float32 with a vocabulary of 8,192 tokens and a tokenizer that has a text for each."""
+    """Write a random Llama in float32 with a vocabulary of 8,192 tokens, and a tokenizer with a text for each token."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging

@@ -1,4 +1,5 @@
-"""Experiments of `windlass bench stages` and `precision`. Times are measured alternately, memory of each alone."""
+"""Experiments of `windlass bench stages` and `precision`. Configurations are timed alternately; the memory of each
+configuration is measured alone."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class ConfigMeasurement:
 
 
 def run_stages_bench(nproc: int, sizes: BenchSizes, out: Path) -> bool:
-    """Compare the stages; print their order in speed and in memory beside the order in tutorials.
+    """Compare the stages; print their order in speed and in memory, and the order in DeepSpeed's tutorials.
 
     Returns:
         True if all stages had the same losses.

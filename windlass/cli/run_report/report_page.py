@@ -1,4 +1,4 @@
-"""HTML page of one run, or of two side by side. It has no script and no address: it opens without a network.
+"""HTML page of one run, or of two side by side. The page has no script and loads nothing: it opens without a network.
 
 Everything that comes from files passes `html.escape`, and the page's own policy forbids scripts and requests.
 """

@@ -37,11 +37,11 @@ class RunData:
     """Data of one run. Text comes from files and may contain anything.
 
     Attributes:
-        name: folder or file that was named.
-        facts: facts about the run, in the order of the page.
-        machine: machine on which it ran.
+        name: path of the run, as the user wrote it.
+        facts: facts about the run by name, in the order of the page.
+        machine: facts about the machine of the run, by name.
         config: the configuration.
-        curves: values by step.
+        curves: points (step, value) of each curve, by its name in `CURVES`.
         phases: seconds a step by phase, mean over all steps.
         checkpoints: rows of time, action, step, seconds and path.
         warnings: rows of time, level and message.
@@ -61,7 +61,7 @@ def read_run(path: Path) -> RunData:
     """Read a run: OUT of `windlass train`, the folder of `jsonl_monitor`, or its file.
 
     Raises:
-        DataError: there is no run, or a file of it is damaged. Names the file.
+        DataError: there is no run, or one of its files is damaged. The message names the file.
     """
     run = RunData(str(path))
     record = path if path.is_file() else path / RECORD_FILE
@@ -78,7 +78,7 @@ def read_run(path: Path) -> RunData:
     if record.is_file():
         _add_record(run, record)
     if is_trained:
-        _add_training(run, path)  # last: its loss is the mean over all ranks, that of the record is rank 0's
+        _add_training(run, path)  # last: the record has the loss of rank 0, metrics.csv the mean of all ranks
     run.curves = {name: run.curves[name] for name in CURVES if run.curves.get(name)}
     return run
 
@@ -145,10 +145,10 @@ def _add_record(run: RunData, path: Path) -> None:
         if kind == "run":
             begins = True
             _add_start(run, line)
-            if isinstance(line.get("config"), dict):  # in a resumed run the last start counts, as for the other facts
+            if isinstance(line.get("config"), dict):  # the last start of a resumed run counts
                 run.config = planned or line["config"]
         elif kind == "step" and isinstance(line.get("step"), int) and _number(line["step"]) is not None:
-            if begins:  # a resumed run repeats steps, and a new one begins again: the last one counts
+            if begins:  # a resumed run repeats steps, and a new run starts over: the later lines replace the earlier
                 steps = {number: one for number, one in steps.items() if number < line["step"]}
                 begins = False
             steps[line["step"]] = line

@@ -57,7 +57,7 @@ def line_chart(title: str, unit: str, curves: Mapping[str, Points]) -> str:
 
 
 def with_unit(name: str, unit: str) -> str:
-    """Return a name with its unit, or the name alone if it ends in the unit's words."""
+    """Return a name with its unit, or the name alone if it ends with a unit of more than one character."""
     return name if name.endswith(unit) and len(unit) > 1 else f"{name}, {unit}"
 
 

@@ -26,7 +26,8 @@ _PICKLE_PATTERN = "pytorch_model*.bin"
 def build_model(
     name: str, vocab_size: int, seq_len: int, seed: int, eos: int, *, trust_remote_code: bool = False
 ) -> nn.Module:
-    """Build the model on the CPU. `tiny` and bare configurations get random weights from `seed`; others are loaded.
+    """Build the model on the CPU, with random weights from `seed` for the built-in models and for configurations
+    without weights; others are loaded.
 
     Weights are read from safetensors only, because the older format is pickle, which can run code.
 
@@ -53,7 +54,7 @@ def build_model(
                 name.removeprefix("hub:"), use_safetensors=True, trust_remote_code=trust_remote_code
             )
         else:
-            # The folder rather than the file, because transformers looks there for the model's code.
+            # Pass the folder instead of the file, because transformers searches the folder for the model's code.
             file = config_file(name)
             config = transformers.AutoConfig.from_pretrained(
                 file.parent if file.name == "config.json" else file, trust_remote_code=trust_remote_code
@@ -89,7 +90,7 @@ def config_file(name: str) -> Path:
 
 
 def declared_vocab_size(name: str) -> int | None:
-    """Return the vocabulary size in the model's configuration; None if the tokenizer decides (`tiny`, hub models)."""
+    """Return the vocabulary size in the model's configuration; None for built-in models and models of the hub."""
     if name in BUILT_IN_MODELS or name.startswith("hub:"):
         return None
     file = config_file(name)

@@ -27,7 +27,8 @@ def describe_failure(error: BaseException, rank: int) -> str:
 
 
 def record_failure(path: Path, message: str) -> bool:
-    """Write the message to `path` if it is the first failure, the cause of the later ones. Return True if it was."""
+    """Write the message to `path`, unless an earlier failure is recorded there, which is the cause of this one. Return
+    True if the message was written."""
     try:
         with open(path, "x") as stream:
             stream.write(message)
@@ -49,6 +50,6 @@ def read_failure(path: Path) -> str | None:
 def stopped_marker_path(path: Path) -> Path:
     """Return the path of the marker file that ranks create after they saved and stopped as requested.
 
-    The exit code does not show this, because a launcher that was interrupted too has an exit code of its own.
+    The launcher's exit code does not show that, because a launcher that was interrupted too returns another code.
     """
     return path.with_name("stopped")

@@ -48,7 +48,7 @@ class MetricsLog:
         self._tensorboard = _make_tensorboard_writer(events) if events else None
 
     def append(self, row: MetricsRow) -> None:
-        """Write and flush one row, so that the file is complete up to it when the call returns."""
+        """Write and flush one row, so that the file contains the row when the call returns."""
         values = asdict(row)
         self._writer.writerow(values)
         self._stream.flush()

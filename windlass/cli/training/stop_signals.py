@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 INTERRUPTED_EXIT_CODE = 130
-# The terminal and the launcher both deliver the same Ctrl-C; only one after this time is a second request.
+# The terminal and the launcher both deliver the same Ctrl-C; only a Ctrl-C after this time is a second request.
 _SAME_REQUEST_SECONDS = 2.0
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
@@ -28,7 +28,8 @@ class StopSignals:
         self._failure_path = failure_path
 
     def install(self) -> None:
-        """Install handlers for SIGINT, SIGTERM and SIGHUP. If `nohup` has set SIGHUP to be ignored, it stays so."""
+        """Install handlers for SIGINT, SIGTERM and SIGHUP. Ignored signals except SIGINT, such as SIGHUP under `nohup`,
+        stay ignored."""
         for name in _STOP_SIGNALS:
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number is not None and (number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN):

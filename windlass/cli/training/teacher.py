@@ -22,7 +22,7 @@ from windlass.compress.teacher_cache import TeacherCache
 from windlass.config import Config, load_config
 from windlass.data.tokenizer import load_tokenizer
 
-_RECORD = "teacher_files.json"  # file of a cache
+_RECORD = "teacher_files.json"  # file in the folder of a cache, with the hashes of the teacher's files
 _OWN_KEYS = ("teacher", "teacher_stage", "teacher_device", "cache", "cache_top_k")
 _SHARED_SECTIONS = ("bf16", "fp16", "comm", "watchdog", "train_micro_batch_size_per_gpu")
 
@@ -55,7 +55,7 @@ def attach_teacher(model: nn.Module, config: Config, raw: dict[str, Any], *, tru
     """Attach the teacher of a configuration to a model before `initialize`. Collective.
 
     Returns:
-        The teacher's engine; None if there is none.
+        The teacher's engine; None without a teacher, or if only a cache of its outputs is used.
     """
     section = config.distillation
     if section.requested_key() is None:
@@ -84,7 +84,7 @@ def attach_teacher(model: nn.Module, config: Config, raw: dict[str, Any], *, tru
 
 
 def without_projection(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state without the module that only the distillation used."""
+    """Return a state dict without the module that only the distillation used."""
     return {name: value for name, value in state.items() if not name.startswith(f"{PROJECTION}.")}
 
 
@@ -108,7 +108,7 @@ def _identity(folder: Path, record: Path) -> str:
     """Return a hash of a model's configuration and files of weights. Collective: each rank reads some of the files.
 
     Args:
-        record: file of the hashes that are known, by path, size and time of the last change.
+        record: file with known hashes by path, each with the size and time of the last change of the file.
     """
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     known = _read_record(record)
@@ -131,13 +131,14 @@ def _identity(folder: Path, record: Path) -> str:
 def _read_record(record: Path) -> dict[str, Any]:
     try:
         found = parse_json(record.read_bytes())
-    except (FileNotFoundError, ValueError):  # without it all files are read again
+    except (FileNotFoundError, ValueError):  # without a record all files are read again
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _hashed(path: Path, known: dict[str, Any]) -> list[Any]:
-    """Return size, time of the last change and hash of a file, which is read unless the first two are known."""
+    """Return size, time of the last change and hash of a file. The file is read only if `known` has no entry with this
+    size and time."""
     state = path.stat()
     entry = known.get(str(path.resolve()))
     if isinstance(entry, list) and entry[:2] == [state.st_size, state.st_mtime_ns] and len(entry) == 3:

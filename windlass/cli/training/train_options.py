@@ -183,7 +183,7 @@ def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
     own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
     tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
     _require_same_tokenizer(Path(tokenizer), header)
-    # Not taken from the earlier run, because its folder may come from another user.
+    # The flag is not taken from the earlier run, because the run's folder may come from another user.
     changed["trust_remote_code"] = options.trust_remote_code
     return replace(old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, **changed)
 

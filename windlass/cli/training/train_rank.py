@@ -105,7 +105,7 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
 
 
 def with_run_record(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the configuration of a run with a record of it in its folder, unless it has a section for that."""
+    """Return the configuration of a run, with a `jsonl_monitor` in the run's folder unless it has this section."""
     return {"jsonl_monitor": {"enabled": True, "output_path": str(plan.folder)}, **plan.config}
 
 

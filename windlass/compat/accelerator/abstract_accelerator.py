@@ -223,9 +223,10 @@ class DeepSpeedAccelerator(ABC):
         return self._communication_backend_name
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Copy `tensor` to page-locked memory where the device supports it; see `locked_memory` for the other kind.
+        """Return a copy of `tensor` in page-locked host memory; on the CPU accelerator, return `tensor` itself.
 
-        Without `make_copy`, only allocate such memory.
+        With `DS_PIN_MEMORY_BACKEND=native`, `locked_memory` locks the copy on every accelerator. Without `make_copy`,
+        return memory with undefined values: of the tensor's shape, or without `match_shape` of one dimension.
         """
         native = get_active_native_pinned_memory()
         if native is not None:
@@ -241,7 +242,7 @@ class DeepSpeedAccelerator(ABC):
             ValueError: `device` is not the host.
         """
         if torch.device(device).type != "cpu":
-            raise ValueError(f"pin_empty takes host memory; device is {device!r}, write 'cpu'")
+            raise ValueError(f"pin_empty: device is {device!r}, but only host memory can be pinned; write 'cpu'")
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
         empty = torch.empty(shape, dtype=dtype)
         native = get_active_native_pinned_memory()
@@ -258,12 +259,12 @@ class DeepSpeedAccelerator(ABC):
         return tensor.is_pinned() if native is None else native.is_pinned(tensor)
 
     def unpin_memory(self, tensor: torch.Tensor) -> bool | None:
-        """Unlock memory of `DS_PIN_MEMORY_BACKEND=native`. Otherwise do nothing: it is freed with its tensor."""
+        """Unlock memory of `DS_PIN_MEMORY_BACKEND=native`. Do nothing for torch's, which is freed with its tensor."""
         native = get_active_native_pinned_memory()
         return None if native is None else native.unpin(tensor)
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        """Return False: only torch page-locks memory, when it allocates it."""
+        """Return False: memory that is already allocated cannot be page-locked here."""
         return False
 
     def unregister_host_memory(self, address: int) -> None:
@@ -302,7 +303,7 @@ class DeepSpeedAccelerator(ABC):
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
-        """Set the variables of visible devices in an environment."""
+        """Set each variable of `visible_devices_envs` in `current_env` to the given device indices."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 

@@ -44,7 +44,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Return the number of local ranks if a launcher sets `LOCAL_SIZE`, else of NUMA nodes that have cores."""
+        """Return the number of local ranks if a launcher sets `LOCAL_SIZE`, else that of NUMA nodes with cores."""
         local_size = int(os.environ.get("LOCAL_SIZE", "0"))
         return local_size if local_size > 0 else max(1, len(nodes_with_cores()))
 
@@ -147,7 +147,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def available_memory(self, device_index: int | str | None = None) -> int:
-        """Return the bytes that Linux reports as available without swapping; elsewhere, the free pages."""
+        """Return the bytes that Linux reports as available without swapping; elsewhere, those of free pages."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]

@@ -27,7 +27,8 @@ def get_accelerator() -> DeepSpeedAccelerator:
         named = os.environ.get(ACCELERATOR_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
         if named not in SUPPORTED_ACCELERATOR_LIST:
             raise ConfigError(
-                f"{ACCELERATOR_VARIABLE} is {named!r}; windlass runs on {' and '.join(SUPPORTED_ACCELERATOR_LIST)}"
+                f"{ACCELERATOR_VARIABLE} is {named!r}, but windlass runs on "
+                f"{' and '.join(SUPPORTED_ACCELERATOR_LIST)}: set one of these, or unset the variable"
             )
         _chosen = CUDA_Accelerator() if named == "cuda" else CPU_Accelerator()
     return _chosen
@@ -41,7 +42,7 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
     """
     global _chosen
     if accel_obj is not None and not isinstance(accel_obj, DeepSpeedAccelerator):
-        raise TypeError(f"{type(accel_obj).__name__} is not a DeepSpeedAccelerator; derive it from that class")
+        raise TypeError(f"accel_obj is a {type(accel_obj).__name__}; derive its class from DeepSpeedAccelerator")
     _chosen = accel_obj
 
 

@@ -1,7 +1,7 @@
 """Full weights from checkpoints of DeepSpeed and of windlass, under the function names of DeepSpeed's `zero_to_fp32`.
 
-Values are the same as there: trained parameters from their float32 master weights, floating-point buffers in float32,
-frozen parameters as saved. Writing files needs a few megabytes of memory, for any model size.
+Values equal those of `zero_to_fp32`: trained parameters from their float32 master weights, floating-point buffers in
+float32, frozen parameters as saved. Writing files needs a few megabytes of memory, for any model size.
 """
 
 from __future__ import annotations
@@ -74,11 +74,13 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
         ValueError: unknown stage.
     """
     if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"unknown zero stage {zero_stage}: it is 0, 1, 2 or 3")
+        raise ValueError(f"unknown zero stage {zero_stage}; pass 0, 1, 2 or 3")
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
     path = _require_directory(checkpoint_dir) / name
     if not path.is_file():
-        raise FileNotFoundError(f"can't find the model states file {str(path)!r}")
+        raise FileNotFoundError(
+            f"can't find the model states file {str(path)!r}; pass a tag's directory, and its stage"
+        )
     return str(path)
 
 
@@ -90,7 +92,9 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
     root = _require_directory(checkpoint_dir)
     found = sorted((str(path) for path in root.glob(glob_pattern)), key=_natural_sort_key)
     if not found:
-        raise FileNotFoundError(f"can't find {glob_pattern} files in the directory {str(root)!r}")
+        raise FileNotFoundError(
+            f"can't find {glob_pattern} files in the directory {str(root)!r}; pass a tag's directory"
+        )
     return found
 
 
@@ -113,12 +117,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return a state dictionary for `model.load_state_dict`, on the CPU, with all names of tied parameters.
 
     Args:
-        tag: a tag in that directory; None: the one in `latest`.
+        tag: tag of a checkpoint in that directory; None: the tag in the file `latest`.
         exclude_frozen_parameters: leave out parameters that are not trained.
-        lazy_mode: return a `GatheredTensor` for each tensor, which reads it when `.contiguous()` is called.
+        lazy_mode: return a `GatheredTensor` instead of each tensor; its method `contiguous` reads the values.
 
     Raises:
-        ValueError: there is no `latest` and no tag is given, or a file is not one of ZeRO's, or of an unknown stage.
+        ValueError: there is no `latest` and no tag is given, a file was not written by ZeRO, or its stage is unknown.
         FileNotFoundError: the directory or one of DeepSpeed's files does not exist.
         CheckpointError: a file is damaged.
     """
@@ -253,7 +257,7 @@ def _tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> P
     tag = read_latest(root) if tag is None else tag
     if tag is None:
         if not root.is_dir():
-            raise NotZeroCheckpointError(f"the directory {str(root)!r} does not exist")
+            raise NotZeroCheckpointError(f"the directory {str(root)!r} does not exist; check the path")
         whole = is_any_checkpoint(root)
         hint = (
             f"{root} is a checkpoint itself: give its parent, and the tag {root.absolute().name!r}"
@@ -267,7 +271,7 @@ def _tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> P
 def _require_directory(path: str | os.PathLike[str]) -> Path:
     root = Path(path)
     if not root.is_dir():
-        raise FileNotFoundError(f"the directory {str(root)!r} does not exist")
+        raise FileNotFoundError(f"the directory {str(root)!r} does not exist; check the path and the tag")
     return root
 
 
@@ -281,7 +285,9 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
         _require_zero(path)
     stored = StoredCheckpoint.from_path(path)
     if absent := missing_parameters(stored) if not exclude_frozen else ():
-        logger.warning("%s holds only trained parameters; missing: %s", path, ", ".join(absent))
+        logger.warning(
+            "%s was saved without frozen parameters; take these from the base model: %s", path, ", ".join(absent)
+        )
     held = stored_names(stored)
     trained = _trained_names(stored, held)
     found: dict[str, StoredWeight] = OrderedDict()
@@ -313,22 +319,24 @@ def _require_zero(path: Path) -> None:
     for file in get_model_state_files(path)[:1]:
         value = read_torch_file(Path(file))
         if not isinstance(value, dict) or "buffer_names" not in value:
-            raise NotZeroCheckpointError(f"{file} is not a model state checkpoint of DeepSpeed's")
+            raise NotZeroCheckpointError(
+                f"{file} is not a model state checkpoint of DeepSpeed; give one of stage 1, 2 or 3"
+            )
     files = get_optim_files(path)
     value = read_torch_file(Path(files[0]))
     inner = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(inner, dict) or not ({"zero_stage", "single_partition_of_fp32_groups"} & set(inner)):
-        raise NotZeroCheckpointError(f"{files[0]} is not a zero checkpoint")
+        raise NotZeroCheckpointError(f"{files[0]} is not a zero checkpoint; give one of stage 1, 2 or 3")
     recorded_stage = inner.get("zero_stage", 1)
     stage = (
         recorded_stage if isinstance(recorded_stage, int) else (getattr(recorded_stage, "arguments", None) or (1,))[0]
     )
     if stage not in (1, 2, 3):
-        raise NotZeroCheckpointError(f"{files[0]}: unknown zero stage {stage}")
+        raise NotZeroCheckpointError(f"{files[0]}: unknown zero stage {stage}; give a checkpoint of stage 1, 2 or 3")
     count = inner.get("partition_count", len(files))
     ranks = max(count) if isinstance(count, list) else count
     if ranks != len(files):
         raise NotZeroCheckpointError(
             f"{ranks} '*_optim_states.pt' files are expected in {path}, but there are {len(files)}: some ranks did not "
-            "save, or another checkpoint was written to the same directory"
+            "save, or another checkpoint was written to the same directory; give another tag"
         )

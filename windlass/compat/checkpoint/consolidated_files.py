@@ -36,9 +36,11 @@ class StoredWeight:
     """Stored parameter or buffer to convert.
 
     Attributes:
-        name: the first of its names.
-        dtype: dtype of the values that are returned.
-        stored_name: its name in `stored`.
+        name: name in the model; for a tied parameter the first of its names.
+        dtype: dtype of the tensor that `read_full` returns.
+        shape: shape of the full tensor.
+        stored: checkpoint with the tensor.
+        stored_name: name of the tensor in `stored`.
     """
 
     name: str
@@ -90,7 +92,7 @@ def write_weights(
     Args:
         weights: weights by all their names.
         dtype: dtype of all floating-point tensors.
-        max_shard_bytes: maximum bytes of a file with more than one tensor.
+        max_shard_bytes: maximum bytes of a file with more than one tensor; None: one file for all tensors.
     """
     stem, suffix = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
     shards = _split_into_files(weights, dtype, max_shard_bytes)
@@ -141,7 +143,7 @@ def _write_torch(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dty
 def _iter_parts(weight: StoredWeight) -> Iterator[torch.Tensor]:
     with weight.stored:
         for part in weight.stored.iter_parts(weight.stored_name):
-            yield part.to(weight.dtype)  # converted to the returned dtype first, for any dtype in the file
+            yield part.to(weight.dtype)  # first to the dtype that `read_full` returns, then by the writer to the file's
 
 
 def _nbytes(weight: StoredWeight, dtype: torch.dtype) -> int:

@@ -3,8 +3,8 @@
 [Note: DeepSpeed's files beside windlass'] With `checkpoint.format: deepspeed` a save writes windlass' files first. Then
 each rank reads its part of DeepSpeed's layout from them ([Note: DeepSpeed's files]) and writes it into the same staging
 directory, so that one rename makes both appear. So offloaded states, async saves and all tiers need no code of their
-own here. A rank has at most a few megabytes in memory, a part of a tensor; or one full state if states are kept in 8
-bits, which DeepSpeed does not support, so that they are exported in float32. A load by windlass reads windlass' files.
+own here. A rank has at most a few megabytes in memory, a part of a tensor. 8-bit states are the exception: DeepSpeed
+does not support them, so each is decoded in full and exported in float32. A load by windlass reads windlass' files.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class DeepSpeedTarget:
 
     Attributes:
         stage, dp_world_size: ZeRO stage, and number of data-parallel ranks.
-        sub_group_size: `sub_group_size`, used at stage 3.
-        round_robin_gradients: `round_robin_gradients`, which determines the order of parameters at stages 1 and 2.
-        low_precision: `bf16` or `fp16`, if enabled.
+        sub_group_size: value of `zero_optimization.sub_group_size`, in elements per rank, used at stage 3.
+        round_robin_gradients: value of the key; it determines the order of parameters at stages 1 and 2.
+        low_precision: `bf16` or `fp16`; None if neither is enabled.
         state_dict_keys: names of the module's state dictionary, in order.
         trainable_names: names of the trained parameters.
-        flat_optimizer: at stage 0 under 16 bits, True if DeepSpeed steps this optimizer on flat groups.
-        gradient_clipping: `gradient_clipping`.
+        flat_optimizer: True if DeepSpeed steps this optimizer on flat groups at stage 0 with 16-bit parameters.
+        gradient_clipping: value of the key.
         loss_scaling: settings of the loss scale, see `loss_scale_fields`.
         config: the caller's configuration.
     """
@@ -130,7 +130,7 @@ class _DeepSpeedExport:
         }
         if both := sorted(set(client) & set(own)):
             logger.warning(
-                "%s: %s of the client state have names that DeepSpeed uses, so they are only in windlass' files",
+                "%s: client_state keys %s are names that DeepSpeed uses, so DeepSpeed's files lack them; rename them",
                 self._path.parent,
                 ", ".join(map(repr, both)),
             )
@@ -150,7 +150,7 @@ class _DeepSpeedExport:
         return found
 
     def _planned_tensor(self, name: str) -> PlannedTensor:
-        """Return a parameter or buffer in the model's dtype. All places that name it share one object."""
+        """Return a parameter or buffer in the model's dtype: the same object at each call with the same name."""
         where = self._stored_names[name]
         if name not in self._planned:
             dtype = stored_param_dtype(self._stored, where)
@@ -257,7 +257,10 @@ class _DeepSpeedExport:
         return found
 
     def _stage_0_optimizer(self) -> dict[str, Any]:
-        """Return the optimizer state of stage 0: torch's `state_dict()`, in 16 bits inside DeepSpeed's dictionary."""
+        """Return the optimizer state of stage 0: torch's `state_dict()`.
+
+        With 16-bit parameters, it is inside a dictionary of DeepSpeed's that also has master weights and loss scale.
+        """
         target, stored = self._target, self._stored
         if target.low_precision and target.flat_optimizer:
             base = {"state": dict(enumerate(map(self._flat_states, self.groups))), "param_groups": self._group_states()}
@@ -277,7 +280,7 @@ class _DeepSpeedExport:
             for name in names:
                 numbers.append(number)
                 number += 1
-                if name not in group.shapes:  # frozen, and left out
+                if name not in group.shapes:  # a frozen parameter that the checkpoint lacks
                     continue
                 shape = group.shapes[name]
                 alone = FlatGroup(group.number, concatenated_layout({name: shape}, 1, align=1))
@@ -305,9 +308,9 @@ def _shapes_of(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _sub_groups(shapes: Mapping[str, tuple[int, ...]], ranks: int, most: int) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Divide parameters into sub-groups, as stage 3 does.
+    """Divide parameters into sub-groups, as DeepSpeed's stage 3 does.
 
-    A sub-group ends with the parameter that reaches `most` elements per rank.
+    A sub-group ends with the parameter that brings it to `most` elements per rank or more.
     """
     part: dict[str, tuple[int, ...]] = {}
     size = 0

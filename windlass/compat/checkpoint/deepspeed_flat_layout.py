@@ -15,9 +15,9 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 from windlass.checkpoint.torch_state_dicts import decode_full_state
 
 ParameterSpan = tuple[str, int, int]
-"""Elements `[start, stop)` of a parameter. An empty name means as many zeros."""
+"""Name, start and stop: elements `[start, stop)` of a parameter. An empty name stands for `stop - start` zeros."""
 
-_ZEROS = 1 << 20  # elements at a time
+_ZEROS = 1 << 20  # number of zeros that are allocated at a time
 _STEP = "step"
 
 
@@ -28,9 +28,9 @@ class FlatLayout:
     Attributes:
         shapes: shapes of the parameters, in their order.
         ranks: number of parts.
-        part_numel: elements of each rank's part.
-        shards_each_parameter: each parameter is divided separately; else the parameters are concatenated and the whole
-            is divided.
+        part_numel: number of elements in each rank's part, with padding.
+        shards_each_parameter: True if each parameter is divided separately; False if the parameters are concatenated
+            and the result is divided.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -75,7 +75,7 @@ class FlatLayout:
 
 
 def concatenated_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int, align: int = 2) -> FlatLayout:
-    """Return the layout of stages 1 and 2: parameters are concatenated and divided into equal parts of aligned size."""
+    """Return the layout of stages 1 and 2: concatenated parameters in equal parts, multiples of `align` elements."""
     unit = align * ranks
     total = sum(math.prod(shape) for shape in shapes.values())
     return FlatLayout(shapes, ranks, -(-total // unit) * unit // ranks, shards_each_parameter=False)
@@ -93,7 +93,11 @@ class FlatTensorSource:
     """Consecutive spans of a checkpoint's tensors.
 
     Attributes:
-        stored_name_of: returns the stored name of a parameter's tensor; None if it has none, which gives zeros.
+        stored: the checkpoint.
+        spans: spans in the order of the flat tensor.
+        stored_name_of: returns the stored name of a parameter's tensor; None: no tensor is stored, and its elements
+            are zeros.
+        read: returns elements `[start, stop)` of the tensor with a stored name, in parts; None: `stored.iter_span`.
     """
 
     stored: StoredCheckpoint
@@ -133,13 +137,13 @@ class FlatGroup:
         return self.layout.shapes
 
     def step_count(self, stored: StoredCheckpoint) -> int:
-        """Return the step count of its parameters; 0 if the optimizer does not count."""
+        """Return the largest step count of the group's parameters; 0 if the optimizer does not count steps."""
         return max((_stored_step_count(stored, name) for name in self.shapes), default=0)
 
     def plan_states(
         self, stored: StoredCheckpoint, spans: Sequence[ParameterSpan], shape: tuple[int, ...] | None = None
     ) -> dict[str, Any]:
-        """Return its optimizer states: those with one value per element, flat or of `shape`, and the step count.
+        """Return the group's optimizer states with one value per element, flat or of `shape`, and the step count.
 
         Other states are left out with a warning: DeepSpeed steps flat groups and has no states per parameter.
         """
@@ -192,8 +196,8 @@ def _warn_left_out(stored: StoredCheckpoint, key: str, name: str) -> None:
     if key not in _WARNED_KEYS:
         _WARNED_KEYS.add(key)
         logger.warning(
-            "checkpoint.format: DeepSpeed's files have no place for the optimizer's state %r (e.g. of %r), which has "
-            "not one value per element; windlass' own files contain it, and a load here uses those",
+            "checkpoint.format: DeepSpeed's files lack the optimizer's state %r (e.g. of %r), which does not have one "
+            "value per element; windlass' files contain it, so load this checkpoint with windlass",
             key,
             name,
         )

@@ -26,7 +26,7 @@ class DeepSpeedFormat:
         return any(path.glob("*mp_rank_*_model_states.pt"))
 
     def read_index(self, path: Path, parameter_order: ParameterOrder | None) -> CheckpointIndex:
-        """Return the index that `deepspeed_index` makes."""
+        """Return the index of DeepSpeed's files in `path`; see `deepspeed_index`."""
         return read_deepspeed_index(path, parameter_order)
 
     def open_file(self, path: Path) -> TensorFile:
@@ -34,7 +34,7 @@ class DeepSpeedFormat:
         return TorchFile(path)
 
     def find_damage(self, path: Path, indexed_files: Collection[str]) -> str:
-        """Compare every record with its checksum. Return a description of the first damaged one."""
+        """Compare every record with its checksum. Return a description of the first damage; empty if there is none."""
         for file in sorted(path.glob("*_states.pt")):
             indexed = file.name in indexed_files
             try:
@@ -42,13 +42,16 @@ class DeepSpeedFormat:
             except CheckpointError as error:
                 return str(error)
             if record and indexed:
-                return f"the checkpoint file {file} is damaged: record {record!r}; load another one"
+                return f"the checkpoint file {file} is damaged: record {record!r}; load another checkpoint"
             if record:
-                return f"the file {file} is damaged: record {record!r}; windlass loads without it, other tools do not"
+                return (
+                    f"the file {file} is damaged: record {record!r}; load the checkpoint with windlass, which needs no "
+                    "tensor of this file"
+                )
         return ""
 
     def plan_export(self, source: ExportSource) -> Callable[[Path, int], None]:
-        """Describe the equivalent DeepSpeed engine; the returned function writes one rank's files."""
+        """Return a function of path and rank that writes one rank's files, as the equivalent DeepSpeed engine does."""
         target = build_deepspeed_target(source)
         return lambda path, rank: write_deepspeed_files(path, target, rank)
 

@@ -1,6 +1,6 @@
 """Index of the files that DeepSpeed 0.19 writes: the range of each file that holds each part of a tensor.
 
-[Note: DeepSpeed's files] They are read without DeepSpeed, and without copying. Stages 0 to 2 write the full module in
+[Note: DeepSpeed's files] The files are read without DeepSpeed, and not copied. Stages 0 to 2 write the full module in
 `mp_rank_00_model_states.pt`; stage 3 writes one such file per rank, with frozen parameters divided over ranks and
 without trained ones. Stages 1 to 3 write one `..._optim_states.pt` per rank with master weights and moments. There each
 optimizer group is flat: at stages 1 and 2 its parameters are concatenated and divided into equal parts; at stage 3 each
@@ -36,7 +36,7 @@ from windlass.compat.checkpoint.deepspeed_metadata_reader import read_deepspeed_
 from windlass.compat.checkpoint.deepspeed_shards import DeepSpeedShards
 from windlass.compat.checkpoint.torch_file import StoredTensor, read_torch_file
 
-# group keys that list parameters or select an implementation, which this run chooses itself
+# group keys that are not hyper-parameters: parameters, step count, and the implementation, which this run chooses
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "step", "fused", "foreach", "capturable", "differentiable"})
 
 
@@ -44,8 +44,8 @@ def read_deepspeed_index(path: Path, parameter_order: ParameterOrder | None = No
     """Return an index of the DeepSpeed checkpoint directory `path`.
 
     Args:
-        parameter_order: parameter order of the optimizer that loads the states. Without it, the states of DeepSpeed's
-            stage 0 are left out.
+        parameter_order: names of the parameters in each group of the optimizer that loads the states. None: the
+            optimizer states of DeepSpeed's stage 0 are left out.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or of an unsupported kind.
@@ -58,7 +58,7 @@ def read_deepspeed_index(path: Path, parameter_order: ParameterOrder | None = No
             "file is damaged, or written by another version. Load it with the library that wrote it"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; check path and rights") from error
     check_index(index, path)
     check_files(index, path)
     return index
@@ -70,7 +70,7 @@ class _SavedFlatGroup:
 
     Attributes:
         shapes: shapes of its parameters, in the order of the flat tensor.
-        number: key of its state in the optimizer's state.
+        number: key of the group's entry in the optimizer's `state`.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -95,7 +95,7 @@ class _DeepSpeedDirectory:
         whole = self.path / "mp_rank_00_model_states.pt"
         if not model_files and not whole.is_file():
             raise CheckpointError(
-                f"{self.path} has neither {INDEX_FILE} nor DeepSpeed's model states; load another one"
+                f"{self.path} has neither {INDEX_FILE} nor DeepSpeed's model states; load the directory of a tag"
             )
         states = [self._read(path) for path in model_files] if model_files else [self._read(whole)]
         first = states[0]
@@ -107,7 +107,7 @@ class _DeepSpeedDirectory:
             if files and len(files) != ranks:
                 raise CheckpointError(
                     f"{self.path}: {plural(ranks, 'rank')} saved, "
-                    f"but the number of files of {kind} states is {len(files)}"
+                    f"but {len(files)} *_{kind}_states.pt files are there; copy all, or load another checkpoint"
                 )
         stage, groups = 0, []
         if model_files:
@@ -123,7 +123,8 @@ class _DeepSpeedDirectory:
         value = read_torch_file(path)
         if not isinstance(value, dict):
             raise CheckpointError(
-                f"{path} is not a DeepSpeed file: it holds a {type(value).__name__}, not a dictionary"
+                f"{path} is not a DeepSpeed file: it holds a {type(value).__name__}, not a dictionary; load another "
+                "checkpoint"
             )
         return value
 
@@ -140,12 +141,14 @@ class _DeepSpeedDirectory:
                 "a checkpoint without it, or export its weights with the library that wrote it"
             )
         if not isinstance(first.get("module"), dict):
-            raise CheckpointError(f"{self.path} is not a DeepSpeed checkpoint: its model states have no module")
+            raise CheckpointError(
+                f"{self.path} is not a DeepSpeed checkpoint: its model states have no key module; load another one"
+            )
 
     # Weights.
 
     def _index_module(self, first: Mapping[str, Any], stage: int) -> dict[str, str]:
-        """Index buffers, and parameters that have no master weights. Return the aliases of tied tensors."""
+        """Index buffers, and parameters that have no master weights. Return `{alias: name}` of tied tensors."""
         buffers, tied = set(first.get("buffer_names") or ()), dict[str, str]()
         seen: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, tensor in first["module"].items():
@@ -179,7 +182,10 @@ class _DeepSpeedDirectory:
         if not saved:
             return []
         if saved[0].get("ds_zero_partition_groups") is not None:
-            raise CheckpointError(f"{self.path} holds experts sharded over groups of ranks, which is not yet supported")
+            raise CheckpointError(
+                f"{self.path} holds experts sharded over groups of ranks, which is not yet supported; export its "
+                "weights with DeepSpeed"
+            )
         shapes = first.get("param_shapes") or []
         groups = [
             _SavedFlatGroup({name: tuple(shape) for name, shape in part.items()}, n) for n, part in enumerate(shapes)
@@ -188,7 +194,8 @@ class _DeepSpeedDirectory:
         optimizers = [one["optimizer_state_dict"] for one in saved]
         for group in groups:
             self.shards.require(
-                len(group.shapes) and all(len(flat) == len(groups) for flat in masters), "flat groups of master weights"
+                len(group.shapes) and all(len(flat) == len(groups) for flat in masters),
+                "the number of flat groups of master weights",
             )
             at = 0
             for name, shape in group.shapes.items():
@@ -211,8 +218,7 @@ class _DeepSpeedDirectory:
         for group in groups:
             number = group.number
             masters = [one["single_partition_of_fp32_groups"][number] for one in saved]
-            # without the padding of the last part if `zero_stage` is recorded, as one of DeepSpeed's two optimizers
-            # does
+            # DeepSpeed has two optimizers: the one that records `zero_stage` saves the last part without its padding
             left_out = int(saved[0]["group_paddings"][number]) if "zero_stage" in saved[0] else 0
             part = masters[0].numel() + left_out
             paddings = (saved[0].get("param_alignment_paddings") or {number: []})[number]
@@ -225,7 +231,7 @@ class _DeepSpeedDirectory:
         return self._hyperparameters(optimizers[0], groups)
 
     def _index_stage_0_masters(self, first: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Index the state of stage 0: torch's own, with numbers that `parameter_order` maps to names."""
+        """Index the optimizer state of stage 0. It is torch's; `parameter_order` maps its numbers to names."""
         given = first["optimizer"]
         optimizer = _as_torch_state(given.get("optimizer_state_dict", given))
         saved = optimizer["param_groups"]
@@ -235,9 +241,10 @@ class _DeepSpeedDirectory:
         counts = [len(group["params"]) for group in saved]
         if flat is None and counts != [len(names) for names in self.parameter_order]:
             raise CheckpointError(
-                f"{self.path}: DeepSpeed's stage 0 identifies parameters by their number in the optimizer, whose "
-                f"groups had {counts} of them; this optimizer's have {[len(names) for names in self.parameter_order]}. "
-                "Build it with the same groups, or load with load_optimizer_states=False"
+                f"{self.path}: DeepSpeed's stage 0 identifies parameters by their number in the optimizer. The groups "
+                f"of the saved optimizer have {counts} parameters, those of this optimizer "
+                f"{[len(names) for names in self.parameter_order]}; build it with the same groups, or load with "
+                "load_optimizer_states=False"
             )
         module = first["module"]
         groups = []
@@ -268,7 +275,7 @@ class _DeepSpeedDirectory:
     ) -> Iterator[tuple[str, list[StoredTensor]]]:
         """Yield each state with one value per element: its key, and its tensors on all ranks.
 
-        Step counts and plain values are recorded in `kinds` and `values` instead.
+        Other states are not yielded: step counts and numbers are added to `shards`, and other values to `values`.
         """
         found = [one["state"].get(group.number, {}) for one in optimizers]
         here = dict(found[0])
@@ -360,7 +367,7 @@ def _files_by_rank(path: Path, pattern: str) -> list[Path]:
     absent = sorted(set(range(len(found))) - set(found))
     if absent:
         raise CheckpointError(
-            f"{path}: the file of rank {absent[0]} is missing beside {sorted(found.values())[0].name}"
+            f"{path}: the file of rank {absent[0]} is missing beside {sorted(found.values())[0].name}; copy all files"
         )
     return [found[rank] for rank in sorted(found)]
 
@@ -372,7 +379,7 @@ def _stage_of(saved: Mapping[str, Any]) -> int:
 
 
 def _as_torch_state(state: Any) -> dict[str, Any]:
-    """Return a torch optimizer's state. DeepSpeed's older kind is a list with one state per group."""
+    """Return an optimizer state in torch's form. DeepSpeed's older form is a list with one state per group."""
     if isinstance(state, list):
         return {"state": dict(enumerate(state)), "param_groups": [{"params": [n]} for n in range(len(state))]}
     return dict(state)

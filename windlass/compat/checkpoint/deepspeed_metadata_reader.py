@@ -55,7 +55,7 @@ def read_deepspeed_metadata(first: Mapping[str, Any], saved: list[dict[str, Any]
 def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a state for `windlass.optim.loss_scale`.
 
-    `good_steps` counts the steps since the last overflow or doubling.
+    `good_steps` counts the steps since the last overflow.
     """
     scaler = saved[0].get("loss_scaler") if saved else None
     facts = scaler.attributes if isinstance(scaler, LossScalerStandIn) else first.get("optimizer") or {}

@@ -35,9 +35,9 @@ def group_state(values: Mapping[str, Any], numbers: Sequence[int], step: int) ->
     """Return a group of the optimizer's state dictionary.
 
     Args:
-        values: its hyper-parameters.
-        numbers: numbers of its parameters.
-        step: steps so far; DeepSpeed's fused optimizers keep the count in the group.
+        values: hyper-parameters of the group.
+        numbers: numbers of the group's parameters.
+        step: number of steps so far, which DeepSpeed's fused optimizers keep in the group; 0: the key is left out.
     """
     kept = {key: to_plain_data(value) for key, value in values.items() if key != "state_dtype"}
     kept |= {key: None for key in _IMPLEMENTATION_KEYS if key in kept}

@@ -32,7 +32,7 @@ class DeepSpeedShards:
     def add_per_parameter_shards(
         self, name: str, shape: tuple[int, ...], shards: Iterable[tuple[StoredTensor, int]]
     ) -> None:
-        """Add a tensor of which each rank has an equal part, at offset `at` in a flat tensor of its own."""
+        """Add a tensor in equal parts. `shards`: a flat tensor and the part's offset in it, for each rank."""
         found = list(shards)
         size, numel = -(-math.prod(shape) // len(found)), math.prod(shape)
         ranges = []
@@ -45,7 +45,7 @@ class DeepSpeedShards:
     def add_concatenated_shards(
         self, name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], part_numel: int, at: int
     ) -> None:
-        """Add a tensor at offset `at` of a concatenated flat tensor, of which each rank has `part_numel` elements."""
+        """Add a tensor at offset `at` of the concatenated `flats`, which have `part_numel` elements with padding."""
         numel = math.prod(shape)
         ranges = []
         for rank, flat in enumerate(flats):
@@ -64,11 +64,13 @@ class DeepSpeedShards:
     def add_ranges(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, ranges: list[tuple[int, int, StoredTensor, int]]
     ) -> None:
-        """Add a tensor by ranges: elements `[start, stop)` are the elements from `at` on of a stored flat tensor."""
+        """Add a tensor. A range `(start, stop, flat, at)`: elements `[start, stop)` begin at index `at` of `flat`."""
         chunks = []
         for start, stop, flat, at in ranges:
             if flat.dtype != dtype:
-                raise CheckpointError(f"{self.path}: {name!r} is {dtype} on one rank and {flat.dtype} on another")
+                raise CheckpointError(
+                    f"{self.path}: {name!r} is {dtype} on one rank and {flat.dtype} on another; load another checkpoint"
+                )
             if not flat.is_contiguous():
                 raise CheckpointError(
                     f"{self.path}: {name!r} was saved with strides {flat.strides}, and only contiguous tensors "
@@ -81,7 +83,9 @@ class DeepSpeedShards:
                 entry, crc32 = entry_of_elements(flat, first, last), crc32_of_elements(flat, first, last)
                 chunks.append(_chunk_record(box.offsets, box.sizes, flat.path, entry, crc32))
         covered = sum(math.prod(chunk.sizes) for chunk in chunks)
-        self.require(covered == math.prod(shape), f"{covered} of {math.prod(shape)} elements of {name!r}")
+        self.require(
+            covered == math.prod(shape), f"the elements of {name!r}, of which {covered} of {math.prod(shape)} exist"
+        )
         self.tensors[name] = TensorRecord(shape, dtype_code(dtype), tuple(chunks))
 
     def add_literal(self, name: str, tensor: torch.Tensor) -> None:
@@ -92,11 +96,11 @@ class DeepSpeedShards:
         self.tensors[name] = TensorRecord(shape, dtype_code(tensor.dtype), (chunk,))
 
     def require(self, fits: Any, what: str) -> None:
-        """Raise CheckpointError unless `fits`, because the files contradict each other."""
+        """Raise CheckpointError unless `fits`: `what` in one file contradicts the other files."""
         if not fits:
             raise CheckpointError(
-                f"{self.path}: {what} does not match the other files; a file is damaged, missing or of another "
-                "version of DeepSpeed (0.19 is supported)"
+                f"{self.path}: its files disagree about {what}; a file is damaged, missing or of another version of "
+                "DeepSpeed (0.19 is supported). Copy all files again, or load another checkpoint"
             )
 
 

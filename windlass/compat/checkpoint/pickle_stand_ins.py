@@ -37,7 +37,7 @@ class PickleStandIn:
             self.attributes.update(part)
 
     def children(self) -> Collection[Any]:
-        """Return all values in it."""
+        """Return the values that the object contains."""
         return [*self.arguments, *self.attributes.values()]
 
     def __setstate__(self, state: Any) -> None:
@@ -48,7 +48,7 @@ class PickleStandIn:
 
 
 class LossScalerStandIn(PickleStandIn):
-    """Stand-in for DeepSpeed's loss scaler: `cur_scale` and its settings."""
+    """Stand-in for DeepSpeed's loss scaler; `attributes` holds `cur_scale` and the scaler's settings."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ class ZeroStageStandIn(PickleStandIn):
 
 
 class NamespaceStandIn(PickleStandIn):
-    """Stand-in for `argparse.Namespace`; options are its attributes."""
+    """Stand-in for `argparse.Namespace`; `attributes` holds the options."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class NumpyDtypeStandIn(PickleStandIn):
         self.state = state
 
     def children(self) -> Collection[Any]:
-        """Return all values in it."""
+        """Return the values that the object contains."""
         return [*self.arguments, self.state]
 
     def dtype_code(self) -> str:
@@ -87,7 +87,9 @@ class NumpyDtypeStandIn(PickleStandIn):
         order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "<"
         code = self.arguments[0] if self.arguments else None
         if not isinstance(code, str) or order not in ("<", "|", "="):
-            raise CheckpointError(f"numpy's type {code!r:.60} with bytes in the order {order!r:.60} is not read")
+            raise CheckpointError(
+                f"numpy's type {code!r:.60} with byte order {order!r:.60} is not supported; save it as little-endian"
+            )
         return code
 
 
@@ -101,11 +103,11 @@ class NumpyArrayStandIn(PickleStandIn):
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """Keep the state."""
+        """Keep the state: a tuple of version, shape, dtype, True for column-major order, and bytes."""
         self.state = state
 
     def children(self) -> Collection[Any]:
-        """Return all values in it."""
+        """Return the values that the object contains."""
         return [*self.arguments, self.state]
 
     def to_numpy(self) -> Any:
@@ -118,11 +120,13 @@ class NumpyArrayStandIn(PickleStandIn):
 
         saved = self.state
         if not isinstance(saved, tuple) or len(saved) != 5:
-            raise CheckpointError("an array of numpy was saved without its type, shape and bytes")
+            raise CheckpointError("an array of numpy lacks its type, shape or bytes; save the file again")
         _, shape, kind, by_columns, raw = saved
         code = kind.dtype_code() if isinstance(kind, NumpyDtypeStandIn) else ""
         if not re.fullmatch("[biufcSU][0-9]{1,6}", code) or not isinstance(raw, bytes):
-            raise CheckpointError(f"an array of numpy's type {code!r} contains neither numbers nor text")
+            raise CheckpointError(
+                f"an array of numpy's type {code!r} contains neither numbers nor text; save it as a list"
+            )
         try:
             return numpy.ndarray(shape, code, bytearray(raw), order="F" if by_columns else "C")
         except (TypeError, ValueError, OverflowError) as error:

@@ -10,7 +10,7 @@ from windlass.base.regular_file import read_regular
 from windlass.checkpoint.checkpoint_directory import disk_errors
 
 _SCRIPT = '''#!/usr/bin/env python
-"""Write the full weights of the checkpoints beside this file{what}: python {name}.py . OUT{more}; --help says more."""
+"""Write the full weights of the checkpoints beside this file{what}: python {name}.py . OUT{more}; see --help."""
 
 import sys
 
@@ -19,8 +19,8 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "windlass":
         raise
-    sys.exit("{name}.py: windlass wrote these checkpoints and is not installed here; pip install windlass, or run "
-             "this with the Python that trained")
+    sys.exit("{name}.py: windlass wrote these checkpoints, but is not installed here; pip install windlass, or run "
+             "this script with the Python of the training job")
 
 if __name__ == "__main__":
     sys.exit(consolidated.{name}(sys.argv[1:], "{name}.py"))

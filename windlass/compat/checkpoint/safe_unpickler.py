@@ -1,9 +1,9 @@
 """Reader of pickles that executes no code and has a memory limit.
 
-[Note: reading pickles] Python's own unpickler lets its caller restrict only the names that a pickle may use: it sets
-any attribute of any object made by these names, and allocates as much memory as a few bytes request. This reader
-supports opcodes of protocols 2 to 5. A name is resolved to an `AllowedFunction` or a stand-in class (`PickleStandIn`),
-and only stand-ins get a state. Every object is charged to a `MemoryBudget` before or when it is made.
+[Note: reading pickles] Python's own unpickler lets its caller restrict only the names that a pickle may use. A pickle
+of a few bytes can still set any attribute of an object made by these names, or allocate gigabytes. This reader supports
+opcodes of protocols 2 to 5. A name is resolved to an `AllowedFunction` or a stand-in class (`PickleStandIn`), and only
+stand-ins get a state. Every object is charged to a `MemoryBudget` before or when it is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_ARGUMENTS = 64
 _LONGEST_INTEGER = 255  # bytes; Python does not convert larger integers to text
 _WORD = 9  # bytes of a reference in a growing list
 _BAG = 200
-_VALUE = 64  # bytes charged for each place of a value, since readers copy the values they find
+_VALUE = 64  # bytes charged for each reference to a value, because callers copy the values
 
 _INT32, _INT16, _UINT32, _UINT64, _FLOAT = map(struct.Struct, ("<i", "<H", "<I", "<Q", ">d"))
 
@@ -37,14 +37,14 @@ class MemoryBudget:
         self.limit, self._left = limit, limit
 
     def charge(self, nbytes: int) -> None:
-        """Count this many bytes as allocated. Raises PickleError if fewer are left."""
+        """Count `nbytes` bytes as allocated. Raises PickleError if fewer are left."""
         self._left -= nbytes
         if self._left < 0:
             raise PickleError(f"its plain data need more than {self.limit} bytes of memory, which no valid file needs")
 
 
 class AllowedFunction:
-    """Function that a pickle may call, given a budget and the pickle's arguments. It cannot be modified."""
+    """Function that a pickle may call, with a budget and the pickle's arguments. A pickle cannot set its attributes."""
 
     __slots__ = ("function",)
 
@@ -117,7 +117,7 @@ class SafeUnpickler:
     # Arguments of opcodes.
 
     def _take(self, count: int) -> bytes:
-        """Return the next `count` bytes. They must exist before any memory is allocated for them."""
+        """Return the next `count` bytes. Raise PickleError, before any memory is allocated, if fewer are left."""
         if count > len(self._text) - self._at:
             raise PickleError(f"it is truncated: {count} bytes are needed, {len(self._text) - self._at} are left")
         begin, self._at = self._at, self._at + count
@@ -171,11 +171,11 @@ class SafeUnpickler:
         self._push(value, getsizeof(value))
 
     def integer(self, form: struct.Struct) -> None:
-        """Push a small number."""
+        """Push an integer or a float of a fixed size."""
         self._push(self._number(form), 32)
 
     def large(self, form: struct.Struct) -> None:
-        """Push a number of any size, which follows its length in bytes."""
+        """Push an integer of up to 255 bytes, which follows its length in bytes."""
         length = self._number(form)
         if not 0 <= length <= _LONGEST_INTEGER:
             raise PickleError(f"it has an integer of {length} bytes")
@@ -210,7 +210,7 @@ class SafeUnpickler:
             self._push(found, getsizeof(found))
 
     def append(self, *, several: bool) -> None:
-        """Append to a list."""
+        """Append the last value to a list, or with `several` all values since the mark."""
         items = self._pop_to_mark() if several else [self._pop()]
         target = self._top()
         if type(target) is not list:
@@ -219,7 +219,7 @@ class SafeUnpickler:
         target.extend(items)
 
     def add(self) -> None:
-        """Add to a set."""
+        """Add all values since the mark to a set."""
         items, target = self._pop_to_mark(), self._top()
         if type(target) is not set:
             raise PickleError(f"it adds to a {type(target).__name__}")
@@ -230,7 +230,7 @@ class SafeUnpickler:
         self._budget.charge(getsizeof(target) - before)
 
     def set_item(self, *, several: bool) -> None:
-        """Set items of a dictionary."""
+        """Set an item of a dictionary from the last two values, or with `several` items from all since the mark."""
         items = self._pop_to_mark() if several else [self._pop(), self._pop()][::-1]
         self._set_items(self._top(), items)
 
@@ -309,7 +309,7 @@ class SafeUnpickler:
         raise PickleError(f"it calls a {type(function).__name__}")
 
     def make(self, *, named: bool) -> None:
-        """Make an object of a class without calling it."""
+        """Make a stand-in of a class from a tuple of arguments."""
         if named and self._pop() != {}:
             raise PickleError("it makes an object from named arguments")
         arguments, kind = self._pop(), self._pop()

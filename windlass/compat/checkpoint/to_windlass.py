@@ -68,8 +68,8 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
     Memory: one tensor at a time.
 
     Args:
-        parameter_order: the optimizer's parameters by group. DeepSpeed's stage 0 stores states by parameter number;
-            without this argument they are left out.
+        parameter_order: names of the optimizer's parameters by group. DeepSpeed's stage 0 stores states by parameter
+            number; without this argument these states are left out.
 
     Raises:
         CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` cannot be written.
@@ -92,9 +92,8 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
         shards = [_StoredTensorStorage(stored, name).shard() for name in stored.names()]
         if parameter_order is None and stored.engine_data["layout"]["stage"] == 0:
             logger.warning(
-                "%s was saved at DeepSpeed's stage 0, which stores optimizer states by number: they are not in %s. "
-                "Load %s "
-                "itself to use them",
+                "%s was saved at DeepSpeed's stage 0, which stores optimizer states by number: they are not in %s; "
+                "load %s itself to use them",
                 source,
                 target,
                 source,
@@ -117,7 +116,9 @@ def _copy_files(source: Path, target: Path) -> None:
                 os.fsync(copy.fileno())
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ELOOP):
-                raise CheckpointError(f"{path} cannot be copied: {error.strerror or error}") from error
+                raise CheckpointError(
+                    f"{path} cannot be copied: {error.strerror or error}; check space and rights"
+                ) from error
             logger.warning("%s is not copied: %s", path, error.strerror)
 
 
@@ -129,7 +130,7 @@ def main(argv: Any = None) -> int:
         argv: arguments; or an object with `input_folder` and `output_folder`, from a script that calls this function.
 
     Raises:
-        CheckpointError: the conversion failed, for a call with such an object.
+        CheckpointError: the conversion failed. With command line arguments, the error is printed instead.
     """
     if argv is not None and not isinstance(argv, (list, tuple)):
         _convert(Path(argv.input_folder), Path(argv.output_folder))
@@ -139,7 +140,7 @@ def main(argv: Any = None) -> int:
         description="Convert a DeepSpeed checkpoint to a windlass checkpoint. This is optional: windlass loads both in "
         "any layout, at any stage and on any number of ranks.",
     )
-    parser.add_argument("--input_folder", required=True, help="a tag's directory")
+    parser.add_argument("--input_folder", required=True, help="directory of a tag, such as DIR/global_step100")
     parser.add_argument("--output_folder", required=True, help="the directory to write; its name is the new tag")
     for name, default in (("--num_extract_workers", 4), ("--num_merge_workers", 2)):
         parser.add_argument(name, type=int, default=default, help="accepted and ignored; one process reads and writes")

@@ -1,7 +1,7 @@
 """Reader of files of `torch.save` that executes no code: plain data, and tensors as ranges of the file's bytes.
 
 [Note: foreign pickles] Such a file is a zip archive with one pickle, and each storage as bytes. A pickle
-names functions and classes for its reader to call. This reader knows a short list of names and replaces each by an
+names functions and classes for its reader to call. This reader has a short list of names and replaces each by an
 inert object of its own: the function that rebuilds a tensor only records the tensor's byte range, and a class of
 DeepSpeed becomes a stand-in with attributes. Any other name raises an error with the name, which is never imported. So
 values come from the bytes, never from code. See [Note: reading pickles] in safe_unpickler.py.
@@ -68,7 +68,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor in a file. It begins at byte `begin` of `path`, inside `record`."""
+    """Tensor in a file. It begins at byte `begin` of `path`, inside `record`. `strides` count elements."""
 
     path: Path
     record: ZipRecord
@@ -116,7 +116,9 @@ def read_torch_file(path: Path, root: Path | None = None) -> Any:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"the checkpoint file {path} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"the checkpoint file {path} cannot be read: {error.strerror or error}; check path and rights"
+        ) from error
     except NotZipError as error:
         raise CheckpointError(
             f"{path} is damaged, or an old file of torch.save that is one pickle ({error}); load it with the program "
@@ -126,7 +128,8 @@ def read_torch_file(path: Path, root: Path | None = None) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}; restore it or load another checkpoint") from error
     except (ValueError, TypeError, OverflowError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is damaged: its pickle cannot be read ({type(error).__name__}: {error!s:.300})"
+            f"{path} is damaged: its pickle cannot be read ({type(error).__name__}: {error!s:.300}); restore it or "
+            "load another checkpoint"
         ) from error
 
 
@@ -134,9 +137,11 @@ def _read_pickle(path: Path, file: BufferedReader) -> Any:
     records = ZipRecords(file)
     pickled, order = records.get("data.pkl"), records.get("byteorder")
     if pickled is None:
-        raise CheckpointError(f"{path} is not a file of torch.save: it has no data.pkl")
+        raise CheckpointError(f"{path} is not a file of torch.save: it has no data.pkl; load another checkpoint")
     if order is not None and records.read(order, 16) != b"little":
-        raise CheckpointError(f"{path} was written on a big-endian machine, which cannot be read here")
+        raise CheckpointError(
+            f"{path} has big-endian bytes, which are not supported; save it on a little-endian machine"
+        )
     text = records.read(pickled, _LONGEST_PICKLE)
     budget = MemoryBudget(_FLOOR + _TIMES * path.stat().st_size)
     tensors = _PickleResolver(path, records)
@@ -162,16 +167,19 @@ def literal_entry(tensor: torch.Tensor) -> str:
 
 
 class TorchFile(TensorFile):
-    """File of `torch.save` as entries that are byte ranges, each inside one record and covered by its checksum."""
+    """File of `torch.save`. An entry is a byte range inside one record, and the record's checksum covers it."""
 
     def byte_range(self, entry: str) -> tuple[int, int]:
-        """Return the entry's first byte in the file, and its end; for a literal entry, its length."""
+        """Return the byte range `(begin, end)` of an entry in the file; `(0, length)` for a literal entry."""
         if entry.startswith(_LITERAL):
             return 0, (len(entry) - len(_LITERAL)) // 2
         begin, _, end = entry.partition(":")
         first, last = int(begin), int(end)
         if first < last and self._records.record_covering(first, last) is None:
-            raise CheckpointError(f"the checkpoint file {self.path} is damaged: no record contains the bytes {entry}")
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: no record contains the bytes {entry}; load another "
+                "checkpoint"
+            )
         return first, last
 
     def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -210,7 +218,9 @@ class TorchFile(TensorFile):
         try:
             return ZipRecords(file)
         except (ZipError, OSError) as error:
-            raise CheckpointError(f"the checkpoint file {self.path} is damaged: {error}; load another one") from error
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: {error}; load another checkpoint"
+            ) from error
 
 
 def find_damaged_record(path: Path) -> str:
@@ -248,15 +258,19 @@ class _PickleResolver:
             raise ValueError("a storage without its type, record, place and size")
         kind, dtype, name, _, numel = key
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(name) is not str or type(numel) is not int:
-            raise CheckpointError(f"{self._path} is damaged: it has a storage of an unknown type")
+            raise CheckpointError(f"{self._path} is damaged: a storage has an unknown type; load another checkpoint")
         found = self._storages.get((name, dtype))
         if found is None:
             record = self._records.get(f"data/{name}")
             if record is None:
-                raise CheckpointError(f"{self._path} is damaged: it has no record of storage {name!r:.100}")
+                raise CheckpointError(
+                    f"{self._path} is damaged: it has no record of storage {name!r:.100}; load another checkpoint"
+                )
             found = self._storages[name, dtype] = _Storage(dtype, record)
         if found.record.end - found.record.begin < numel * dtype.itemsize:
-            raise CheckpointError(f"{self._path} is damaged: the record of storage {name!r:.100} is too short")
+            raise CheckpointError(
+                f"{self._path} is damaged: the record of storage {name!r:.100} is too short; load another checkpoint"
+            )
         return found
 
     def _rebuild_tensor(

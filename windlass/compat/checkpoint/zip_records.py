@@ -72,7 +72,7 @@ class ZipRecords:
         return iter(self._ordered)
 
     def get(self, name: str) -> ZipRecord | None:
-        """Return the record of this name, without the common folder; None if there is none."""
+        """Return the record with a name, given without the archive's common folder; None if there is none."""
         return self._by_name.get(name)
 
     def record_covering(self, begin: int, end: int) -> ZipRecord | None:

@@ -26,10 +26,10 @@ class BackendCapabilities:
 
     Args:
         reduce_dtypes: for each operator, the dtypes in which the backend's results are correct.
-        has_reduce_scatter: its reduce-scatter moves fewer bytes than an all-reduce.
-        has_all_to_all_lists: its all-to-all takes lists of tensors of different sizes.
-        receives_from_any: it can receive without naming the sender.
-        preserves_reduce_inputs: a reduce to one rank leaves the other ranks' tensors unchanged.
+        has_reduce_scatter: True if the backend's reduce-scatter moves fewer bytes than an all-reduce.
+        has_all_to_all_lists: True if the backend's all-to-all takes lists of tensors of different sizes.
+        receives_from_any: True if a receive works without naming the sender.
+        preserves_reduce_inputs: True if a reduce to one rank leaves the other ranks' tensors unchanged.
     """
 
     reduce_dtypes: dict[ReduceOp, frozenset[torch.dtype]]
@@ -92,7 +92,8 @@ def warn_unless_member(group: Any, operation: str, *, stacklevel: int = 4) -> bo
     if dist.get_rank(group) >= 0:
         return True
     warnings.warn(
-        f"rank {dist.get_rank()} calls {operation} on a group that it is not in: the call does nothing",
+        f"rank {dist.get_rank()} calls {operation} on a group that it is not in: the call does nothing; call it on "
+        "ranks of the group",
         stacklevel=stacklevel,
     )
     return False
@@ -115,4 +116,6 @@ def require_rank(name: str, rank: int, group: Any) -> None:
     """Raise CommunicationError, naming the argument `name`, unless the global `rank` is in `group`."""
     ranks = dist.get_process_group_ranks(group_or_world(group))
     if rank not in ranks:
-        raise CommunicationError(f"{name} = {rank} is not in the group of ranks {ranks}; it is a global rank")
+        raise CommunicationError(
+            f"{name} = {rank} is not in the group of ranks {ranks}; pass a global rank of the group"
+        )

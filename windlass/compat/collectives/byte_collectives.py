@@ -100,7 +100,7 @@ def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: An
     if output.numel() != size * tensor.numel() or output.dtype != tensor.dtype:
         raise CommunicationError(
             f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, "
-            f"{describe_tensor(tensor)}; it holds one part for each rank, in one dtype"
+            f"{describe_tensor(tensor)}; pass an output of that size and of the input's dtype"
         )
     into, finish = receive_buffer(output)
     own = as_bytes(tensor)
@@ -145,7 +145,7 @@ def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: i
 def gatherv(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: int, group: Any) -> CollectiveWork:
     """Start a gather of tensors of different sizes: on rank `dst`, `tensors[i]` receives rank i's `tensor`.
 
-    Only `dst` has the sizes, so the back ends' own gather, which takes equal ones, does not apply.
+    Only `dst` has the sizes, so torch's gather, which needs equal sizes, cannot be used.
     """
     require_rank("dst", dst, group)
     if dist.get_rank() != dst:
@@ -188,7 +188,9 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     size, index = dist.get_world_size(group), dist.get_rank(group)
     for name, each in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
         if len(each) != size:
-            raise CommunicationError(f"all_to_all: {name} holds {len(each)} tensors for {size} ranks; one for each")
+            raise CommunicationError(
+                f"all_to_all: {name} holds {len(each)} tensors for {size} ranks; pass one for each"
+            )
         for one in each:
             require_dense(one)
     _require_same_size("all_to_all", outputs[index], inputs[index])
@@ -213,7 +215,10 @@ def all_to_all_single(
     input_splits: Sequence[int] | None,
     group: Any,
 ) -> CollectiveWork:
-    """Start an all-to-all of the rows of `tensor`; each rank gets equally many by default."""
+    """Start an all-to-all of the rows of `tensor`: `input_splits[i]` rows for rank i; None: the same number for each.
+
+    `output_splits[i]` is the number of rows from rank i.
+    """
     size = dist.get_world_size(group)
     if output.dtype != tensor.dtype:
         raise CommunicationError(f"all_to_all_single: output is {output.dtype}, input {tensor.dtype}; use one dtype")
@@ -245,8 +250,8 @@ def _split_bytes(name: str, tensor: torch.Tensor, splits: Sequence[int] | None, 
         splits = [rows // size] * size
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
         raise CommunicationError(
-            f"all_to_all_single: {name}_split_sizes = {list(splits)} are not {size} numbers that add up to the {rows} "
-            f"rows of the {name}"
+            f"all_to_all_single: {name}_split_sizes = {list(splits)}; pass {size} numbers of at least 0 that add up to "
+            f"the {rows} rows of the {name}"
         )
     row = nbytes_of(tensor) // rows if rows else 0
     return [count * row for count in splits]

@@ -17,11 +17,11 @@ FinishCallback = Callable[[], None]
 def require_dense(tensor: torch.Tensor) -> None:
     """Raise CommunicationError for tensors without one dense memory: sparse and quantized ones."""
     if not isinstance(tensor, torch.Tensor):
-        raise CommunicationError(f"a collective takes tensors, not {type(tensor).__name__}: {tensor!r:.80}")
+        raise CommunicationError(f"a collective got a {type(tensor).__name__}: {tensor!r:.80}; pass a tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CommunicationError(
             f"a tensor of layout {tensor.layout}{', quantised,' if tensor.is_quantized else ''} cannot be sent; "
-            "pass tensor.to_dense() or its parts"
+            "pass tensor.to_dense(), or tensor.dequantize() of a quantised one"
         )
 
 
@@ -29,7 +29,7 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as `[numel]`, detached: the tensor's own memory if it is contiguous, else a copy."""
     require_dense(tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # One element of a strided tensor keeps its stride, with which no view of its bytes exists.
+    # A flat tensor of one element may have a stride other than 1, and torch then refuses a view of its bytes.
     return flat.as_strided((flat.numel(),), (1,))
 
 

@@ -354,7 +354,8 @@ def all_to_all_single(
 ) -> Any:
     """All-to-all of rows: send rows of `tensor` to each rank, and receive rows from each in `output`.
 
-    Each rank gets equally many rows, or as many as the split sizes specify.
+    `input_split_sizes[i]` is the number of rows for rank i, `output_split_sizes[i]` the number from rank i. None: the
+    rows are divided equally.
     """
     return _start(
         "all_to_all_single",

@@ -47,7 +47,7 @@ class CollectiveWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the result is in the outputs. Runs the callback if only that is left."""
+        """Return True if the result is in the outputs. Run the callback first if torch's works are complete."""
         with self._lock:
             if not self._is_finished and all(work.is_completed() for work in self.works):
                 self.wait()

@@ -72,7 +72,7 @@ def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
 
 
 def is_parallel(group: object) -> bool:
-    """Return True if `group` has more than one rank. None means no group here."""
+    """Return True if `group` has more than one rank, False for None."""
     return group is not None and torch.distributed.get_world_size(group_or_world(group)) > 1
 
 
@@ -84,7 +84,9 @@ def enable_symm_mem_for_group(group_name: str) -> None:
     """
     require_initialized()
     if not torch.cuda.is_available():
-        raise CommunicationError(f"symmetric memory for {group_name!r} needs CUDA devices, and there is none")
+        raise CommunicationError(
+            f"symmetric memory for {group_name!r} needs a CUDA device, but there is none; delete the call"
+        )
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def monitored_barrier(
     """Block until every rank of the group reaches this call.
 
     Args:
-        timeout: time that the group's first rank waits for each other rank.
+        timeout: time that the group's first rank waits for each other rank; None: 30 minutes.
         wait_all_ranks: wait for all ranks and name every missing one, not only the first.
 
     Raises:
@@ -40,8 +40,8 @@ def monitored_barrier(
     ranks = dist.get_process_group_ranks(group_or_world(group))
     patience = timeout or _DEFAULT_TIMEOUT
     name, rank = f"windlass monitored {','.join(map(str, ranks))}", dist.get_rank()
-    # A new prefix for each barrier: keys of an earlier one must not count. Each rank counts its barriers in the store,
-    # so that a rank which missed one has the same count again once the process group is created anew.
+    # A new prefix for each barrier: keys of an earlier barrier must not count. The count of each rank's barriers is in
+    # the store, so after a rank missed a barrier, all counts are equal again in a new process group.
     count = _get_default_store().add(f"{name} of {rank}", 1)
     store = PrefixStore(f"{name} {count}", _get_default_store())
     if rank != ranks[0]:
@@ -66,7 +66,7 @@ def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:
         store.wait(["verdict"], timeout)
     except RuntimeError as error:
         raise CommunicationError(
-            f"monitored_barrier: rank {first} did not arrive within {timeout.total_seconds():.0f} s; check it"
+            f"monitored_barrier: rank {first} did not arrive within {timeout.total_seconds():.0f} s; see its output"
         ) from error
     result = store.get("verdict").decode()
     _raise_if_missing([int(rank) for rank in result.split(",") if rank], timeout)
@@ -76,5 +76,5 @@ def _raise_if_missing(missing: list[int], timeout: timedelta) -> None:
     if missing:
         raise CommunicationError(
             f"monitored_barrier: missing after {timeout.total_seconds():.0f} s: rank "
-            f"{', '.join(map(str, missing))}; check these ranks"
+            f"{', '.join(map(str, missing))}; see the output of these ranks"
         )

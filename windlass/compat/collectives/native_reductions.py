@@ -1,4 +1,4 @@
-"""Equivalents, by natively supported operators, of reductions that a backend lacks.
+"""Reductions that a backend lacks, composed from an operator that the backend supports.
 
 Each has a preprocessing step, a supported operator and a postprocessing step.
 """

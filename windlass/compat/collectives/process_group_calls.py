@@ -47,7 +47,7 @@ def init_distributed(
         init_method: torch's rendezvous URL (`tcp://`, `file://`, `env://`).
         dist_init_required: False: raise unless the caller has initialized torch.distributed.
         config: configuration whose `comms_logger` section is applied.
-        rank: overrides the environment, together with `world_size`.
+        rank, world_size: values that override the environment; -1: taken from the environment.
 
     Raises:
         CommunicationError: the environment is incomplete, or the rendezvous failed.
@@ -155,12 +155,12 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Return True: every backend has it, or windlass composes it."""
+    """Return True: `all_gather_into_tensor` works with every backend."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Return True: every backend has it, or windlass composes it."""
+    """Return True: a backend without a native reduce-scatter uses one that windlass composes."""
     return True
 
 
@@ -175,4 +175,4 @@ def has_coalescing_manager() -> bool:
 
 
 def set_backend() -> None:
-    """Do nothing: torch.distributed is the only backend, and it is set once it is initialized."""
+    """Do nothing: torch.distributed is the only backend."""

@@ -98,7 +98,7 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
         and capabilities_of(group, into[0].device).has_reduce_scatter
     ):
         return _native_reduce_scatter(into[0], [part[0] for part in each], way, group)
-    # Without a native one, send each rank the parts for it and reduce them there.
+    # Without a native reduce-scatter, send each rank its parts; the receiver reduces them.
     sends = [pack_bytes(_premultiplied(part, operator)) for part in each]
     received, work = byte_collectives.start_all_to_all_bytes(sends, [sends[index].numel()] * size, group)
 
@@ -118,7 +118,7 @@ def reduce_scatter_tensor(output: Operand, operand: Operand, operator: ReduceOpe
         if one.numel() != size * into.numel():
             raise CommunicationError(
                 f"reduce_scatter_tensor: {describe_tensor(one)} is not {size} times the output, "
-                f"{describe_tensor(into)}; the input holds one part for each rank"
+                f"{describe_tensor(into)}; pass an input with one part of that size for each rank"
             )
         ranges.append(
             [part.reshape(into.shape) for part in one.reshape(-1).chunk(size)] if one.numel() else [one] * size
@@ -196,7 +196,9 @@ def _check_operand(operand: Operand, operator: ReduceOperator) -> list[torch.Ten
             )
         return [operand]
     if kind not in PAIR_OPS or len(operand) != 2:
-        raise CommunicationError(f"ReduceOp.{kind.name} takes one tensor, not {len(operand)}")
+        raise CommunicationError(
+            f"ReduceOp.{kind.name} got {len(operand)} tensors; pass one, or for MINLOC and MAXLOC (values, indices)"
+        )
     values, indices = operand
     require_dense(values)
     require_dense(indices)

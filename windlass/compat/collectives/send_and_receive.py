@@ -15,7 +15,7 @@ from windlass.compat.collectives.collective_work import CollectiveWork
 
 
 def send(tensor: torch.Tensor, dst: int, group: Any, tag: int) -> CollectiveWork:
-    """Start sending `tensor` to the global rank `dst`, which must receive as many bytes with the same tag."""
+    """Start sending `tensor` to the global rank `dst`, which must receive equally many bytes with the same tag."""
     require_rank("dst", dst, group)
     return CollectiveWork([dist.isend(as_bytes(tensor), dst, group=group, tag=tag)])
 
@@ -58,7 +58,7 @@ class P2POp:
     ) -> None:
         name = getattr(op, "__name__", "")
         if name not in ("isend", "irecv"):
-            raise CommunicationError(f"P2POp: op = {op!r} is neither isend nor irecv")
+            raise CommunicationError(f"P2POp: op = {op!r} is neither isend nor irecv; pass one of these")
         self.op, self.tensor, self.peer, self.group, self.tag = name, tensor, peer, group, tag
 
 

@@ -56,7 +56,7 @@ def timed_op(function: _Function) -> _Function:
         if hasattr(result, "wait"):
             return TimedWork(result, clock)
         if isinstance(result, list) and result and hasattr(result[0], "wait"):
-            # A batch is over with its last work.
+            # The last work of a batch stops the timer.
             return [*result[:-1], TimedWork(result[-1], clock)]
         clock.stop()
         return result
@@ -100,7 +100,7 @@ class _CallTimer:
 
 
 class TimedWork:
-    """Wrapper of a work that records its completion. All other attributes are the work's own."""
+    """Wrapper of a work that stops the timer on completion. All other attributes are the work's own."""
 
     def __init__(self, work: Any, timer: _CallTimer) -> None:
         self._work, self._timer = work, timer

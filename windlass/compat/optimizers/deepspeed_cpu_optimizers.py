@@ -50,7 +50,7 @@ class DeepSpeedCPUAdam(CPUAdam):
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the parameter that the groups hold, with the states under `state[subgroup_id]`.
+        """Update the parameter that has a gradient, with the states at `state[subgroup_id]`.
 
         Callers put the parameter of one subgroup after another into the groups.
 

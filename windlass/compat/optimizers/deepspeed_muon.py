@@ -49,7 +49,9 @@ class MuonWithAuxAdam(muon.Muon):
 
     def __init__(self, param_groups: Iterable[dict[str, Any]], **ignored: Any) -> None:
         groups = list(param_groups)
-        assert all("use_muon" in group for group in groups), "every group must set use_muon to True or False"
+        assert all("use_muon" in group for group in groups), (
+            "a parameter group lacks use_muon; set it to True or False in every group"
+        )
         super().__init__([{**(_MUON_DEFAULTS if group["use_muon"] else _ADAM_DEFAULTS), **group} for group in groups])
 
 

@@ -1,6 +1,6 @@
 """Classes OnebitAdam, OnebitLamb and ZeroOneAdam: windlass's optimizers with DeepSpeed's arguments.
 
-The argument `deepspeed`, for which DeepSpeed's classes take the engine, is accepted and ignored.
+The argument `deepspeed`, the engine in DeepSpeed's classes, is accepted and ignored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tables from DeepSpeed's dotted names to windlass, one module per area.
 
-An entry works, differs (with a note) or is refused.
+A name works as in DeepSpeed, differs (with a note) or is refused.
 """
 
 from windlass.compat.tables import (

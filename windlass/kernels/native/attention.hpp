@@ -1,8 +1,8 @@
 // Attention over a paged cache, for the instruction set that the file is compiled for.
 //
-// The softmax is computed online over tiles of keys at fixed positions of the sequence. Keys that a row does not see
-// have weight 0, and a tile without visible keys scales the row by 1: neither changes its bits. So a row does not
-// depend on the rows beside it, nor on the division of a prompt into chunks.
+// The softmax is computed online over tiles of keys at fixed positions of the sequence. Keys that are not visible to a
+// row have weight 0, and a tile without visible keys scales the row by 1: neither changes the row's bits. So a row does
+// not depend on the rows beside it, nor on the division of a prompt into chunks.
 #pragma once
 
 #include <cstring>
@@ -21,7 +21,7 @@ using windlass::WriteJob;
 
 constexpr std::int64_t kMostPadded = kPartRows + 12;
 
-// kLanes elements of the cache, as float32.
+// Loads kLanes elements of the cache as float32.
 template <CacheCode kCode>
 WINDLASS_INLINE F load_cached(const char* from) {
     if constexpr (kCode == CacheCode::fp32) {
@@ -40,7 +40,8 @@ WINDLASS_INLINE F load_cached(const char* from) {
     }
 }
 
-// scores[row][key] of kRows rows and kGroups groups of 16 keys. The packed query has all rows of a feature together.
+// Computes scores[row][key] for kRows rows and kGroups groups of 16 keys. The packed query has all rows of a feature
+// together.
 template <CacheCode kCode, int kRows, int kGroups>
 void score_keys(const char* const* groups, std::int64_t feature_bytes, const float* query, std::int64_t features,
                 float* scores) {
@@ -138,7 +139,7 @@ struct AttentionScratch {
     }
 };
 
-// Keys [lowest, highest] that a row sees.
+// Keys [lowest, highest] that are visible to a row.
 struct VisibleKeys {
     std::int64_t lowest, highest;
 };
@@ -180,7 +181,7 @@ inline void pack_query(const AttentionJob& job, const AttentionPart& part, std::
     }
 }
 
-// First elements of each 16 keys of a tile that rows see; others are not read.
+// Address of the first element of each 16 keys of a tile. Addresses of keys that are visible to no row are not set.
 struct TileOfCache {
     std::int64_t start, begin, end;  // position of the tile; its keys [begin, end) are visible to some row
     const char* keys[kTileKeys / 16];
@@ -268,7 +269,7 @@ inline void weigh_row(const AttentionJob& job, const TileOfCache& tile, VisibleK
         float* sums = total + at % kVectors * kLanes;
         store(sums, load<F>(sums) + weight);
         const F scaled = coded ? weight * load<F>(tile.value_scales[at / kVectors] + at % kVectors * kLanes) : weight;
-        // The scale of a key that no row sees yet is undefined.
+        // The scale of a key that is not visible to any row is undefined.
         store(scores + at * kLanes, coded ? select((I)(weight > F{}), scaled, F{}) : weight);
     }
     *most = now;
@@ -374,14 +375,14 @@ void attend(const AttentionJob& job, const AttentionPart& part, char* memory) {
         return TileOfCache(job, part, start, begin, end);
     };
     const std::int64_t beginning = lowest / kTileKeys * kTileKeys;
-    const bool is_decode = part.count <= kMostRows;  // more rows compute on a tile for longer than it takes to arrive
+    const bool is_decode = part.count <= kMostRows;  // with more rows, computing on a tile takes longer than loading it
     if (is_decode) request_tile(job, tile_at(beginning));
     for (std::int64_t start = beginning; start <= highest; start += kTileKeys) {
         const TileOfCache tile = tile_at(start);
         if (is_decode && start + kTileKeys <= highest) request_tile(job, tile_at(start + kTileKeys));
         for (std::int64_t first = 0; first < part.count; first += kMostRows) {
             const std::int64_t count = part.count - first < kMostRows ? part.count - first : kMostRows;
-            if (visible_keys(job, part, first + count - 1).highest < start) continue;  // none of its rows sees the tile
+            if (visible_keys(job, part, first + count - 1).highest < start) continue;  // tile not visible to any row
             switch (job.cache.code) {
                 case CacheCode::fp32:
                     attend_tile<CacheCode::fp32>(job, part, tile, first, count, scratch);
@@ -400,7 +401,7 @@ void attend(const AttentionJob& job, const AttentionPart& part, char* memory) {
 
 std::int64_t attention_scratch(const AttentionJob& job) { return 4 * AttentionScratch::floats(job); }
 
-// int8 codes of a row, by round-half-even of row / scale.
+// Writes the int8 codes of a row: row / scale, rounded half to even. Returns the scale.
 inline float quantize(const float* row, std::int64_t features, std::int8_t* codes) {
     float largest = 0;
     for (std::int64_t i = 0; i < features; ++i) {
@@ -415,7 +416,8 @@ inline float quantize(const float* row, std::int64_t features, std::int8_t* code
     return scale;
 }
 
-// Stores a row of floats in the cache, `stride` elements from one feature to the next.
+// Stores a row of floats in the cache, `stride` elements from one feature to the next. Returns the scale of an int8
+// row.
 inline float store_row(CacheCode code, const float* row, std::int64_t features, char* to, std::int64_t stride) {
     if (code == CacheCode::fp32) {
         auto* out = reinterpret_cast<float*>(to);
@@ -433,7 +435,7 @@ inline float store_row(CacheCode code, const float* row, std::int64_t features, 
     return 0;
 }
 
-// The row of a token and head, as floats.
+// Returns the row of a token and head as floats; `room` receives a converted row.
 inline const float* float_row(const void* from, bool is_bf16, std::int64_t first, std::int64_t features, float* room) {
     if (!is_bf16) return static_cast<const float*>(from) + first;
     const auto* line = static_cast<const std::uint16_t*>(from) + first;

@@ -87,7 +87,7 @@ WINDLASS_INLINE float sign_scale(float* values, const float* errors, std::int64_
     return sums[0] / static_cast<float>(count);
 }
 
-// The largest absolute value over `highest`. As integers, NaN is larger than every number.
+// The largest absolute value divided by `highest`. As integers, NaN is larger than every number.
 template <bool owed>
 WINDLASS_INLINE float integer_scale(float* values, const float* errors, std::int64_t count, float highest) {
     I8 most = {};
@@ -238,7 +238,7 @@ WINDLASS_INLINE void int4_values(const std::uint8_t* codes, float scale, std::in
     }
 }
 
-// One tensor. Addresses are 0 where there is no such memory.
+// Addresses of the tensors of one message; 0: there is no such tensor.
 struct Message {
     Kind kind;
     std::int64_t count;
@@ -304,7 +304,7 @@ WINDLASS_INLINE void decode_blocks(const Message& m, std::int64_t begin, std::in
 
 enum class Task : int { scales, codes, decode, add };
 
-// Elements [begin, end). Returns false if a scale is not finite.
+// Runs a task on elements [begin, end). Returns false if a scale is not finite.
 WINDLASS_INLINE bool run_any(Task task, const Message& m, std::int64_t begin, std::int64_t end) {
     const bool owed = m.errors != nullptr, kept = m.decoded != nullptr;
     switch (task) {

@@ -136,14 +136,14 @@ inline constexpr Factors kMove512{0x740eef02, 0x9e4addf8};
 inline constexpr Factors kMove384{0x1c291d04, 0x1d82c63da}, kMove256{0x1384aa63a, 0xba4fc28e};
 inline constexpr Factors kMove128{0xf20c0dfe, 0x14cd00bd6};
 
-// `from`, moved, and added to `to`, for each 128 bits.
+// Moves each 128 bits of `from` by `factors`, and adds them to those of `to`.
 [[gnu::always_inline, WINDLASS_FOLDS]] inline __m512i fold(__m512i from, __m512i factors, __m512i to) {
     constexpr int kXorOfThree = 0x96;
     return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(from, factors, 0x00),
                                      _mm512_clmulepi64_epi128(from, factors, 0x11), to, kXorOfThree);
 }
 
-// Folds kPages pages side by side, as different pages of memory arrive faster than one.
+// Folds kPages pages side by side, because several pages arrive from memory faster than one.
 template <uint64_t kPages>
 [[gnu::always_inline, WINDLASS_FOLDS]] inline void fold_pages(const char* first, uint32_t* sums) {
     const __m512i near = _mm512_broadcast_i32x4(_mm_set_epi64x(kMove512.back, kMove512.front));

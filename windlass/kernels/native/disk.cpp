@@ -17,8 +17,8 @@ using Span = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint64_t>;  // f
 using Error = std::tuple<int, uint32_t, uint64_t, uint64_t>;                // errno, file, offset, bytes done
 using Totals = std::tuple<uint64_t, uint64_t, double, double, double>;
 
-// Engine that closes with its last reference. A forked child has its memory but not its threads, so it does not close
-// it.
+// Returns an owner of `engine`, which is closed with its last reference. A forked child has the engine's memory but not
+// its threads, so the child does not close the engine.
 template <typename Engine>
 std::shared_ptr<Engine> owned(Engine* engine) {
     return {engine, [owner = getpid()](Engine* ending) {
@@ -61,7 +61,7 @@ class Disk {
         }
     }
 
-    // None after close().
+    // Starts the transfer of `spans`. Returns None after close().
     std::optional<Started<Engine>> submit(bool write, const std::vector<Span>& spans) {
         check(spans);
         std::vector<Block> blocks;

@@ -19,8 +19,8 @@ inline void note_sums(const Block& block, bool write) {
     crc_write(reinterpret_cast<const char*>(block.address), block.bytes / kPage, reinterpret_cast<uint32_t*>(block.sums));
 }
 
-// After a read into `memory`: returns the bytes before the first page that differs from the written one; all if none
-// does.
+// After a read into `memory`: returns the number of bytes before the first page that differs from the written page; all
+// bytes of the block if no page differs.
 inline uint64_t undamaged(const Block& block, bool write, const char* memory) {
     if (write || block.sums == 0) return block.bytes;
     return kPage * crc_first_wrong(memory, block.bytes / kPage, reinterpret_cast<const uint32_t*>(block.sums));

@@ -22,8 +22,8 @@ struct Block {
     uint64_t offset, address, bytes, sums;
 };
 
-// A failed block: the system's error and the bytes done. ENODATA: the file ended before the block. EBADMSG: the page
-// after `done` differs from the written one.
+// A failed block: the system's error and the bytes done. ENODATA: the file ended before the end of the block. EBADMSG:
+// the page after `done` differs from the written one.
 struct Failure {
     int error;
     uint32_t file;
@@ -44,7 +44,7 @@ struct Job {
     Block block;
 };
 
-// Bytes so far, and seconds during which reads, writes, or either were outstanding.
+// Bytes transferred so far, and seconds during which reads, writes, or either were outstanding.
 struct Counters {
     uint64_t read_bytes = 0, write_bytes = 0;
     double read_seconds = 0, write_seconds = 0, busy_seconds = 0;
@@ -74,7 +74,7 @@ class Busy {
 // queued behind gigabytes of writes, and writes, whose buffers are needed again, are not starved by reads.
 class Queue {
  public:
-    // Null once the queue is stopped.
+    // Adds a request. Returns null once the queue is stopped.
     RequestPtr add(bool write, const std::vector<Block>& blocks) {
         auto request = std::make_shared<Request>(Request{write, blocks.size(), std::nullopt});
         std::lock_guard lock(mutex_);

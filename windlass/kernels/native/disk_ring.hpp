@@ -12,8 +12,8 @@
 
 namespace windlass::disk {
 
-// Raises std::system_error with the system's errno. All members are called by the thread that constructed it: the
-// kernel then needs no locks, and completions run on this thread instead of interrupting the computing one.
+// Failures raise std::system_error with the system's errno. All members are called by the thread that constructed the
+// ring: the kernel then needs no locks, and completions run on this thread instead of interrupting the computing one.
 class Ring {
  public:
     explicit Ring(unsigned entries) {

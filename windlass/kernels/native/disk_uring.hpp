@@ -15,7 +15,7 @@ namespace windlass::disk {
 
 class Uring {
  public:
-    // Raises std::system_error if the kernel refuses.
+    // Raises std::system_error if the kernel refuses io_uring.
     Uring(std::vector<int> files, unsigned depth, uint64_t largest, uint64_t alignment)
         : files_(std::move(files)), slots_(depth), largest_(largest), alignment_(alignment) {
         wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -59,7 +59,7 @@ class Uring {
         return found.get();
     }
 
-    // After the return the region is not used any more, so that other memory may be allocated at the same address.
+    // Once this returns, no new block uses the region, so that other memory may be allocated at the same address.
     void remove_region(int place) {
         {
             std::lock_guard lock(regions_mutex_);
@@ -83,7 +83,7 @@ class Uring {
 
     struct Region {
         uint64_t address, bytes;
-        int place;                   // -1: to be chosen; without bytes: to be removed
+        int place;                   // entry of the kernel's table; -1: to be chosen, or to be removed if bytes is 0
         std::promise<int>* answer;
     };
 
@@ -140,7 +140,8 @@ class Uring {
         });
     }
 
-    // Polled, not read through the ring: a read still armed when the ring closes would write to freed memory.
+    // The eventfd is polled, not read through the ring: a read in flight when the ring closes would write to freed
+    // memory.
     void listen() {
         abi::Sqe& entry = ring_->entry();
         entry.opcode = abi::kOpPoll;

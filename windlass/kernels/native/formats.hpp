@@ -45,7 +45,7 @@ inline std::uint32_t scrambled(std::uint32_t bits) {
     return bits ^ (bits >> 16);
 }
 
-// Hash of 32 bits, of which each state uses 20. The part that differs between steps is derived from the seed once. The
+// Hash of 32 bits; each state uses 20 of them. The part that differs between steps is derived from the seed once. The
 // hash uses the old parameter, because the new one is computed last.
 struct Noise {
     std::uint32_t first, second, added;
@@ -90,7 +90,7 @@ WINDLASS_INLINE void decode(const std::uint8_t* codes, F scale, F& a, F& b) {
     b = (F)high * scale;
 }
 
-// Values over all elements of a block of one state, needed before its first element is encoded.
+// Extremes over all elements of a block of one state, which are needed before its first element is encoded.
 template <bool kSigned>
 struct Extent {
     Halves most_ = {}, least_ = all_halves(0xffff);
@@ -113,7 +113,7 @@ struct Extent {
     }
 };
 
-// `floor` is the magnitude of code 0; no other magnitude is below code 1.
+// Encodes values without a magnitude below code 1. `floor` is the magnitude of code 0.
 template <bool kSigned>
 WINDLASS_INLINE Halves encode_inside(Halves rounded, std::uint16_t floor) {
     const Halves above = rounded - floor;
@@ -121,8 +121,8 @@ WINDLASS_INLINE Halves encode_inside(Halves rounded, std::uint16_t floor) {
     return above >> 4;
 }
 
-// For values of any magnitude. Signed values below code 1 are rounded again, to code 1 or 0; unsigned ones become code
-// 1.
+// Encodes values of any magnitude. Signed values below code 1 are rounded again, to code 1 or 0; unsigned ones become
+// code 1.
 template <bool kSigned>
 WINDLASS_INLINE Halves encode_any(Halves rounded, std::uint16_t floor, F smallest, U noise_a, U noise_b) {
     const Halves size = rounded & 0x7ff0;
@@ -139,7 +139,7 @@ WINDLASS_INLINE Halves encode_any(Halves rounded, std::uint16_t floor, F smalles
     return kSigned ? code | ((rounded >> 8) & 0x80) : code;
 }
 
-// Codes of a block and their scale. `hashes` gave the noise in `rounded`.
+// Writes the codes of a block and their scale. The noise in `rounded` was made from `hashes`.
 template <bool kSigned>
 WINDLASS_INLINE void encode(const Extent<kSigned>& extent, const std::uint16_t* rounded, const std::uint32_t* hashes,
                             int state, std::uint8_t* codes, float* scale) {
@@ -170,7 +170,7 @@ WINDLASS_INLINE void encode(const Extent<kSigned>& extent, const std::uint16_t* 
 
 inline std::int64_t width(Format format) { return format == Format::fp32 ? 4 : format == Format::coded ? 1 : 2; }
 
-// Elements `at` to `at + kPair` of an array of any float format.
+// Loads elements `at` to `at + kPair` of an array of any float format.
 WINDLASS_INLINE void load_pair(Format format, const char* from, std::int64_t at, F& a, F& b) {
     from += at * width(format);
     if (format == Format::fp32) {

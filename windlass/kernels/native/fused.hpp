@@ -14,7 +14,7 @@ using windlass::GateJob;
 using windlass::NormJob;
 using windlass::RotaryJob;
 
-// `count` <= kLanes elements of a float32 or bf16 array, with zeros behind.
+// Loads up to kLanes elements of a float32 or bf16 array: min(count, kLanes), with zeros behind.
 WINDLASS_INLINE F load_row(const void* from, std::int64_t at, std::int64_t count, bool is_bf16) {
     if (is_bf16) {
         const auto* line = static_cast<const std::uint16_t*>(from) + at;

@@ -25,7 +25,8 @@ using windlass::RowBlock;
 constexpr std::int64_t ahead_for(int rows) { return rows <= 4 ? 32 : 64; }
 constexpr std::int64_t kNear = 6;
 
-// How a step of a panel is multiplied. `Input` is the element of the packed input, of which a step has kInputs a row.
+// Multiplication of a step of a panel. `Input` is an element of the packed input; a step has kInputs of them for each
+// row.
 struct PlainStep {  // float32 weights
     using Input = float;
     using Sum = F;
@@ -111,10 +112,10 @@ struct CodedStep {
 };
 #endif
 
-constexpr int kUnroll = 4;  // steps between which a loop computes no addresses, since those compete with products
+constexpr int kUnroll = 4;  // steps for which a loop computes addresses once: computing them competes with products
 
-// Prefetches weights ahead in each panel and, near the end of the panels, in those of the next call, which are kPanels
-// further. For one row, the loop that widens weights is too long for the processor to begin loads of many lines: it
+// Prefetches weights ahead in each panel and, near the end of the panels, in the panels of the next call, kPanels
+// further on. For one row, the loop that widens weights is too long for the processor to begin loads of many lines: it
 // prefetches into the first-level cache, so that no line waits twice.
 template <class Step, int kRows, int kPanels>
 struct FetchAhead {
@@ -485,8 +486,8 @@ WINDLASS_INLINE __m128 four_words(const FloatPair* from) {
 }
 #endif
 
-// Transposes `count` words of as many of the `rows` rows as make up whole squares; returns their number. `count` is a
-// multiple of 4.
+// Transposes `count` words of those rows that make up whole squares of 4 rows; returns the number of these rows.
+// `count` is a multiple of 4.
 template <class From>
 WINDLASS_INLINE std::int64_t transpose_squares([[maybe_unused]] const From* from, [[maybe_unused]] std::int64_t stride,
                                                [[maybe_unused]] std::int64_t rows, [[maybe_unused]] std::int64_t count,
@@ -529,7 +530,7 @@ WINDLASS_INLINE void transpose_rows(To* to, const From* from, std::int64_t strid
     }
 }
 
-// Features [first, first + count) of an input row as floats, with zeros up to kCodeGroup.
+// Loads features [first, first + count) of an input row as floats, with zeros up to kCodeGroup.
 inline void load_group(const GemmJob& job, std::int64_t row, std::int64_t first, std::int64_t count, float* to) {
     if (job.is_bf16) {
         const auto* line = static_cast<const std::uint16_t*>(job.x) + row * job.features + first;
@@ -568,7 +569,7 @@ inline float code_group(const float* values, std::int8_t* codes) {
     return largest / 127.0f;
 }
 
-// Writes the words of a row, of a group of `rows` rows; see CodedStep.
+// Writes the words of one row in a group of `rows` rows; see CodedStep.
 WINDLASS_INLINE void write_words(const std::int8_t* codes, std::int64_t rows, std::uint32_t* words) {
     for (std::int64_t i = 0; i < windlass::kCodeGroup; i += 4) {
         if constexpr (CodedStep::kInputs == 1) {

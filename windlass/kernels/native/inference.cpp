@@ -82,7 +82,7 @@ void pack_panel(const Element* weight, char* to, std::int64_t panel, const GemmJ
     }
 }
 
-// Packs a contiguous matrix of float32, bf16 or int8, of the code's own element.
+// Packs a contiguous matrix of float32, bf16 or int8 elements, as `code` selects.
 void pack(int code, std::uint64_t weight, std::int64_t outputs, std::int64_t features, std::uint64_t panels, int threads) {
     GemmJob job{};
     job.code = known_code(code);
@@ -126,7 +126,7 @@ std::int64_t divide_product(const InferenceSet& set, const GemmJob& job, std::in
                             std::vector<std::int64_t>& bounds) {
     const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
     const std::int64_t groups = (panels + group - 1) / group;
-    // Many rows pass over a part again and again: it stays in the cache.
+    // With many rows, each part is read again and again: its size is limited so that it stays in the cache.
     const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
     divide_guided(panels, group, threads, blocks > kSlicedBlocks ? fitting * group : panels, bounds);
     const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
@@ -165,7 +165,7 @@ void set_rounding(GemmJob& job, bool rounds_inputs) {
     job.dots_bf16 = dots_of_bf16_are_fast();
 }
 
-// y = x @ weight.T * scales + bias. Addresses are 0 where there is nothing.
+// y = x @ weight.T * scales + bias. Address 0 of scales or bias: there are none.
 void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
             std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads,
             bool rounds_inputs) {
@@ -256,7 +256,7 @@ void attend_all(const InferenceSet& chosen, const AttentionJob& job, std::int64_
         const std::int64_t queries = job.query_start[sequence + 1] - job.query_start[sequence];
         const std::int64_t rows = queries * job.group();
         scores += rows * cache.heads * job.context_lengths[sequence];
-        // The last rows see the most keys: they come first, so that threads finish together.
+        // The last rows attend to the most keys: they come first, so that threads finish together.
         for (std::int64_t first = (rows - 1) / kPartRows * kPartRows; rows > 0 && first >= 0; first -= kPartRows) {
             for (std::int64_t head = 0; head < cache.heads; ++head) {
                 parts.push_back({sequence, head, first, std::min(kPartRows, rows - first)});
@@ -408,8 +408,8 @@ void add_arrays(const InferenceSet& chosen, const AddJob& job, std::int64_t elem
     });
 }
 
-// Prefetches weights on threads of a step that have no part: each thread those of its own first part of the next
-// product. So weights arrive from memory during norms, attention and the end of a product, too.
+// Prefetches weights on threads of a step that have no part to compute: each thread prefetches the weights of its own
+// first part of the next product. So weights arrive from memory during norms, attention and the end of a product, too.
 class WeightsAhead {
    public:
     WeightsAhead(const InferenceSet& set, int threads) : set_(set), threads_(threads), states_(threads) {}
@@ -600,7 +600,7 @@ class StepProgram {
     struct Product {
         std::size_t place;  // index among the calls
         Count count;
-        GemmJob job;  // without rows
+        GemmJob job;  // `rows` is not set
     };
 
     void add(Call call) { calls_.push_back(std::move(call)); }

@@ -20,7 +20,7 @@ constexpr std::int64_t features_per_step(PanelCode code) {
     return code == PanelCode::fp32 ? 1 : code == PanelCode::bf16 ? 2 : 4;
 }
 
-// Blocks of rows, at most, for which the weight is taken in slices that serve all blocks; see gemm.hpp.
+// Maximum number of blocks of rows for which the weight is read in slices that serve all blocks; see gemm.hpp.
 constexpr std::int64_t kSlicedBlocks = 8;
 
 // y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]
@@ -144,26 +144,28 @@ struct GateJob {
 // Kernels of one instruction set.
 struct InferenceSet {
     const char* name;
-    // Divides rows into blocks. Returns their number; `blocks` has room for one a row.
+    // Divides rows into blocks. Returns the number of blocks, and in `bytes` the size of their packed input. `blocks`
+    // has room for one block for each row.
     std::int64_t (*divide_rows)(const GemmJob&, RowBlock* blocks, std::int64_t* bytes);
     // Writes the packed input of a block to `packed` + offset, which is aligned to 64 bytes.
     void (*pack_rows)(const GemmJob&, const RowBlock&, char* packed);
     // Computes the outputs of panels [begin, end) for blocks [first, last).
     void (*multiply)(const GemmJob&, const RowBlock* blocks, std::int64_t first, std::int64_t last, const char* packed,
                      std::int64_t begin, std::int64_t end);
-    // Panels that `multiply` computes best in one call.
+    // Number of panels that `multiply` computes best in one call.
     std::int64_t (*panel_group)(const GemmJob&);
     // Reads memory once, as fast as possible: the speed that products are compared with.
     std::uint64_t (*read_words)(const char* from, std::int64_t bytes);
-    // `scratch` has attention_scratch(job) bytes, aligned to 64.
+    // Computes a part of attention. `scratch` has attention_scratch(job) bytes, aligned to 64.
     void (*attend)(const AttentionJob&, const AttentionPart&, char* scratch);
     std::int64_t (*attention_scratch)(const AttentionJob&);
     // Stores the tokens of heads [begin, end).
     void (*write_heads)(const WriteJob&, std::int64_t begin, std::int64_t end);
-    // Rows or tokens [begin, end).
+    // Normalizes rows [begin, end).
     void (*normalize_rows)(const NormJob&, std::int64_t begin, std::int64_t end);
-    // Elements [begin, end).
+    // Adds elements [begin, end).
     void (*add_elements)(const AddJob&, std::int64_t begin, std::int64_t end);
+    // Rotates tokens [begin, end); applies gates to rows [begin, end).
     void (*rotate_rows)(const RotaryJob&, std::int64_t begin, std::int64_t end);
     void (*gate_rows)(const GateJob&, std::int64_t begin, std::int64_t end);
 };

@@ -1,7 +1,7 @@
 // Kernels of inference for the instruction set that this file is compiled for, once for each; WINDLASS_SET names it.
 //
-// A set with dot products differs only in products that use them from the set without, which WINDLASS_WIDE_INFERENCE
-// names. It calls the other kernels of that set: they would compile to the same instructions, and take most of the
+// A set with dot products differs from the set without them, WINDLASS_WIDE_INFERENCE, only in the products that use
+// them. It calls that set's other kernels, because its own would compile to the same instructions and take most of the
 // compiler's time.
 #include "gemm.hpp"
 #if !defined(WINDLASS_WIDE_INFERENCE)

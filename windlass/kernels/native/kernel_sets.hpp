@@ -21,7 +21,7 @@ struct NamedSet {
     const Set* set;
 };
 
-// Sets of a module. Those beside `baseline` are nullptr where they are not built.
+// Sets of a module. Sets other than `baseline` are nullptr if they are not built.
 template <class Set>
 struct BuiltSets {
     const Set* baseline;
@@ -33,7 +33,7 @@ struct BuiltSets {
 };
 
 #if defined(__x86_64__)
-// Reads the bit itself, since compilers differ in the name that __builtin_cpu_supports takes.
+// Reads the processor's bit itself, since compilers differ in the name that __builtin_cpu_supports takes.
 inline bool has_avx_vnni() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;

@@ -81,7 +81,7 @@ void put_code(Codes codes, unsigned code, std::int64_t lane, std::int64_t i, std
     }
 }
 
-// Packs the codes of a file. `bits` of a code in the file are those of `codes`, or 5 digits of base 3 are in a byte.
+// Packs the codes of a file. A code in the file has the bits of `codes`; with `trits` a byte has 5 digits of base 3.
 void pack(int codes, bool trits, std::uint64_t from, std::int64_t row_bytes, std::int64_t outputs,
           std::int64_t features, std::uint64_t panels, int threads) {
     const LowBitJob job = make_job(codes, outputs, features);
@@ -135,7 +135,7 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
     });
 }
 
-// y = x @ ((codes - zeros - shifts) * group_scales * scales).T + bias. Addresses are 0 where there is nothing.
+// y = x @ ((codes - zeros - shifts) * group_scales * scales).T + bias. An address of 0: there is no such tensor.
 void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::int64_t group,
             std::uint64_t group_scales, std::uint64_t zeros, int zero, std::uint64_t wide_scales, std::uint64_t shifts,
             std::uint64_t scales, std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16,

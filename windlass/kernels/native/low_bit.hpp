@@ -37,8 +37,8 @@ constexpr std::int64_t kNarrowRows = 2, kPairRows = 0, kNarrowFloatRows = 2;
 
 constexpr int kPairBlock = 8, kPairPanels = 2;  // rows of a block of a pair, and panels
 
-// Float inputs use no dot products: a set with dot products calls the set without, WINDLASS_WIDE_LOWBIT, for them,
-// since its own code would be the same.
+// Float inputs use no dot products: for float inputs, a set with dot products calls the set without them,
+// WINDLASS_WIDE_LOWBIT, since its own code would be the same.
 #if defined(WINDLASS_WIDE_LOWBIT)
 constexpr bool kHasFloats = false;
 #else
@@ -94,8 +94,9 @@ WINDLASS_INLINE U plane_bytes(const char* from, int line, int plane) {
     return load<U>(from + line * kStepBytes) & (kOnes << (plane * windlass::lines_of(kCodes)));
 }
 
-// Exact sums of products of unsigned bytes `w` and signed bytes `x`, four to a lane. `Sum` may be narrower than 32 bits:
-// it holds kRun units. `kPlanes` is the number of passes over a byte of which each sees a part that `Sum` has room for.
+// Exact sums of products of unsigned bytes `w` and signed bytes `x`, four to a lane. `Sum` may be narrower than 32
+// bits: it holds kRun units. A byte is added in kPlanes passes; each pass adds as many bits of the byte as `Sum` has
+// room for.
 #if defined(WINDLASS_BYTE_DOTS)
 template <int>
 struct ByteSum {
@@ -158,7 +159,7 @@ WINDLASS_INLINE F widen_zeros(const std::uint8_t* from) {
 #endif
 }
 
-// Where a tile of panels reads: lines, scales and zeros of each panel.
+// Addresses that a tile of panels reads: lines, scales, zeros and shifts of each panel.
 template <int kPanels>
 struct TilePlace {
     const char* lines[kPanels];
@@ -179,8 +180,9 @@ struct TilePlace {
     }
 };
 
-// Packed int8 inputs of a block: for each group of 128 features `rows` scales, then for each of its spans `rows` first
-// sums and the words of its steps: 4 bytes a row. Float inputs: `rows` floats for each feature.
+// Bytes of a row in the packed input of a block. int8 inputs: for each group of 128 features `rows` scales, then for
+// each of its spans `rows` first sums and the words of its steps: 4 bytes a row. Float inputs: `rows` floats for each
+// feature.
 inline std::int64_t row_bytes_of(const LowBitJob& job) {
     if (!job.codes_inputs) return job.units() * kUnit * 4;
     const std::int64_t groups = (job.units() + kGroupUnits - 1) / kGroupUnits;
@@ -301,7 +303,7 @@ WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_
                 for (std::int64_t unit = 0; unit < units; ++unit) add_unit(unit, plane);
             }
             const int fall = plane == 0 ? 0 : plane_power<kCodes>(plane) - plane_power<kCodes>(plane - 1);
-            if (fall != 0) {  // exact: the sums are multiples
+            if (fall != 0) {  // exact: the sums are multiples of 2^fall
 #pragma GCC unroll 16
                 for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 16
@@ -428,7 +430,7 @@ WINDLASS_INLINE F code_float(U bytes, int part, F offset) {
 }
 
 // Numbers of codes of 1, 2 and 4 bits by a table in a register: the lowest bits of a lane select an entry, whatever is
-// above them. Fewer operations than a conversion.
+// above them. This takes fewer operations than a conversion.
 #if defined(__AVX512F__)
 constexpr int kTableBits = 4;
 WINDLASS_INLINE F look_up(F table, U bits) { return (F)_mm512_permutexvar_ps((__m512i)bits, (__m512)table); }
@@ -456,7 +458,7 @@ WINDLASS_INLINE F make_table(int zero) {
     return table;
 }
 
-// Offsets of a span's floats, of which a code is the lowest bits.
+// Loads the offsets that are subtracted from a span's floats, whose lowest bits are the code.
 template <int kPanels>
 WINDLASS_INLINE void load_offsets(const LowBitJob& job, const TilePlace<kPanels>& place, std::int64_t span, float magic,
                                   F (&offsets)[kPanels * kVectors]) {
@@ -468,7 +470,7 @@ WINDLASS_INLINE void load_offsets(const LowBitJob& job, const TilePlace<kPanels>
     }
 }
 
-// Shifts of a span's floats, or 0.
+// Loads the shifts of a span's floats; 0 if there are none.
 template <int kPanels>
 WINDLASS_INLINE void load_shifts(const TilePlace<kPanels>& place, std::int64_t span, F (&shifts)[kPanels * kVectors]) {
 #pragma GCC unroll 16
@@ -619,7 +621,8 @@ void multiply_low_rows(const LowBitJob& job, const RowBlock& block, const char* 
            multiply_low_if<kCodes, kBits, 12>(job, block, packed, begin, end));
 }
 
-// Two blocks that expand codes in registers, one after the other while a slice is in the first-level cache.
+// Multiplies two blocks, which expand codes in registers, one after the other while a slice is in the first-level
+// cache.
 template <Codes kCodes, int kPanels>
 void multiply_low_pair(const LowBitJob& job, const RowBlock* blocks, const char* packed, std::int64_t begin,
                        std::int64_t end) {
@@ -682,7 +685,7 @@ void expand_bytes(const char* from, std::int64_t units, char* to) {
     }
 }
 
-// Writes units [begin, end) of kPanels panels as floats less their zeros and shifts: a line is a feature.
+// Writes units [begin, end) of kPanels panels as floats minus their zeros and shifts; a line is a feature.
 template <Codes kCodes, int kPanels>
 void expand_floats(const LowBitJob& job, const TilePlace<kPanels>& place, std::int64_t begin, std::int64_t end,
                    char* to) {
@@ -757,7 +760,7 @@ WINDLASS_INLINE bool add_low_slice_if(const LowBitJob& job, const RowBlock& bloc
             add_floats_to_tile<kRows, kPanels>(job, place, wide, packed + block.offset, begin, end, fetch, tile);
         } else if (job.codes == Codes::eight || std::is_same_v<typename ByteSum<8>::Sum, I>) {
             add_bytes_to_tile<Codes::eight, 8, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
-        } else {  // small bytes, which matters where sums are narrow
+        } else {  // codes of at most 4 bits: narrow sums take one pass instead of two
             add_bytes_to_tile<Codes::eight, 4, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
         }
         return true;
@@ -781,8 +784,8 @@ template <bool kFloats, int kPanels>
 template <int kPanels>
 constexpr std::int64_t kLowTile = kMostRows * kPanels * kPanel;
 
-// Several blocks: slice after slice, in each all panels, in each all blocks. So a slice of the input stays in the
-// second-level cache and one of the weight in the first. `tiles` has room for all panels and blocks.
+// Multiplies several blocks: for each slice all panels, for each panel all blocks. So a slice of the input stays in the
+// second-level cache, and a slice of the weight in the first-level cache. `tiles` has room for all panels and blocks.
 template <bool kFloats, int kPanels>
 void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
                          std::int64_t begin, std::int64_t end, float* tiles) {

@@ -58,7 +58,7 @@ struct LowBitSet {
     void (*multiply)(const LowBitJob&, const RowBlock* blocks, std::int64_t first, std::int64_t last,
                      const char* packed, std::int64_t begin, std::int64_t end, char* tiles);
     std::int64_t (*panel_group)(const LowBitJob&);  // panels that `multiply` computes best in one call
-    // Memory for sums of that many blocks and panels; 0 where one block is multiplied at a time.
+    // Bytes for the sums of that many blocks and panels; 0 if sums are not kept between slices.
     std::int64_t (*tile_bytes)(const LowBitJob&, std::int64_t blocks, std::int64_t panels);
 };
 

@@ -56,7 +56,7 @@ class PageSums {
         if (first < last) act(*memory, first, last);
     }
 
-    // The same with the page around `address`.
+    // Calls `act(memory, page, page + 1)` with the page that contains `address`, if there is one.
     template <class Act>
     void around(std::uint64_t address, Act act) const {
         if (const SummedPages* memory = find(address)) {

@@ -18,13 +18,13 @@ namespace {
 
 using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-// torch loads libgomp for the whole process. Other OpenMP libraries lack this entry: there, threads of our own wait.
+// torch loads libgomp for the whole process. Other OpenMP libraries lack this entry: then threads of our own are used.
 Region find_region() {
     static const Region found = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     return found;
 }
 
-// A child of this process has none of its OpenMP threads, and would wait for them.
+// A forked child has none of this process's OpenMP threads, and would wait for them.
 const pid_t process_of_loading = getpid();
 
 struct Work {
@@ -38,9 +38,9 @@ void take_parts(void* argument) {
     for (int number = work.next.fetch_add(1); number < work.parts; number = work.next.fetch_add(1)) work.part(number);
 }
 
-// [Note: thread pool of the kernels] A call publishes its work in two words. A thread without parts may be delayed between a look at the
-// words and the taking of a part, which then belongs to a later call. So a part is run only if its number was taken
-// from the words, and the leader replaces the words only when all parts are done.
+// [Note: thread pool of the kernels] A call publishes its work in two words. A thread without parts may be delayed
+// between reading the words and taking a part; the part then belongs to a later call. So a part is run only if its
+// number was taken from the words, and the leader replaces the words only when all parts are done.
 struct Crew {
     const std::function<void()>& lead;
     const std::function<bool(int)>& idle;
@@ -48,7 +48,7 @@ struct Crew {
     const void* leader;  // mark of the leader's thread
     std::exception_ptr problem = nullptr;
     alignas(64) std::atomic<std::uint64_t> ticket{0};  // number of parts << 32 | next part
-    alignas(64) std::atomic<std::uint64_t> kept{0};    // first parts that are left to their threads, and not begun
+    alignas(64) std::atomic<std::uint64_t> kept{0};    // bit i: part i is reserved for thread i, and not begun
     alignas(64) std::atomic<int> done{0};
     const std::function<void(int)>* part = nullptr;  // written before the words, read after a part is taken
     alignas(64) std::atomic<bool> ended{false};
@@ -77,7 +77,7 @@ struct Crew {
             run(static_cast<int>(static_cast<std::uint32_t>(taken)));
             any = true;
         }
-        // The threads of these parts are late.
+        // The threads for which these parts are reserved are late.
         for (std::uint64_t left = kept.load(std::memory_order_relaxed); left != 0; left &= left - 1) {
             any = take_kept(left & -left, __builtin_ctzll(left)) || any;
         }

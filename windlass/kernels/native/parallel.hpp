@@ -11,10 +11,11 @@ namespace windlass {
 // all are done. `part` must not throw. Threads take parts in order, as soon as they are free.
 void run_parallel(int threads, int parts, const std::function<void(int)>& part);
 
-// Calls `lead` on this thread, while the other threads stay in one parallel region and take the parts of its calls of
-// `run_parallel`, which so begin in the time of a cache miss. Part i of a call, for each i below the number of threads, is
-// left to thread i unless that is late. `idle(i)` is called again and again on a thread without parts, thread 0 being the
-// caller; it returns false if it has nothing to do. What `lead` throws is thrown here. `idle` must not throw.
+// Calls `lead` on this thread, while the other threads stay in one parallel region and take the parts of the calls of
+// `run_parallel` in `lead`. So such a call begins within the time of a cache miss. Part i of a call, for each i below
+// the number of threads, is reserved for thread i, unless that thread is late. `idle(i)` is called again and again on
+// thread i while the thread has no parts (thread 0 is the caller); `idle` returns false if there is nothing to do, and
+// must not throw. An exception of `lead` is thrown here.
 void run_with_crew(int threads, const std::function<void()>& lead, const std::function<bool(int)>& idle);
 
 // Divides `items` into consecutive parts of at most `most`, for `run_parallel`: part i is [bounds[i], bounds[i + 1]).

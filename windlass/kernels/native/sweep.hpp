@@ -314,7 +314,8 @@ void update_with(const Job& job, const Piece& piece, std::int64_t begin, std::in
     fence();
 }
 
-// In double, with sixteen partial sums for any vector width, so that all instruction sets add in the same order.
+// Sum of squares in double, with sixteen partial sums for any vector width, so that all instruction sets add in the
+// same order.
 inline double square_sum(const float* values, std::int64_t count) {
     double parts[16] = {};
     for (std::int64_t i = 0; i < count; ++i) parts[i % 16] += static_cast<double>(values[i]) * values[i];

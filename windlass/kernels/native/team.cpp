@@ -45,7 +45,7 @@ void member(Team& team, int index, unsigned long seen) {
     }
 }
 
-// Members block all signals, which the program's own threads handle.
+// Starts members until there are `wanted`. Members block all signals, which the program's own threads handle.
 void grow(Team& team, int wanted) {
     sigset_t everything, before;
     sigfillset(&everything);
@@ -60,7 +60,8 @@ void grow(Team& team, int wanted) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// Never destroyed: its members wait in it until the process ends. The team of a parent process is not touched.
+// The team is never destroyed: its members wait in it until the process ends. The team of a parent process is not
+// touched.
 Team& team_of_process() {
     static std::atomic<Team*> current{nullptr};
     Team* team = current.load();

@@ -69,7 +69,7 @@ inline Halves where_bits(Halves tested, std::uint16_t bits, Halves some, Halves 
     return select((tested & bits) == 0, none, some);
 }
 
-// True if no value so far is NaN.
+// Test that no value so far is NaN.
 struct Numbers {
     I found = ~I{};
     void take(F a, F b) { found &= (a == a) & (b == b); }

@@ -22,7 +22,7 @@ from windlass.kernels.reference.stochastic_rounding import NOISE_BITS, NOISE_MAS
 from windlass.kernels.update_tensors import SCALE_BLOCK, count_scales
 
 _MIN_SIGNED_VALUE = 1.125 * 2.0**-15  # value of code 1
-_SIGNED_SPAN, _UNSIGNED_SPAN = 15, 31  # exponents of the codes below that of the scale
+_SIGNED_SPAN, _UNSIGNED_SPAN = 15, 31  # number of exponents of the codes below that of the scale
 # Biased exponents of the smallest scales. With them code 1, and for signed codes its product with a noise, is a normal
 # number. Blocks of smaller values use these scales.
 _MIN_SIGNED_EXPONENT, _MIN_UNSIGNED_EXPONENT = 64, 32

@@ -11,7 +11,7 @@ CODE_GROUP = 128  # features that share a scale
 def quantize_groups(x: torch.Tensor) -> torch.Tensor:
     """Return `x` `[..., features]` rounded to multiples of `max / 127` of each group of 128 features, in its dtype.
 
-    To nearest, ties to even. A group with an infinity or a NaN becomes NaN.
+    Rounding is to nearest, ties to even. A group with an infinity or a NaN becomes NaN.
     """
     features = x.shape[-1]
     groups = F.pad(x.float(), (0, -features % CODE_GROUP)).unflatten(-1, (-1, CODE_GROUP))

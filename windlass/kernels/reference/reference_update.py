@@ -48,7 +48,7 @@ def update_with_reference(rule: UpdateRule, tensors: UpdateTensors, divisor: flo
         None if tensors.low_precision_copy is None else tensors.low_precision_copy.view(-1),
     )
     count = tensors.parameter.numel()
-    span = count if isinstance(rule, LambRule) else _SPAN_ELEMENTS  # its norms are over the whole tensor
+    span = count if isinstance(rule, LambRule) else _SPAN_ELEMENTS  # LAMB's norms are over the whole tensor
     for start in range(0, count, span):
         _update_span(rule, _slice_span(flat, start, min(start + span, count)), divisor)
 

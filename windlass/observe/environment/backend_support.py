@@ -48,7 +48,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 """Backends that reduce with each operator."""
 COMPOSED_OPERATORS = ("LAND", "LOR", "LXOR", "MINLOC", "MAXLOC")
 COMPOSED_COLLECTIVES = ("gatherv", "scatterv")
-"""Operations that no backend has, and `windlass.compat.collectives` composes on all."""
+"""Operations that no backend has, and that `windlass.compat.collectives` composes from others on every backend."""
 NATIVE, STAGED, COMPOSED, ABSENT = "native", "staged", "composed", "-"
 _COLUMNS = (("gloo", "CPU"), ("gloo", "GPU"), ("nccl", "GPU"), ("mpi", "CPU"), ("mpi", "GPU"), ("shm", "CPU"))
 _CPU_ONLY = {"gloo": ("send", "recv", "recv (any source)", "monitored_barrier", *COMPOSED_COLLECTIVES)}
@@ -132,10 +132,11 @@ def is_cuda_aware(mpi: Any) -> bool:
 
 
 def support_by_device(available: dict[str, dict[str, Any]], *, gpu: bool) -> dict[str, dict[str, str]]:
-    """Return, by operation, how each backend executes it on tensors of each device, as `"gloo CPU"`.
+    """Return, for each operation, the kind of support by backend and device, such as `{"gloo CPU": "native"}`.
 
-    `native`: by itself; `staged`: through host memory; `composed`: by `windlass.compat.collectives`, from operations
-    that it has; `-`: not at all, or the backend is not available here.
+    `native`: the backend has the operation; `staged`: it runs through host memory; `composed`:
+    `windlass.compat.collectives` composes it from operations of the backend; `-`: it is not supported, or the backend
+    is not available here.
 
     Args:
         available: result of `backend_availability`.

@@ -153,7 +153,8 @@ def find_costly_settings(
     """Return the costly settings in force: name, value, source, cost, and the remedy.
 
     Args:
-        nccl_file: file of NCCL settings for variables that the environment lacks. [NCCL_CONF_FILE, else /etc/nccl.conf]
+        nccl_file: file of NCCL settings for variables that the environment lacks; None: the file in the variable
+            NCCL_CONF_FILE, else /etc/nccl.conf.
         cores: number of cores that this process may use; None skips the check for too many threads.
     """
     nccl_file = nccl_file or Path(environment.get("NCCL_CONF_FILE") or NCCL_FILE)

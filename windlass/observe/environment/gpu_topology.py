@@ -37,7 +37,8 @@ class GpuTopology:
     Attributes:
         gpus, cards: names in the table's order; cards are network interfaces.
         links: link class of each ordered pair, in both orders.
-        cpus, numa: affinity by GPU, as the driver writes it: "0-47,96-143", "0". GPUs without one are left out.
+        cpus, numa: CPU and NUMA affinity of each GPU, in the driver's format: "0-47,96-143", "0". A GPU without an
+            affinity is left out.
         card_names: device name of each card: NIC0 -> mlx5_0.
     """
 

@@ -70,7 +70,7 @@ def apply_expert_parallel(
         required: raise if the model has no experts. False for a stage of a pipeline.
 
     Raises:
-        ModelError: there are no experts, or experts of an unknown class.
+        ModelError: there are no experts, experts of an unknown class, or experts that are distributed already.
         ConfigError: fewer experts than ranks, or a `MoE` layer with a different `ep_size`.
     """
     layers = list(_expert_modules(model, replicated))

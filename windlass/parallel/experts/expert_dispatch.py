@@ -19,8 +19,8 @@ from windlass.parallel.experts.token_permutation import (
 from windlass.parallel.placement import compute_shard_range
 
 RunLocalExperts = Callable[[torch.Tensor, RowGroups], torch.Tensor]
-"""Run the local experts: rows `[rows, hidden]` sorted by expert, and the number of rows of each local expert, to output
-rows `[rows, hidden]`.
+"""Function that runs the local experts. It maps rows `[rows, hidden]`, sorted by expert, and the number of rows of each
+local expert to output rows `[rows, hidden]`.
 """
 
 
@@ -52,7 +52,7 @@ def dispatch_and_combine(
         weights: `[tokens, k]`, weights of the expert outputs.
         num_experts: number of experts on all ranks.
         run_local_experts: computes this rank's experts.
-        dropless: every slot has an expert.
+        dropless: True if every slot has an expert.
 
     Returns:
         `[tokens, hidden]` in the dtype of `hidden`; zeros for a token without an expert.

@@ -29,7 +29,9 @@ class ExpertList(nn.ModuleList):
             )
         found = self._modules.get(str(number))
         if found is None:
-            raise IndexError(f"expert {number} is not on this rank, which has {', '.join(self._modules)}")
+            raise IndexError(
+                f"expert {number} is not on this rank, which has {', '.join(self._modules)}; use one of these"
+            )
         return found
 
     def keep_only(self, expert_ids: Sequence[int]) -> None:
@@ -48,7 +50,7 @@ class Experts(nn.Module):
     in the same order. An expert must therefore accept `[0, hidden]`.
 
     Args:
-        expert: the module; it maps `[rows, hidden]` to the same shape, or to a tuple whose first element has it.
+        expert: the module; it maps `[rows, hidden]` to the same shape, or to a tuple whose first element has the shape.
         num_experts: number of copies.
     """
 
@@ -59,7 +61,7 @@ class Experts(nn.Module):
         self.axis: MeshAxis = single_rank_axis("ep")
 
     def shard(self, axis: MeshAxis) -> tuple[int, int]:
-        """Keep only this rank's experts. Return their `[first, end)`."""
+        """Keep only this rank's experts, and return their range `[first, end)`."""
         first, end = compute_expert_spans(self.num_experts, axis)[axis.index]
         self.deepspeed_experts.keep_only(range(first, end))
         for parameter in self.parameters():
@@ -98,8 +100,8 @@ class Experts(nn.Module):
 
 
 def sharded_expert_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield each module inside of experts that are distributed over ranks: other ranks have other experts at their
-    place."""
+    """Yield each module inside of experts that are distributed over ranks. Other ranks have other experts instead of
+    these."""
     seen: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, Experts) and module.axis.size > 1:

@@ -22,11 +22,11 @@ class ExpertModuleSpec:
 
     Attributes:
         count_attribute: attribute with the number of experts. It is set to the local number after sharding.
-        parameter_names: names of parameters, relative to the module, whose first dimension is sharded in as many equal
-            parts as there are experts. None: all parameters of the module itself, none of its children's.
+        parameter_names: names, relative to the module, of the parameters to shard. Their first dimension consists of
+            one equal part for each expert. None: all parameters of the module itself, without those of its children.
         run_rows: maps the module, rows `[rows, hidden]` sorted by expert, and their `RowGroups` to output rows. None:
-            use the module's own forward with `(rows, expert of each row [rows, 1], ones [rows, 1])`; it is not called
-            with zero rows.
+            use the module's own forward with `(rows, expert of each row [rows, 1], ones [rows, 1])`; the forward is not
+            called with zero rows.
         read_routing: maps the total number of experts and the forward's arguments to `(hidden [tokens, hidden], experts
             [tokens, k], weights [tokens, k])`. None: the forward's arguments are these three.
     """
@@ -66,7 +66,7 @@ def list_registered_classes() -> list[str]:
 
 
 def find_expert_spec(module: nn.Module) -> ExpertModuleSpec | None:
-    """Return the spec of a module, by its class or by its structure, or None if it holds no experts or is unknown."""
+    """Return the spec of a module, by its class or its structure. None: no experts, or an unknown kind of experts."""
     for kind in type(module).__mro__:
         if kind.__name__ in _registry:
             return _registry[kind.__name__]
@@ -96,7 +96,7 @@ def run_interface_rows(module: nn.Module, rows: torch.Tensor, groups: RowGroups)
 
 
 def _accepts_routing(module: nn.Module) -> bool:
-    """Return True if the module's forward takes, by its names, tokens, expert indices and expert weights."""
+    """Return True if the parameter names of the module's forward mean tokens, expert indices and expert weights."""
     names = [name.lower() for name in inspect.signature(module.forward).parameters]
     if len(names) != 3:
         return False

@@ -30,10 +30,10 @@ class RoutingRule:
         sample_second_expert: with k = 2, sample the second expert by its probability among the others (GShard,
             arXiv:2006.16668, 2.2). Applied in training only.
         num_expert_groups, num_limited_groups: experts form `num_expert_groups` equal groups, and a token's experts are
-            chosen from its `num_limited_groups` best groups. A group ranks by its best expert (DeepSeek-V2,
-            arXiv:2405.04434, 2.2.2), with sigmoid scores by the sum of its two best (DeepSeek-V3).
-        normalize_weights: the weights of a token's experts sum to 1. None: True if k > 1.
-        routed_scaling_factor: factor of the weights.
+            chosen from its `num_limited_groups` best groups. Groups are ranked by the score of their best expert
+            (DeepSeek-V2, arXiv:2405.04434, 2.2.2), with sigmoid scores by the sum of their two best (DeepSeek-V3).
+        normalize_weights: True if the weights of a token's experts sum to 1. None: True if k > 1.
+        routed_scaling_factor: factor by which the weights are multiplied.
 
     Raises:
         ConfigError: the values are inconsistent.
@@ -117,8 +117,8 @@ def compute_expert_weights(scores: torch.Tensor, index: torch.Tensor, routing_ru
 
     Args:
         scores: `[tokens, experts]`.
-        index: `[tokens, k]`; `num_experts` in an unused slot. Normalization distributes its weight over the other
-            slots.
+        index: `[tokens, k]`; `num_experts` in an unused slot. Normalization distributes the weight of an unused slot
+            over the other slots.
     """
     used = index < routing_rule.num_experts
     weights = scores.gather(1, index.clamp(max=routing_rule.num_experts - 1)) * used

@@ -18,15 +18,16 @@ class RowGroups:
     """Assignment of sorted rows to experts: the first `counts[0]` rows belong to the first expert, and so on.
 
     Attributes:
-        counts: `[experts]`, rows of each expert, on the device of the rows.
-        host_counts: the same on the host, if they were already read there.
+        counts: `[experts]`, number of rows of each expert, on the device of the rows.
+        host_counts: the same numbers on the host, if they are there already; else None.
     """
 
     counts: torch.Tensor
     host_counts: Sequence[int] | None = None
 
     def sizes(self) -> list[int]:
-        """Return the rows of each expert, on the host. Synchronizes with the device unless `host_counts` is set."""
+        """Return the number of rows of each expert, on the host. Synchronizes with the device unless `host_counts` is
+        set."""
         return self.counts.tolist() if self.host_counts is None else list(self.host_counts)
 
     def expert_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,7 @@ def grouped_linear(
     *,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Apply each row's expert's linear layer, in one kernel for all experts if torch has one.
+    """Apply to each row the linear layer of its expert, in one kernel for all experts if torch has one.
 
     Every expert's weight gets a gradient, which is zero if the expert had no rows.
 
@@ -83,10 +84,10 @@ def grouped_linear_loop(rows: torch.Tensor, matrices: torch.Tensor, groups: RowG
 
 
 def has_grouped_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return True if torch has one kernel for all experts.
+    """Return True if torch has one kernel for all experts that accepts these tensors.
 
-    It exists for bf16 on CUDA (compute capability 8.0 or later), and for bf16 and fp32 on the CPU. Addresses and
-    strides must be multiples of 16 bytes.
+    The kernel exists for bf16 on CUDA (compute capability 8.0 or later), and for bf16 and fp32 on the CPU. Addresses
+    and strides must be multiples of 16 bytes.
     """
     if _GROUPED_MM is None or rows.dtype != weight.dtype or not weight.is_contiguous() or not rows.is_contiguous():
         return False

@@ -18,8 +18,9 @@ from windlass.parallel.experts.top_k_gate import CapacityLimit, TopKGate
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture of copies of a module, `k` of which process each token. The signature is that of
-    `deepspeed.moe.layer.MoE`.
+    """Mixture of experts, which are copies of a module. Each token is processed by `k` experts.
+
+    The signature is that of `deepspeed.moe.layer.MoE`.
 
     The layer is built with all experts; `apply_expert_parallel` keeps each rank's own. Names in the state dict are
     DeepSpeed's.
@@ -29,7 +30,7 @@ class MixtureOfExperts(nn.Module):
         expert: the module to copy; it maps `[rows, hidden_size]` to the same shape (`Experts`). A `StackedMLP`, which
             contains all experts, is used as it is.
         num_experts: number of experts.
-        ep_size: number of ranks over which to distribute them; 1: the size of the ep axis.
+        ep_size: number of ranks over which to distribute the experts; 1: the size of the ep axis.
         k: experts per token.
         capacity_factor, eval_capacity_factor, min_capacity: limit of tokens per expert and rank
             (`compute_expert_capacity`).
@@ -52,7 +53,8 @@ class MixtureOfExperts(nn.Module):
         expert_bias_update_rate: step by which `update_router_biases` moves each expert's bias against its load; 0: no
             bias.
         shared_expert: a module that processes every token; its output is added.
-        capacity_priority: order in which tokens are accepted up to capacity, instead of the one that `use_rts` implies.
+        capacity_priority: order in which tokens are accepted up to capacity; None: the order that `k` and `use_rts`
+            imply.
 
     Raises:
         ConfigError: the values are inconsistent.

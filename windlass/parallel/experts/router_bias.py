@@ -42,7 +42,7 @@ class RouterBias:
 
     @torch.no_grad()
     def count_tokens(self, index: torch.Tensor) -> None:
-        """Add the chosen experts to the counts. Values that are not an expert number are ignored."""
+        """Add the chosen experts to the counts. Values of `num_experts` or more are ignored."""
         chosen = count_tokens_per_expert(index, self.num_experts)
         self._token_counts = chosen if self._token_counts is None else self._token_counts + chosen
 
@@ -64,7 +64,10 @@ class RouterBias:
 
 
 def count_tokens_per_expert(index: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return `[experts]`, the number of occurrences of each expert in `index`. Other values are ignored."""
+    """Return `[experts]`, the number of occurrences of each expert in `index`.
+
+    Values of `num_experts` or more are ignored; negative values are not allowed.
+    """
     flat = index.reshape(-1).clamp(max=num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=index.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
@@ -109,8 +112,8 @@ def enable_router_bias_updates(model: nn.Module, expert_bias_update_rate: float,
 
 
 def update_router_biases(model: nn.Module, axes: Sequence[MeshAxis]) -> int:
-    """Update each balanced router's bias by the choices of all ranks' tokens since the last update. Collective along
-    `axes`.
+    """Update the bias of each router with bias updates, from the number of tokens that chose each expert on all ranks
+    since the last update. Collective along `axes`.
 
     An engine does this after each applied step, and drops the counts of other steps. Without an engine, call it once
     after each optimizer step, with the axes that together form the data-parallel group of dense parameters.
@@ -141,7 +144,7 @@ def find_router_biases(model: nn.Module) -> list[RouterBias]:
 
 
 def is_router_bias(module: nn.Module, name: str) -> bool:
-    """Return True if a buffer is a router bias that is updated. It stays fp32 for any dtype of the model."""
+    """Return True if a buffer is a router bias that is updated. Such a buffer stays fp32 for any dtype of the model."""
     balance = getattr(module, "_balance", None)
     return isinstance(balance, RouterBias) and balance.name == name
 
@@ -155,5 +158,6 @@ def _count_tokens(module: nn.Module, args: Any, output: Any) -> None:
             module._balance.count_tokens(one)  # type: ignore[union-attr, operator]
             return
     raise ModelError(
-        f"the router {type(module).__name__} returns no integer tensor of chosen experts, so its bias can't be updated"
+        f"the router {type(module).__name__} returns no integer tensor of chosen experts, so its bias can't be "
+        "updated; return the indices of the experts, or leave out the bias update rate"
     )

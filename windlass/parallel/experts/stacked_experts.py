@@ -21,13 +21,13 @@ from windlass.parallel.placement import get_placement, make_ranges_along, set_pl
 
 
 class ExpertParallelForward:
-    """Replacement for the forward of an expert module of which a rank holds only some experts.
+    """Forward of an expert module that holds only this rank's experts. It replaces the module's own forward.
 
     Args:
         module: the module; its tensors contain only this rank's experts.
-        spec: description of its experts.
+        spec: description of the module's experts.
         num_experts: number of experts on all ranks.
-        axis: mesh axis over which they are distributed.
+        axis: mesh axis over which the experts are distributed.
     """
 
     def __init__(self, module: nn.Module, spec: ExpertModuleSpec, num_experts: int, axis: MeshAxis) -> None:
@@ -69,7 +69,7 @@ class ExpertParallelForward:
 
 
 def shard_stacked_experts(module: nn.Module, name: str, spec: ExpertModuleSpec, axis: MeshAxis) -> tuple[int, int]:
-    """Keep only this rank's experts of a module. Return their `[first, end)`.
+    """Keep only this rank's experts of a module, and return their range `[first, end)`.
 
     Args:
         name: name of the module, for errors.
@@ -97,7 +97,8 @@ def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSp
     """Return the parameters to shard, each with its number of rows per expert.
 
     Raises:
-        ModelError: as `shard_stacked_experts`.
+        ModelError: a tensor cannot be divided into as many equal parts as there are experts, or another axis shards its
+            first dimension.
     """
     experts = int(getattr(module, spec.count_attribute))
     found = []
@@ -107,9 +108,9 @@ def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSp
         before = get_placement(parameter)
         if rest or not grain or before.ranges[0] != ((0, before.global_shape[0]),):
             raise ModelError(
-                f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are "
-                f"here, can't be split into {experts} experts ({spec.count_attribute}); "
-                f"register_experts({type(module).__name__!r}, parameter_names=...) names the parameters to shard"
+                f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are here, "
+                f"can't be split into {experts} experts ({spec.count_attribute}); name the parameters to shard with "
+                f"register_experts({type(module).__name__!r}, parameter_names=...)"
             )
         found.append((parameter, grain))
     return found
@@ -118,8 +119,8 @@ def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSp
 def _zero_dependency(rows: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """Return a zero that depends on the rows and on all parameters in the autograd graph.
 
-    It matters if no local expert has a row: without it, this rank would not take part in the backward's collectives,
-    and its parameters would get no gradient.
+    The zero matters if no local expert has a row: without the zero, this rank would not take part in the backward's
+    collectives, and its parameters would get no gradient.
     """
     zero = rows[:, :0].sum()
     for parameter in module.parameters():

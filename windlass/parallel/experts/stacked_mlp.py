@@ -63,8 +63,8 @@ class StackedMLP(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *, dropless: bool = False
     ) -> torch.Tensor:
-        """Run tokens `[tokens, hidden]` through their experts (`dispatch_and_combine`), all of which are on this
-        rank."""
+        """Run tokens `[tokens, hidden]` through their experts (`dispatch_and_combine`). All experts are on this rank:
+        `apply_expert_parallel` replaces this method."""
         return dispatch_and_combine(
             hidden,
             index,

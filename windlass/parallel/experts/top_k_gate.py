@@ -22,15 +22,15 @@ from windlass.parallel.experts.router_bias import RouterBias, count_tokens_per_e
 
 
 def load_balancing_loss(probabilities: torch.Tensor, tokens_per_expert: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Compute the number of experts times the sum over experts of (mean probability) x (fraction of choices). It is 1
-    if both are even.
+    """Compute the number of experts times the sum over experts of (mean probability) x (fraction of choices). The loss
+    is 1 if both are even.
 
     Source: GShard (arXiv:2006.16668, algorithm 1), Switch Transformer (arXiv:2101.03961, eq. 4).
 
     Args:
         probabilities: `[tokens, experts]`; each row sums to 1.
         tokens_per_expert: `[experts]`, number of choices of each expert.
-        num_slots: total number of slots, including unused ones.
+        num_slots: number of slots (choices of all tokens), including unused slots.
     """
     fraction = tokens_per_expert.to(probabilities.dtype) / max(num_slots, 1)
     mean = probabilities.sum(0) / max(probabilities.shape[0], 1)

@@ -7,7 +7,7 @@ Reading order:
 2. The stages of a rank: pipeline_stages, local_stage, layer_specs, layer_sequence, pipeline_sequential; for unmodified
    models stub_modules, pipeline_router_loss, running_stage, forward_tracing, layer_timing, staged_model; then
    remote_parameters and apply_pipeline_parallel.
-3. Execution: stage_message, stage_transfers, split_backward, schedule_executor.
+3. Execution: stage_message, stage_transfers, split_backward, schedule_executor; for plans planned_transfers.
 """
 
 from windlass.parallel.pipeline.apply_pipeline_parallel import apply_pipeline_parallel, get_pipeline_stages

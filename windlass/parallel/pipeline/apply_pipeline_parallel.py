@@ -41,11 +41,13 @@ def apply_pipeline_parallel(
         virtual_stages: stages on each rank.
         partition_method: weights of the layers of an unmodified model. A `PipelineSequential` uses its own
             `partition_method`.
-        activation_checkpoint_interval: number of layers in one checkpointed call. 0: none, or as the module was built.
+        activation_checkpoint_interval: number of layers in one checkpointed call, at most 1 for an unmodified model. 0:
+            no checkpointing, or the interval that the `PipelineSequential` was built with.
         example_kwargs: keyword arguments of a forward, for a model that takes other arguments than `input_ids`.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or the module was built for other stages.
+        ConfigError: there are fewer layers than stages, the module was built for other stages, or
+            `activation_checkpoint_interval` is above 1 for an unmodified model.
         ModelError: the model can't be split.
     """
     stages: PipelineStages

@@ -1,10 +1,10 @@
 """Tracing of a model's forward: the list of its layers, and the modules called before and after them.
 
 [Note: tracing by absence] The forward runs once, on two rows of three tokens, with an empty probe in place of each
-layer. The run costs no more than an embedding and a head and works on the meta device. It separates the modules called
-before the layers from those called after them, in any order of registration. It also checks three
-properties that a split relies on: the layers are called one after the other; the hidden states that a layer receives
-are exactly those that the previous layer returned; no other argument of a layer depends on parameters.
+layer. The run costs no more than an embedding and a head and works on the meta device. The trace separates the modules
+called before the layers from the modules called after the layers, in any order of registration. It also checks three
+properties that a split relies on: the layers are called one after the other; a layer receives exactly the hidden states
+that the previous layer returned; no other argument of a layer depends on parameters.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ForwardTrace:
         layers_path: path of the list of layers in the model.
         num_layers: number of layers in that list.
         output_form: form of a layer's return value.
-        input_modules: modules with parameters of their own that are called before the layers, with the shapes that they
-            return.
-        output_modules: modules with parameters of their own that are called after the layers.
-        uncalled_modules: modules that the forward does not call. Any stage may use their parameters.
+        input_modules: paths of modules with parameters of their own that are called before the layers, each with the
+            rule for its output shape.
+        output_modules: paths of modules with parameters of their own that are called after the layers.
+        uncalled_modules: paths of modules that the forward does not call. Any stage may use their parameters.
         example_kwargs: arguments of the traced forward.
         example_hidden: hidden states that the first layer received in the traced forward.
         num_routers: number of routers whose logits may enter a loss.
@@ -63,8 +63,8 @@ class ForwardTrace:
     num_routers: int = 0
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the layers in the order of their calls. A module that is in the list twice is returned twice, which
-        `children()` does not do."""
+        """Return the layers in the order of their calls. A module that is in the list twice is returned twice
+        (`children()` would return it once)."""
         return [layer for layer in model.get_submodule(self.layers_path)._modules.values() if layer is not None]
 
 
@@ -103,7 +103,8 @@ def trace_forward(model: nn.Module, example_kwargs: Mapping[str, Any] | None = N
     """Find the layers of `model` and the modules around them.
 
     Args:
-        model: has values or is on the meta device; it is unchanged afterwards.
+        model: a model with values or on the meta device. Its modules and parameters are unchanged afterwards, but its
+            router loss is replaced (`record_router_logits`).
         example_kwargs: keyword arguments of a forward; by default only `input_ids`.
 
     Raises:
@@ -173,8 +174,8 @@ def _trace_list(
 def make_trial_kwargs(model: nn.Module, example_kwargs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
     """Yield sets of keyword arguments for a trial forward.
 
-    On the meta device a model can't read the values of a mask. So one set has a 4-dimensional mask, which models use
-    unread, and another has a mask of ones.
+    On the meta device a model can't read the values of a mask. So one set has a 4-dimensional mask, whose values models
+    do not read, and another has a mask of ones.
     """
     if example_kwargs is not None:
         yield dict(example_kwargs)
@@ -194,9 +195,8 @@ def _trace_once(
     model: nn.Module, path: str, layers: nn.Module, output_form: OutputForm, kwargs: dict[str, Any]
 ) -> ForwardTrace:
     calls: list[_LayerCall] = []
-    order: dict[
-        str, tuple[set[int], OutputShapeRule | None]
-    ] = {}  # for each module, the number of layers that were called before each of its calls
+    # For each module: the numbers of layers that were called before its calls, and the rule for its output shape.
+    order: dict[str, tuple[set[int], OutputShapeRule | None]] = {}
     outer = _outer_modules(model, path)
     handles = [
         module.register_forward_hook(_make_call_recorder(name, calls, order), with_kwargs=True)
@@ -289,8 +289,8 @@ def _infer_shape_rule(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 def trial_mode(model: nn.Module, trainable_modules: list[nn.Module]) -> Iterator[None]:
     """Run a forward without side effects: in evaluation mode, with restored random state and without router loss.
 
-    The own parameters of `trainable_modules` require gradients meanwhile, so that the trace shows which values depend
-    on them.
+    Inside the context, the parameters that belong directly to `trainable_modules` require gradients, so that the trace
+    shows which values depend on them.
     """
     own = [p for module in trainable_modules for p in module.parameters(recurse=False)]
     frozen = [p for p in own if p.is_floating_point() and not p.requires_grad]

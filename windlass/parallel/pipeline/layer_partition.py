@@ -1,4 +1,4 @@
-"""Partition of a sequence of layers into contiguous stages whose heaviest is as light as possible."""
+"""Partition of a sequence of layers into contiguous stages that minimizes the weight of the heaviest stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from windlass.base.tensor_tree import iterate_tensors, replace_tensors
 def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
     """Return the bounds of contiguous stages: stage `i` has the layers `[bounds[i], bounds[i + 1])`.
 
-    The heaviest stage is as light as any partition can make it. Among those partitions the result has the least sum of
-    squared weights. No stage has weight 0 if at least `num_stages` layers have a positive weight.
+    The result minimizes the weight of the heaviest stage and, among all partitions that do so, the sum of the squared
+    weights of the stages. No stage has weight 0 if at least `num_stages` layers have a positive weight.
 
     Args:
         weights: weight of each layer, at least 0.
@@ -105,12 +105,13 @@ def compute_layer_weights(
         found = [float(pattern.search(name) is not None) for name in class_names]
         if not any(found):
             raise ConfigError(
-                f"partition {partition_method!r} matches none of the layers' classes: {sorted(set(class_names))}"
+                f"partition {partition_method!r} matches none of the layers' classes: {sorted(set(class_names))}; "
+                "write an expression that matches one of them"
             )
         return found
     raise ConfigError(
-        f'partition_method {partition_method!r} does not exist; write "uniform", "parameters", "type:REGEX", or one '
-        "number per layer"
+        f'partition_method {partition_method!r} does not exist; write "uniform", "parameters" (or "best"), '
+        '"type:REGEX", or one number per layer'
     )
 
 
@@ -118,9 +119,9 @@ def measure_layer_times(layers: Iterable[Callable[[Any], Any]], sample: Any, rep
     """Measure the seconds of a forward and a backward of each layer, as weights for `partition_method`.
 
     Args:
-        layers: called one after the other, each with the previous layer's output.
+        layers: functions or modules, each called with the previous layer's output.
         sample: input of the first layer.
-        repeats: number of measurements after one warm-up run; the shortest is used.
+        repeats: number of measurements after a first one; the shortest of all is used.
     """
     found = []
     for layer in layers:

@@ -29,7 +29,8 @@ def run_layers_checkpointed(
     """Run layers as `run_layers` does, with every `interval` of them in one checkpointed call.
 
     Args:
-        checkpoint: called with a function and its arguments. The items of a tuple are passed as separate arguments.
+        checkpoint: checkpointing function, called with a function and its arguments. The items of a tuple are passed as
+            separate arguments.
         class_names: only segments whose modules all have one of these class names are checkpointed. None: segments with
             parameters.
     """

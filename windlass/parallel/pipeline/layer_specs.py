@@ -43,8 +43,8 @@ class TiedLayerSpec(LayerSpec):
         key: name of the shared module. The first spec with this key builds the module.
         typename, module_args, module_kwargs: as for `LayerSpec`.
         forward_fn: called as `forward_fn(module, inputs)` in place of the module.
-        tied_weight_attr: names of parameters that the module must have. All its parameters are shared, not only these,
-            as they are in a single process.
+        tied_weight_attr: names of parameters that the module must have. All parameters of the module are shared, not
+            only the named ones, as in a single process.
     """
 
     def __init__(

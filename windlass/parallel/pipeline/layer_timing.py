@@ -49,7 +49,7 @@ def _time_layers(model: nn.Module, trace: ForwardTrace) -> list[float]:
         marks.append(synchronized_time(device))
 
     def mark_start(*_: Any) -> None:
-        if not marks:  # the first layer may be in the list again
+        if not marks:  # the first layer may occur a second time in the list
             mark()
 
     handles = [layer.register_forward_hook(mark) for layer in dict.fromkeys(layers)]

@@ -1,9 +1,9 @@
 """Load-balancing loss of transformers' routers, for a model whose layers are on several stages.
 
-[Note: routers of all layers] The loss is a product of two means over all layers, so no stage can compute its part of
-it. Each stage sends the logits of its routers, `[tokens, experts]` each, to the next stage together with its hidden
-states and the logits that it received. The last stage passes the logits of all layers to the model's own loss function.
-Their gradients return along the same path.
+[Note: routers of all layers] The loss is a product of two means over all layers, not a sum of parts that each stage
+could compute. Each stage sends the logits of its routers, `[tokens, experts]` each, to the next stage together with its
+hidden states and the logits that it received. The last stage passes the logits of all layers to the model's own loss
+function. The gradients of the logits return along the same path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RouterLogitsCollector:
     Attributes:
         previous_logits: logits that the stage received with its hidden states.
         num_routers: number of routers in the whole model, on the last stage; 0 on other stages, which compute no loss.
-        logits: logits of this stage and all previous ones, set when the stage's forward computes the loss.
+        logits: logits of this stage and all previous stages, set when the forward calls its router loss function.
     """
 
     previous_logits: RouterLogits = ()
@@ -92,9 +92,9 @@ def record_router_logits(model: nn.Module) -> int:
     if loss is None or not routers:
         if _wants_router_loss(model):
             raise ModelError(
-                f"{type(model).__name__} can't be split into stages: config.output_router_logits requests a loss "
-                f"over the routers of all layers, and it has no {FUNCTION_NAME} over {_KEY} that transformers "
-                "records; set it to False"
+                f"{type(model).__name__} can't be split into stages: config.output_router_logits requests a loss over "
+                f"the routers of all layers, but the model has no {FUNCTION_NAME}, or transformers records no {_KEY} "
+                "in it; set config.output_router_logits to False"
             )
         return 0
     loss.collect_logits = _collect
@@ -123,7 +123,10 @@ def _find_transformers_model(model: nn.Module) -> Any:
 
 
 def _count_recorded_routers(model: nn.Module) -> int:
-    """Count the modules whose logits transformers records. The innermost transformers model owns each module."""
+    """Count the modules whose logits transformers records.
+
+    The innermost transformers model that contains a module decides whether the module is recorded.
+    """
     found = 0
     owners = {path: module for path, module in model.named_modules() if hasattr(type(module), _RECORDS)}
     for path, module in model.named_modules():

@@ -1,11 +1,11 @@
 """Compute order of each pipeline rank for GPipe, 1F1B, interleaved 1F1B and ZB-H1.
 
-[Note: torch's schedules] `torch.distributed.pipelining` has tables of the same schedules, and a test compares ours with
-them where torch provides them. windlass does not execute its pipelines with torch's runtime, because torch's stages fix
-the shapes of activations before the first step, accept tensors but no dicts, support neither tied weights nor layers
-that need no gradient, wrap modules in modules of their own, and gather and reduce parameters around every action, where
-windlass does so once a schedule. torch's tables and its split backward are private, and its interleaved schedules
-refuse most numbers of micro-batches.
+[Note: torch's schedules] `torch.distributed.pipelining` has tables of the same schedules. A test compares these tables
+with windlass's, if torch provides them. windlass does not execute its pipelines with torch's runtime: torch's stages
+fix the shapes of activations before the first step, accept tensors but no dicts, support neither tied weights nor
+layers that need no gradient, and wrap modules in additional modules. They all-gather parameters and reduce gradients
+around every action, and windlass only once per schedule. torch's tables and its split backward are private, and its
+interleaved schedules refuse most numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def build_schedule(
 
     Args:
         name: the schedule. `"gpipe"` (Huang et al. 2019): all forwards, then all backwards. `"1f1b"` (PipeDream,
-            Narayanan et al. 2021a): forwards and backwards alternate, so that a rank holds at most as many
-            micro-batches as there are ranks from it to the last. `"interleaved"` (Narayanan et al. 2021b): 1F1B with
-            several stages on each rank. `"zero-bubble"` (ZB-H1, Qi et al. 2024): backwards of weights fill the time in
-            which a rank would be idle.
+            Narayanan et al. 2021a): forwards and backwards alternate, so that rank `r` holds the activations of at
+            most `ranks - r` micro-batches. `"interleaved"` (Narayanan et al. 2021b): 1F1B with several stages on each
+            rank. `"zero-bubble"` (ZB-H1, Qi et al. 2024): backwards of weights fill the time in which a rank would be
+            idle.
         ranks: ranks of the pipeline.
         num_micro_batches: micro-batches in a step.
         virtual_stages: stages on each rank.
@@ -128,8 +128,8 @@ def _one_forward_one_backward(rank: int, ranks: int, num_micro_batches: int, vir
 def _zero_bubble(ranks: int, num_micro_batches: int) -> list[RankActions]:
     """Return the ZB-H1 schedule: 1F1B with delayed backwards of weights.
 
-    Rank `r` delays the backward of weights by `r` micro-batches. Under 1F1B it holds `r` micro-batches fewer than the
-    first rank, so no rank holds more than the first rank does under 1F1B.
+    Rank `r` delays the backward of weights by `r` micro-batches. Under 1F1B rank `r` holds `r` micro-batches fewer than
+    rank 0. So with the delay no rank holds more micro-batches than rank 0 does under 1F1B.
     """
     found = []
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Sequential model for pipelines, of which each rank keeps only its own stages."""
+"""Sequential model for pipelines. Each rank keeps only its own stages."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ class PipelineSequential(nn.Module):
         layers: specs, modules, or functions.
         num_stages: ranks of the pipeline. If this and `topology` are None, all layers are built, and `keep_stages`
             partitions them later.
-        topology: gives the number of ranks and this rank's position (`get_dim("pipe")`, `get_coord(rank).pipe`).
+        topology: object with the number of ranks of the pipeline, `get_dim("pipe")`, and the position of each rank
+            along it, `get_coord(rank).pipe`.
         loss_fn: called with the last layer's output and the labels. Without it the last layer returns the loss.
         seed_layers, base_seed, seed_fn: layer `i` is built after `seed_fn(base_seed + i)`; `seed_fn` is
             `torch.manual_seed` by default.
         partition_method: "parameters", "uniform", "type:REGEX", or one number for each layer: see
             `layer_partition.compute_layer_weights`.
         activation_checkpoint_interval: number of layers in one checkpointed call; 0: no activation checkpointing.
-        activation_checkpoint_func: called with a function and its arguments.
+        activation_checkpoint_func: checkpointing function, called with a function and its arguments.
         checkpointable_layers: names of the classes that may be checkpointed; by default all layers with parameters.
         dynamic_shape: True if the shapes of activations do not follow from those of the micro-batch.
         virtual_stages: stages on each rank, for interleaved schedules.
 
     Raises:
         ConfigError: the ranks or layers can't be divided into this number of stages.
-        ModelError: a stage has no parameters, or two stages share some without a `TiedLayerSpec`.
+        ModelError: a stage has no parameters, or layers on different ranks share a parameter without a `TiedLayerSpec`.
     """
 
     def __init__(
@@ -84,13 +85,15 @@ class PipelineSequential(nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self.has_dynamic_shapes = dynamic_shape
-        # not registered as a submodule: a module is registered on the last stage only
+        # Not registered as a submodule here: `_bind_stages` registers a loss module on the rank of the last stage.
         self.__dict__["loss_fn"] = loss_fn
         self.tied_modules = nn.ModuleDict()
         self.shared_parameters: dict[str, tuple[int, ...]] = {}
         for layer in self._layer_specs:
             if not isinstance(layer, LayerSpec) and not callable(layer):
-                raise ModelError(f"a layer is a LayerSpec, a module or a function, not {layer!r}")
+                raise ModelError(
+                    f"a layer is a LayerSpec, a module or a function, not {layer!r}; pass one of these in layers"
+                )
         stage, stages = find_local_stage(num_stages, topology)
         self._partition(stage, stages, virtual_stages)
         self._build()
@@ -99,15 +102,16 @@ class PipelineSequential(nn.Module):
         """Keep only the layers of rank `stage` among `stages` ranks, for a module that was built whole.
 
         Raises:
-            ConfigError: the module was already built for other stages, or there are too few layers.
-            ModelError: a stage has no parameters.
+            ConfigError: the module was already built for other stages, or there are fewer layers than stages.
+            ModelError: a stage has no parameters, or layers on different ranks share a parameter without a
+                `TiedLayerSpec`.
         """
         if (stage, stages, virtual_stages) == (self.stage_id, self.num_stages, self.virtual_stages):
             return
         if self.num_stages > 1 or self.virtual_stages > 1:
             raise ConfigError(
                 f"this PipelineModule was built as stage {self.stage_id} of {self.num_stages} with "
-                f"{self.virtual_stages} parts on each rank; the configuration asks for stage {stage} of {stages} with "
+                f"{self.virtual_stages} parts on each rank; the configuration requires stage {stage} of {stages} with "
                 f"{virtual_stages}: write the same numbers there and in PipelineModule(num_stages=..., "
                 "virtual_stages=...)"
             )
@@ -257,7 +261,7 @@ class PipelineSequential(nn.Module):
         """Run the layers of one stage.
 
         Args:
-            inputs: input of the first layer.
+            inputs: input of the stage's first layer.
             stage: number of the stage; by default all stages of this rank, one after the other.
             labels: second argument of `loss_fn`.
             compute_loss: compute the loss and return a `MicroBatchResult`.

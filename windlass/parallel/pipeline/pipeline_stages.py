@@ -30,7 +30,7 @@ class PipelineStages(Protocol):
         stages: numbers of this rank's stages.
         has_dynamic_shapes: True if the shapes of stage outputs do not follow from the shapes in a micro-batch.
         shared_parameters: names of this rank's parameters that other ranks of the pipeline also hold, with the
-            positions of all these ranks along the axis. Their gradients must be summed.
+            positions of all these ranks along the axis. The gradients of each parameter must be summed over its ranks.
     """
 
     has_dynamic_shapes: bool
@@ -60,7 +60,7 @@ class PipelineStages(Protocol):
             stage: number of the stage.
             stage_input: output of the previous stage; None for the first stage.
             batch: the micro-batch, as the loader returned it.
-            compute_loss: the last stage computes a loss.
+            compute_loss: True if the last stage computes a loss.
 
         Returns:
             The input of the next stage; on the last stage a `MicroBatchResult`.

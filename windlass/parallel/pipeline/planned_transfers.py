@@ -1,4 +1,4 @@
-"""Transfers of a pipeline rank of a run that has not started: buffers as in a run, and nothing is sent."""
+"""Transfers of one pipeline rank for a plan of a run: buffers are allocated as in the run, and nothing is sent."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ def drop_remote_parameters(
     """Remove parameters of other ranks from the `optimizer` and `parameters` arguments of `initialize`.
 
     Args:
-        optimizer: an instance, which is changed in place; any other object is returned unchanged.
+        optimizer: a `torch.optim.Optimizer`, which is changed in place; any other object is returned unchanged.
         parameters: parameters, pairs of a name and a parameter, or parameter groups.
         remote_ids: ids of the parameters to remove.
 
     Returns:
-        The optimizer and the remaining parameters.
+        `(optimizer, parameters)`: the optimizer and the remaining parameters, None if `parameters` is None.
     """
     kept = (
         None

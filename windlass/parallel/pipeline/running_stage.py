@@ -1,8 +1,8 @@
-"""Stage whose forward runs, for hooks of the model: its arguments, and terms of the loss that it passes on.
+"""Running stage of a pipeline, for hooks of the model: arguments of the forward, and terms that hooks add to the loss.
 
-[Note: terms of the loss] Only the last stage has the model's loss. A hook that adds a term to the loss on another stage
-passes its sum on: the scalar travels with the hidden states to the next stage, which adds its own terms, and the last
-stage adds the sum to its loss. The gradient of the sum returns along the same path.
+[Note: terms of the loss] Only the last stage has the model's loss. Terms that hooks add on another stage are summed.
+The sum, a scalar, is sent with the hidden states to the next stage, which adds its own terms, and the last stage adds
+the sum to its loss. The gradient of the sum returns along the same path.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class RunningStage:
 
     Attributes:
         number: number of the stage.
-        is_last: the stage computes the loss.
-        arguments: the model's arguments in the micro-batch, with the labels, which only the last stage's forward gets.
-        terms: sum of the terms of the loss, of this stage and all previous ones; None if there are none.
+        is_last: True on the stage that computes the loss.
+        arguments: the model's arguments in the micro-batch, including labels. The forward receives labels only on the
+            last stage.
+        terms: sum of the loss terms of this stage and all previous stages; None without such terms.
     """
 
     number: int
@@ -42,7 +43,7 @@ _running: ContextVar[RunningStage | None] = ContextVar("windlass_running_stage",
 
 @contextmanager
 def running_stage(stage: RunningStage) -> Iterator[RunningStage]:
-    """Make a stage the one that runs inside the context."""
+    """Make `stage` the running stage inside the context."""
     token = _running.set(stage)
     try:
         yield stage
@@ -51,5 +52,5 @@ def running_stage(stage: RunningStage) -> Iterator[RunningStage]:
 
 
 def get_running_stage() -> RunningStage | None:
-    """Return the stage of a pipeline whose forward runs; None outside of one."""
+    """Return the running stage; None outside a stage's forward."""
     return _running.get()

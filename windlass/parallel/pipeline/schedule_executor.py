@@ -32,14 +32,15 @@ class ExecutorCallbacks:
 
     Attributes:
         call_module: calls the module for a forward.
-        keep_unsharded: context of the whole schedule, in which parameters stay unsharded, so that they are all-gathered
-            once.
+        keep_unsharded: returns a context manager for the whole schedule. Parameters stay unsharded inside the context,
+            so that they are all-gathered once.
         run_backward: called with a function that runs a backward, and with True if it is the last backward of the
             schedule, after which all gradients are complete.
         on_weight_backward: called inside a backward that computes only gradients of weights, before any computation.
-        loss_factor: returns the factor of each micro-batch's loss before its backward.
+        loss_factor: returns the factor by which a micro-batch's loss is multiplied before its backward.
         to_device: moves a micro-batch from the loader to the device.
-        leaves: backwards compute gradients of these tensors alone, and not of parameters; None: of all leaves.
+        leaves: tensors whose gradients a whole backward computes besides those of the stage's inputs; None: all leaves
+            of the graph, including the parameters.
     """
 
     call_module: Callable[..., Any]
@@ -52,7 +53,7 @@ class ExecutorCallbacks:
 
 
 class ScheduleFailed(Exception):
-    """Failure of a schedule on this rank, or on a rank that sends to it.
+    """Failure of a schedule, on this rank or on another rank of the pipeline.
 
     Attributes:
         error: exception raised on this rank; None if another rank raised first.
@@ -95,19 +96,19 @@ def execute_schedule(
 ) -> list[MicroBatchResult]:
     """Run one rank's part of a schedule.
 
-    Gradients accumulate in `.grad`. Every micro-batch has the same weight, for any size; the caller scales the
-    losses (`callbacks.loss_factor`).
+    Gradients accumulate in `.grad`. Every micro-batch has the same weight, even if the sizes differ; the caller scales
+    the losses (`callbacks.loss_factor`).
 
     Args:
         actions: actions of this rank, from `transfer_order.add_transfers`.
         stages: stages of this rank.
         transfers: transfers of this rank.
         batches: micro-batches of this step, the same on every rank of the pipeline.
-        compute_loss: the last stage computes losses.
-        keep_outputs: keep the model's outputs; for runs without gradients.
+        compute_loss: True if the last stage computes losses.
+        keep_outputs: keep the model's outputs in the results; for runs without gradients.
 
     Returns:
-        Results of the last stage in order of micro-batches; empty on all other ranks.
+        Results of the last stage in order of micro-batches; empty on ranks without the last stage.
 
     Raises:
         ScheduleFailed: a stage raised on this rank or on another rank of the pipeline: in its module, in its loss
@@ -299,7 +300,7 @@ class _ScheduleRunner:
         else:
             later = self._weight_backwards[stage, micro_batch] = SplitBackward(edges, seeds, kept.input_leaves)
             if later and kept.input_leaves:
-                # Not the last backward of the step: that of the weights follows.
+                # Not the last backward of the step: the backward of the weights follows.
                 self._callbacks.run_backward(later.backward_inputs, False)
         if stage == 0:
             # No previous stage, hence no SEND_GRADIENT that would remove the state.
@@ -311,7 +312,7 @@ class _ScheduleRunner:
             )
 
     def _take_batch(self, micro_batch: int) -> Any:
-        """Return the micro-batch on the device. It is freed with its last forward on this rank."""
+        """Return the micro-batch on the device, and drop this object's reference at its last forward on this rank."""
         if micro_batch not in self._device_batches:
             self._device_batches[micro_batch] = self._callbacks.to_device(self._batches[micro_batch])
         self._remaining_uses[micro_batch] -= 1

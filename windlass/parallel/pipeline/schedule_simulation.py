@@ -42,8 +42,8 @@ class SimulatedSchedule:
         spans: `(start, stop)` of each compute action.
         end_time: time at which the last action stops.
         busy_times: compute time of each rank.
-        peak_micro_batches: largest number of micro-batches whose activations each rank holds at once for their
-            backward.
+        peak_micro_batches: for each rank, the largest number of micro-batches whose activations are in memory at once
+            for their backward.
     """
 
     spans: dict[Action, tuple[float, float]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def list_dependencies(action: Action, stages: int, has_split_backward: bool) -> 
 
     Args:
         stages: number of stages of the pipeline.
-        has_split_backward: backwards have two parts.
+        has_split_backward: True if backwards have two parts.
     """
     stage, micro = action.stage, action.micro_batch
     back = ActionKind.BACKWARD_INPUT if has_split_backward else ActionKind.BACKWARD
@@ -110,7 +110,7 @@ def simulate_schedule(
                 moved = True
     stuck = [f"rank {rank} at {order[at[rank]]}" for rank, order in enumerate(schedule) if at[rank] < len(order)]
     if stuck:
-        raise ModelError(f"the ranks of this schedule wait for each other: {', '.join(stuck)}")
+        raise ModelError(f"the ranks of this schedule wait for each other: {', '.join(stuck)}; change their order")
     played.end_time = max(free)
     return played
 
@@ -134,9 +134,10 @@ def compute_bubble_fraction(
 ) -> float:  # noqa: B008
     """Return the fraction of all ranks' time in which they are idle, by the papers' formulas, for equal stages.
 
-    It is `(p-1)/(m+p-1)` for GPipe and 1F1B. With `v` stages on each rank it is `(p-1)/(vm+p-1)`, if `p` divides the
-    number of micro-batches `m` (Narayanan et al. 2021b, section 2.2). In ZB-H1 only `(p-1)(F+I-W)` is idle, from `p`
-    micro-batches on (Qi et al. 2024, table 1). Transfers cost nothing here.
+    For `p` ranks and `m` micro-batches the fraction is `(p-1)/(m+p-1)` in GPipe and 1F1B. With `v` stages on each rank
+    it is `(p-1)/(vm+p-1)`, if `p` divides `m` (Narayanan et al. 2021b, section 2.2). In ZB-H1, with forward cost `F`,
+    backward cost of inputs `I` and of weights `W`, each rank is idle for `(p-1)(F+I-W)`, if `m` is at least `p` (Qi et
+    al. 2024, table 1). Transfers cost nothing here.
     """
     full = costs.forward + costs.backward_input + costs.backward_weight
     idle = (ranks - 1) * (

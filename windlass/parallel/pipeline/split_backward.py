@@ -6,7 +6,7 @@ these nodes again and runs only towards the parameters; for a matrix product thi
 et al. 2024, Zero Bubble Pipeline Parallelism.) `torch.distributed.pipelining` has a private implementation that sets
 `.grad` by hand, so gradient hooks do not run. Here hooks run as in any backward.
 
-The graph and its saved tensors are kept between the parts. Checkpointed layers are recomputed in both.
+The graph and its saved tensors are kept between the parts. Checkpointed layers are recomputed in both parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _EntryNode:
 
 @dataclass(eq=False)
 class _ParameterGroup:
-    """Parameters that are reached from the same entry nodes."""
+    """Entry nodes, and the parameters below them. No two groups share a parameter."""
 
     entries: list[_EntryNode] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
@@ -164,7 +164,7 @@ class _StageGraph:
         local = {id(leaf) for leaf in leaves}
         self._nodes = list(_postorder(roots))
         self._reaches_leaf: dict[Node, bool] = {}
-        # for nodes that lead to no leaf: the AccumulateGrad nodes below them
+        # AccumulateGrad nodes of parameters below each node that leads to no input leaf
         self._parameters: dict[Node, list[Node]] = {}
         for node in self._nodes:
             below = [after for after, _ in node.next_functions if after is not None]

@@ -1,4 +1,7 @@
-"""Transfers of activations to the next stage and of gradients back, in nested containers of tensors of any shape."""
+"""Transfers between stages: activations go to the next stage, gradients to the previous one.
+
+A stage may pass nested containers of tensors of any shape.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _SENDS_IN_FLIGHT = 2
 
 
 class PeerStageFailed(Exception):
-    """Error for a received transfer that is marked as failed: its sender, or a rank before that one, raised."""
+    """Use of a received transfer that is marked as failed: an error occurred on its sender, or on a rank before it."""
 
 
 @dataclass
@@ -77,7 +80,7 @@ class StageTransfers:
 
     A receiver needs the shapes before it can receive. The sender sends them in a header of a few hundred bytes, once
     for each *key*: the shapes in the micro-batch, which both ranks have. If the shapes of activations do not follow
-    from the key, `has_dynamic_shapes` sends a header before every activation.
+    from the key, set `has_dynamic_shapes`.
 
     Each transfer begins with one byte that marks whether its tensors have values. A rank that failed continues its
     transfers (`send_failed_activation`, `send_failed_gradient`, `discard_activation`, `discard_gradients`), so that all
@@ -95,17 +98,17 @@ class StageTransfers:
 
     def __init__(self, axis: MeshAxis, device: torch.device, *, has_dynamic_shapes: bool = False) -> None:
         self._axis, self._device, self.has_dynamic_shapes = axis, device, has_dynamic_shapes
-        self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # by stage and key
-        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # their skeletons are pickled
-        self._active_layouts: dict[
-            tuple[int, int, int], MessageLayout
-        ] = {}  # layouts of messages of unfinished micro-batches: kind, stage, micro-batch
-        self._receiving: dict[tuple[int, int, int], _InFlightTransfer] = {}  # kind, stage, micro-batch
-        self._sending: dict[tuple[int, int], dict[int, _InFlightTransfer]] = {}  # kind, stage; then micro-batch
+        self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # keys: stage, key of the shapes
+        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # the same; skeletons are pickled
+        # Layouts of unfinished micro-batches. Keys: kind, stage, micro-batch. The kind _ACTIVATION is for the output
+        # that the stage sends, _GRADIENT for the input whose gradients the stage returns.
+        self._active_layouts: dict[tuple[int, int, int], MessageLayout] = {}
+        self._receiving: dict[tuple[int, int, int], _InFlightTransfer] = {}  # keys: kind, stage, micro-batch
+        self._sending: dict[tuple[int, int], dict[int, _InFlightTransfer]] = {}  # keys: kind, stage; micro-batch
         self._failed_activations: set[tuple[int, int]] = (
             set()
         )  # stages and micro-batches whose activation a failed rank never sends
-        self._handed_over: dict[tuple[int, int], Any] = {}  # values between stages of one rank, where nothing is sent
+        self._handed_over: dict[tuple[int, int], Any] = {}  # values that stages pass on if all are on one rank
 
     @property
     def is_single_rank(self) -> bool:
@@ -142,13 +145,13 @@ class StageTransfers:
                 "dynamic_shape=True; after parameters were frozen or unfrozen, call reset_activation_shape() on every "
                 "rank"
             )
-        # Kept for the returning gradient, whose shapes are those of the differentiable tensors, and for
-        # `send_failed_activation`: from here on the receiver has the layout and waits for its tensors.
+        # The layout is kept for the returning gradients, which have the shapes of the differentiable tensors, and for
+        # `send_failed_activation`: from here on the receiver has the layout and waits for the tensors.
         self._active_layouts[_ACTIVATION, stage, micro_batch] = layout
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, tensors)
 
     def receive_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """Start to receive the input of `stage`. May be called again after it ran out of memory."""
+        """Start to receive the input of `stage`. A call that ran out of memory may be repeated."""
         # Set if an earlier call failed after the header: the header must not be received twice.
         known = self._active_layouts.get((_GRADIENT, stage, micro_batch))
         if known is None and not self.has_dynamic_shapes:
@@ -179,7 +182,8 @@ class StageTransfers:
                 self._take_received(_ACTIVATION, stage, micro_batch),
                 self._active_layouts[_GRADIENT, stage, micro_batch],
             )
-            # Not when the header arrives: an error of a foreign class must leave both ranks at the same position.
+            # Unpickled only here, because a user's class may raise. By now the header and the tensors have been
+            # received, so sender and receiver are at the same position in the schedule.
             form = replace(form, skeleton=pickle.loads(form.skeleton))
         leaves, through = [], []
         for tensor, sheet in zip(tensors, form.tensor_specs, strict=True):
@@ -223,7 +227,7 @@ class StageTransfers:
     # After a failure: the same transfers, without values
 
     def send_failed_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """Send a message without values in place of `send_activation`, because this rank or one before it failed."""
+        """Send a message without values in place of `send_activation`: this rank, or a rank before it, failed."""
         form = self._active_layouts.get((_ACTIVATION, stage, micro_batch))
         if form is None and not self.has_dynamic_shapes:
             form = self._sent_layouts.get((stage, key))
@@ -236,7 +240,10 @@ class StageTransfers:
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, empty, ok=False)
 
     def send_failed_gradient(self, stage: int, micro_batch: int) -> None:
-        """Send a message without values in place of `send_gradient`, unless the activation never arrived."""
+        """Send a message without values in place of `send_gradient`.
+
+        Send nothing if this stage has no layout of its input: then the previous stage expects no gradient.
+        """
         form = self._active_layouts.pop((_GRADIENT, stage, micro_batch), None)
         if form is not None:
             empty = [sheet.empty(self._device) for sheet in form.differentiable_specs]
@@ -255,7 +262,7 @@ class StageTransfers:
             self.receive_gradient(stage, micro_batch)
 
     def ensure_activation_receive(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """Start to receive the activation as `receive_activation` does, unless that was already started."""
+        """Start to receive the activation as `receive_activation` does, unless a receive was started already."""
         if (_ACTIVATION, stage, micro_batch) not in self._receiving and (
             stage,
             micro_batch,
@@ -279,7 +286,10 @@ class StageTransfers:
     # End of sends
 
     def wait_activation_sent(self, stage: int, micro_batch: int) -> None:
-        """Finish the send of an activation whose gradient came back, and free it. The peer has received it."""
+        """Wait until an activation is sent, and free its send buffer.
+
+        The wait ends at once if the gradient of the activation has arrived: the peer has received the activation.
+        """
         going = self._sending.get((_ACTIVATION, stage), {})
         if micro_batch in going:
             self._wait(going.pop(micro_batch))
@@ -363,7 +373,7 @@ class StageTransfers:
         self._limit_in_flight(_HEADER, stage)
 
     def _receive_header(self, stage: int) -> MessageLayout | None:
-        """Receive a layout, whose skeleton is still pickled."""
+        """Receive a layout with a pickled skeleton; None if the sender failed."""
         length = torch.zeros(1, dtype=torch.int64)
         self._receive_header_into(length, stage)
         text = torch.zeros(int(length), dtype=torch.uint8)

@@ -3,10 +3,10 @@
 Each rank keeps its layers and runs the model's own forward.
 
 [Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage from the
-micro-batch, which all ranks of a pipeline have. Only hidden states are sent between stages, router logits if the loss
-uses the logits of all layers (`pipeline_router_loss`), and terms of the loss that hooks add (`running_stage`). A stub
-without parameters replaces each module of another stage (`stub_modules`). The first stage has the embedding, the last
-one norm, head and loss. Names in the state dict are those of the whole model: an embedding that is tied to the head has
+micro-batch, which all ranks of a pipeline have. Stages send only hidden states, router logits if the loss uses the
+logits of all layers (`pipeline_router_loss`), and terms that hooks add to the loss (`running_stage`). A stub without
+parameters replaces each module of another stage (`stub_modules`). The first stage has the embedding, the last stage has
+norm, head and loss. Names in the state dict are those of the whole model: an embedding that is tied to the head has
 both names on the first stage and on the last.
 """
 
@@ -50,9 +50,9 @@ class StagedModel:
         self.shared_parameters: dict[str, tuple[int, ...]] = {}
         self._rank, self._ranks = rank, ranks
         self._forward_state = StageForwardState()
-        self._stubs: dict[str, nn.Module] = {}  # one for each module that some stage of this rank lacks
+        self._stubs: dict[str, nn.Module] = {}  # stub for each module that some stage of this rank lacks
         self._local_modules: dict[str, nn.Module] = {}
-        self._stages_by_module: dict[str, set[int]] = {}  # the stages that run each module
+        self._stages_by_module: dict[str, set[int]] = {}  # numbers of the stages that run each module
         self._local_layers: list[str] = []  # paths of this rank's layers
         self._positional = list(inspect.signature(model.forward).parameters)
 
@@ -177,10 +177,10 @@ class StagedModel:
     def _find_shared_parameters(self) -> dict[str, nn.Parameter]:
         """Set `shared_parameters`: the parameters that lie on several ranks.
 
-        A module that is never called lies on all of them.
+        A module that is never called lies on all ranks.
 
         Returns:
-            Parameters of this rank by their further names, which belong to modules on other ranks.
+            Parameters of this rank under the additional names that they have in modules of other ranks.
         """
         ranks: dict[int, set[int]] = {}
         names: dict[int, list[str]] = {}
@@ -219,7 +219,7 @@ class StagedModel:
         except Exception as error:
             raise ModelError(
                 f"{type(self.model).__name__} can't be split into stages: without the modules of other stages its "
-                f"forward fails ({type(error).__name__}: {error})"
+                f"forward fails ({type(error).__name__}: {error}); write it as a PipelineModule"
             ) from error
         finally:
             for path, real in modules.items():
@@ -263,8 +263,8 @@ def split_into_stages(
         rank: this rank's position along the pipeline.
         ranks: ranks of the pipeline.
         virtual_stages: stages on each rank.
-        partition_method: weights of the layers (`layer_partition.compute_layer_weights`). Modules before the layers
-            count for the first layer, modules after them for the last.
+        partition_method: weights of the layers (`layer_partition.compute_layer_weights`). With `"parameters"`, modules
+            before the layers count for the first layer, modules after the layers for the last.
         example_kwargs: keyword arguments of a trial forward, for a model that takes other arguments than `input_ids`.
 
     Raises:
@@ -322,7 +322,7 @@ def _output_loss(output: Any, batch: Any) -> torch.Tensor:
 
 
 def _incomplete_stage_text(stage: int, bounds: Sequence[int]) -> str:
-    return f"the forward of stage {stage} ended without a call of layer {bounds[stage + 1]}"
+    return f"the forward of stage {stage} ended without a call of layer {bounds[stage + 1]}; call every layer"
 
 
 def _missing_loss_text(batch: Any) -> str:

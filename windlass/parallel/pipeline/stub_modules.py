@@ -44,9 +44,9 @@ class StubModule(nn.Module):
 class StubLayer(StubModule):
     """Stub of a layer, which passes hidden states on.
 
-    Before the stage's layers it returns the stage's input. After them it returns the hidden states that it receives,
-    and records them as the stage's output. Plain attributes of the layer are copied, because models read them, e.g. the
-    type of its attention.
+    A stub before the stage's layers returns the stage's input. A stub after them returns the hidden states that it
+    receives; the first such stub records them as the stage's output. Plain attributes of the layer, e.g. the type of
+    its attention, are copied, because models read them.
     """
 
     def __init__(self, index: int, state: StageForwardState, output_form: OutputForm, layer: nn.Module) -> None:
@@ -73,7 +73,12 @@ def wrap_hidden_states(hidden: torch.Tensor, output_form: OutputForm) -> Any:
 
 @dataclass(frozen=True)
 class OutputShapeRule:
-    """Shape of a module's output, derived from its first tensor: one more dimension, or another last dimension."""
+    """Rule for the shape of a module's output, given the shape of its first tensor argument.
+
+    Attributes:
+        width: size of the output's last dimension.
+        adds_dim: True if the last dimension is added, False if it replaces the argument's last dimension.
+    """
 
     width: int
     adds_dim: bool
@@ -125,7 +130,7 @@ def _add_empty_weight(stub: nn.Module, module: nn.Module) -> None:
 
 
 def register_alias(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register `parameter`, which `model` has under other names, under this name too, creating modules where needed."""
+    """Register a parameter of `model` under one more name. Missing modules on the path of `name` are created."""
     *path, last = name.split(".")
     module = model
     for part in path:

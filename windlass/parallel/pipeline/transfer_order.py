@@ -1,8 +1,8 @@
 """Schedules with transfers: the computations, sends and receives of each rank, in an order that can't deadlock.
 
 [Note: one order of transfers] In a simulation the actions of a schedule end in a total order. Results are transferred
-in that order, and every rank starts its halves of the transfers in it. So a send may wait for its receive: of the first
-unfinished transfer, both ranks have either started their halves or will reach them without waiting for any other
+in that order, and every rank starts its halves of the transfers in that order. So a send may block until its receive
+starts: both ranks of the first unfinished transfer have started their halves, or reach them without waiting for another
 transfer. This holds for NCCL, which runs the transfers of a pair of ranks in order, and for sends that block. A receive
 starts one action before the action that needs it, so that the data arrives while the rank computes.
 """
@@ -28,9 +28,8 @@ def add_transfers(schedule: Sequence[RankActions], costs: ActionCosts = ActionCo
     ranks = len(schedule)
     played = simulate_schedule(schedule, costs)
     stages = 1 + max(action.stage for action in played.spans)
-    halves: list[list[tuple[Action, Action]]] = [
-        [] for _ in schedule
-    ]  # by rank: half of a transfer, and the compute action that it belongs to
+    # For each rank: pairs of a send or receive and the compute action that it belongs to.
+    halves: list[list[tuple[Action, Action]]] = [[] for _ in schedule]
     if ranks > 1:
         for done, send, receive, requested in _transfers(played, stages):
             halves[send.stage % ranks].append((send, done))

@@ -30,7 +30,7 @@ from windlass.parallel.sequence_loss import ModelLoss, install_loss
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
 GATHERED_OUTPUTS = ("logits", "last_hidden_state")
-"""Outputs `[samples, tokens, ...]` that are all-gathered if the batch was not sharded and has no labels."""
+"""Outputs `[samples, tokens, ...]` that are all-gathered if the caller passed whole sequences without labels."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class SequenceParallel:
         axis: the mesh axis sp.
         pattern: distribution of the tokens over the ranks.
         loss: loss function of the model, over the tokens of all ranks.
-        pre_sharded: batches contain this rank's tokens only.
-        only_training: in eval mode every rank computes whole sequences.
-        derive: derivation of the model's positions from ids or masks; None if the model counts tokens from 0.
+        pre_sharded: True if batches contain this rank's tokens only.
+        only_training: True if every rank computes whole sequences in eval mode.
+        derive: function that derives the model's positions from ids or masks; None if the model counts tokens from 0.
     """
 
     def __init__(
@@ -100,7 +100,10 @@ class SequenceParallel:
         self._active_calls.append(None)
         if len(args) > len(self._argument_names):
             takes = len(self._argument_names)
-            raise ModelError(f"{type(module).__name__} got {len(args)} positional arguments and takes {takes}")
+            raise ModelError(
+                f"{type(module).__name__} got {len(args)} positional arguments, but its forward takes {takes}; pass "
+                "only those"
+            )
         batch = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         if _is_generating(batch) or (self.only_training and not module.training):
             return None  # every rank computes whole sequences
@@ -109,7 +112,7 @@ class SequenceParallel:
         share: SequenceShard = batch.pop(SHARD_KEY)
         if module.training and self._has_dropout and share.dropout_seed is None:
             share.dropout_seed = self._shared_seed(batch)
-        if batch.get("attention_mask") is None:  # without one, transformers would detect packing in the local positions
+        if batch.get("attention_mask") is None:  # else transformers would detect packed documents in local positions
             ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
             batch["attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
         if "use_cache" in self._argument_names:
@@ -118,7 +121,8 @@ class SequenceParallel:
         given = batch.get("shift_labels") if batch.get("shift_labels") is not None else batch.get("labels")
         if not self._accepts_kwargs:
             batch.pop("shift_labels", None)
-        self._active_calls[-1] = call  # before its contexts are entered: post_forward leaves them, also after an error
+        # Set before the contexts are entered: post_forward exits them, also after an error.
+        self._active_calls[-1] = call
         call.exit_stack.enter_context(use_shard(share))
         call.exit_stack.enter_context(self.loss.with_labels(given))
         return (), batch
@@ -180,8 +184,8 @@ def apply_sequence_parallel(
 
     - With labels, the loss is that of whole sequences, equal on all ranks; `logits` are those of this rank's tokens.
       The mean over the axis of the parameters' gradients is the gradient of the loss.
-    - Without labels, `logits` and `last_hidden_state` are those of whole sequences. Gradients of a loss computed from
-      them follow the same rule. Other outputs (`hidden_states`) are those of this rank's tokens.
+    - Without labels, `logits` and `last_hidden_state` are those of whole sequences. If the loss is computed from them,
+      the mean over the axis is its gradient, too. Other outputs (`hidden_states`) are those of this rank's tokens.
     - Generation (`past_key_values`, or `logits_to_keep` without labels) computes whole sequences on every rank.
 
     An axis of one rank changes nothing. Apply tensor parallelism before, not after.
@@ -189,15 +193,16 @@ def apply_sequence_parallel(
     Args:
         axis: the mesh axis sp.
         sp_mode: "ulysses" swaps tokens for heads by all-to-all; "ring" passes keys and values round a ring;
-            "ulysses+ring" does the former among `ulysses_degree` neighbours and the latter between such groups.
+            "ulysses+ring" swaps among `ulysses_degree` neighbouring ranks, and such groups form a ring.
         ulysses_degree: a divisor of the number of ranks. Default: all ranks for "ulysses", 1 for "ring", otherwise the
             largest divisor that also divides the key heads.
         zigzag: on a ring, give each rank a part from either end of the sequence, to balance causal attention. Default:
             True.
-        pre_sharded: batches contain this rank's tokens only. A batch with `SHARD_KEY` counts as sharded in any case.
-        only_training: in eval mode every rank computes whole sequences.
-        rng_stream: number of the random stream; ranks that compute other heads of the same tokens (tp) need different
-            ones.
+        pre_sharded: True if batches contain this rank's tokens only. A batch with `SHARD_KEY` counts as sharded in any
+            case.
+        only_training: True: in eval mode every rank computes whole sequences.
+        rng_stream: number of the random stream for dropout. Ranks that compute other heads of the same tokens (tp) need
+            different numbers.
 
     Raises:
         ConfigError: the mode is unknown, or the degree does not divide the number of ranks.
@@ -224,7 +229,8 @@ def apply_sequence_parallel(
     )
     inner._windlass_sequence = state
     _applied.add(state)
-    # on the wrapper: peft calls the wrapped forward without its hooks
+    # The hooks are on peft's wrapper, if there is one: it calls the forward of the inner model without that model's
+    # hooks.
     model.register_forward_pre_hook(state.pre_forward, with_kwargs=True)
     model.register_forward_hook(state.post_forward, with_kwargs=True, always_call=True)
 
@@ -233,7 +239,9 @@ _applied: WeakSet[SequenceParallel] = WeakSet()
 
 
 def derivation_along(group: dist.ProcessGroup) -> DerivePositions | None:
-    """Return the derivation of positions of the model that is sharded over `group`; None if it counts from 0.
+    """Return the function that derives positions for the model whose sequences are sharded over `group`.
+
+    None: the model counts tokens from 0, or no model is sharded over `group`.
 
     Raises:
         ModelError: several models are sharded over `group`, and they derive positions differently.
@@ -248,7 +256,7 @@ def derivation_along(group: dist.ProcessGroup) -> DerivePositions | None:
 
 
 def sequence_parallel_of(model: Any) -> SequenceParallel | None:
-    """Return the sequence parallelism of `model`; None if it has none."""
+    """Return the `SequenceParallel` of `model`; None if its sequences are not sharded."""
     found = getattr(unwrap_peft(model), "_windlass_sequence", None)
     return found if isinstance(found, SequenceParallel) else None
 

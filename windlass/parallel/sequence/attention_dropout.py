@@ -31,7 +31,7 @@ class AttentionDropout:
     """Dropout of one attention layer in one forward.
 
     Attributes:
-        probability: p of dropping a weight; kept weights are divided by 1 - p (Srivastava et al. 2014).
+        probability: probability `p` of dropping a weight; kept weights are divided by `1 - p` (Srivastava et al. 2014).
         seed: seed of this layer and forward, in [0, 2^31).
         first_head: number, in the whole layer, of the first head that this rank computes.
     """
@@ -47,7 +47,7 @@ class AttentionDropout:
         queries = torch.arange(tile.query_start, tile.query_start + tile.queries[1] - tile.queries[0], device=device)
         first = tile.query_start - tile.distance
         keys = torch.arange(first, first + tile.keys[1] - tile.keys[0], device=device)
-        # one hash for each row of queries, extended by the keys below
+        # One hash for each sample, head and query. The next line combines it with each key.
         lines = _hash32(_hash32(_hash32(rows + self.seed)[:, None] ^ numbers)[:, :, None] ^ queries)
         drawn = _hash32(lines[..., None] ^ _hash32(keys + (1 << 20)))
         kept = drawn >= round(self.probability * (_MASK + 1))

@@ -1,4 +1,4 @@
-"""Tiles of attention: rectangles of queries and keys, without the rectangles that no query sees."""
+"""Tiles of attention: rectangles of queries and keys that contain visible pairs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TileKind = Literal["full", "causal", "band"]
 """full: all pairs are visible; causal: a square with a visible lower triangle; band: the mask band decides."""
 
 WINDOW_STRIP = 512
-"""Number of queries in a tile at the edge of a sliding window. The scores of such a tile take memory for about the
-square of this number of pairs."""
+"""Number of queries in a tile at the edge of a sliding window. Such a tile has about the square of this number of
+pairs, whose scores are all in memory."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def make_visible_tiles(
     keys: Sequence[TokenRange],
     max_tile_size: int | None = None,
 ) -> list[Tile]:
-    """Return the tiles of the pairs of `queries` and `keys` that are visible.
+    """Return tiles that cover the visible pairs of `queries` and `keys`.
 
     Args:
         queries, keys: ranges of the whole sequence, in the order of the local tokens.
@@ -97,7 +97,8 @@ def _visible_parts(
 def _strips(mask_band: MaskBand, q: TokenRange, k: TokenRange) -> Iterator[TokenRange]:
     """Yield strips of the queries.
 
-    They are split where the diagonal enters and leaves the keys, and every `WINDOW_STRIP` rows at the edge of a window.
+    The queries are split where the diagonal enters and leaves the keys, and every `WINDOW_STRIP` rows at the edge of a
+    window.
     """
     if not _is_band_visible(mask_band, q, k):
         return

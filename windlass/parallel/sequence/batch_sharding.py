@@ -16,13 +16,15 @@ from windlass.parallel.sequence.visible_ranges import BatchMask, make_document_m
 from windlass.parallel.sequence_loss import shift_targets
 
 SHARD_KEY = "sequence_share"
-"""Key of a sharded batch under which it carries its `SequenceShard`."""
+"""Key of the `SequenceShard` in a sharded batch."""
 
 SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "token_type_ids")
 """Keys of tensors `[samples, tokens, ...]`, which are sharded along dimension 1."""
 
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keys that describe packed documents for other attention kernels; `position_ids` describe them here."""
+"""Keys that describe packed documents for other attention kernels. They are dropped: documents are read from
+`position_ids`.
+"""
 
 
 def shard_batch(
@@ -35,14 +37,14 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Return this rank's part of a batch of whole sequences, with its `SequenceShard` under `SHARD_KEY`.
 
-    Every rank along sp passes the same batch. Without an `attention_mask`, positions that restart separate packed
-    documents, as in transformers.
+    Every rank along sp passes the same batch. Without an `attention_mask`, a packed document begins where the positions
+    restart, as in transformers.
 
     Args:
         batch: keyword arguments of a transformers model. Missing `position_ids`, `[samples or 1, tokens]`, are created.
-        shifts_labels: the loss compares a token with the next label, so labels are shifted before they are sharded:
-            the label of a rank's last token is the first token of another rank.
-        derive_positions: derivation of positions for a batch without them; None: count from 0.
+        shifts_labels: True if the loss of a token uses the label of the next token. Labels are then shifted before they
+            are sharded, because the token after a rank's last token is on another rank.
+        derive_positions: function that derives the positions of a batch without `position_ids`; None: count from 0.
 
     Returns:
         The batch with tensors of the local tokens. `labels`, if given, are returned as `labels` and as `shift_labels`,
@@ -104,7 +106,8 @@ def mark_sharded_batch(
     `labels`.
 
     Args:
-        derive: derivation of the model's positions. Positions equal to the derived ones do not separate documents.
+        derive: function that derives the model's positions. Positions equal to the derived ones do not separate
+            documents. None: the model counts tokens from 0.
 
     Raises:
         ModelError: the batch has no `position_ids`.
@@ -122,7 +125,7 @@ def mark_sharded_batch(
         positions = axis.all_gather(positions.contiguous(), 1, sizes)
     if mask is not None:
         mask = axis.all_gather(mask.contiguous(), 1, sizes)
-        mask = None if bool((mask != 0).all()) else mask  # as without a mask: positions separate documents
+        mask = None if bool((mask != 0).all()) else mask  # a mask of ones counts as none: positions separate documents
     if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
         full = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
         positions = None if bool((full == positions).all()) else positions

@@ -32,11 +32,13 @@ def apply_long_context(
     Apply tensor and sequence parallelism before.
 
     Args:
-        tiled_mlp: number of tokens that an MLP computes at a time; True: the number of features of a token.
+        tiled_mlp: number of tokens that an MLP computes at a time; True: the number of features of a token; False: MLPs
+            are not tiled.
         tiled_loss: number of tokens for which logits and loss are computed at a time, if the model trains on labels;
-            True: as many as have 256 MiB of logits. The outputs then have no logits.
+            True: the tokens of 256 MiB of fp32 logits; False: the loss is not tiled. With a tiled loss the outputs have
+            no logits.
         recompute: save only the inputs of each layer, and recompute the layer in the backward.
-        activation_tier: tier of these inputs, "cpu" or "nvme", instead of the configured one.
+        activation_tier: tier of the saved inputs, "cpu" or "nvme"; None: the configured tier.
         nvme_path: folders for "nvme".
 
     Raises:

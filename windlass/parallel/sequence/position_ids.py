@@ -21,10 +21,10 @@ _TOKEN_COUNTING_CLASSES = {"BioGptLearnedPositionalEmbedding"}  # models that co
 
 
 def find_position_derivation(model: nn.Module) -> DerivePositions | None:
-    """Return the derivation of positions of a model without `position_ids`; None if it counts all tokens from 0.
+    """Return the function by which a model derives positions if it gets no `position_ids`; None: it counts from 0.
 
-    RoBERTa and its relatives count the ids that are not padding, from `padding_idx + 1`. OPT counts the tokens that the
-    attention mask shows. For an unknown derivation the returned function raises a ModelError.
+    RoBERTa and its relatives count the ids that are not padding, from `padding_idx + 1`. OPT counts the tokens with
+    attention mask 1. For an unknown derivation the returned function raises a ModelError.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):

@@ -60,8 +60,9 @@ class RingContext:
         axis: mesh axis of the ring.
         ring_stride: distance along `axis` of neighbours on the ring.
         tiles_by_step: for each ring step, the visible tiles of the local queries and of the block of keys that arrives
-            in this step, from the rank as many places before. All ranks have the same number of steps.
-        block_tokens: number of tokens of each of these blocks.
+            in this step. The block of step `i` is from the rank `i` places before. All ranks have the same number of
+            steps.
+        block_tokens: for each ring step, the number of tokens of its block.
         max_block_tokens: number of tokens that each block is padded to for sending.
         key_head_of: for each query head, the key head that it uses.
         score_spec: computation of scores and weights.
@@ -176,7 +177,7 @@ def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor,
     Returns:
         `[samples, heads, local tokens, value features]`; 0 for queries that see no key.
     """
-    # Fused kernels need contiguous features: torch's CPU kernel computes wrong values from others, without an error.
+    # Fused kernels need contiguous features: without them torch's CPU kernel computes wrong values and raises no error.
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
     kernels = TileKernels(query, key, value, context.score_spec)
     output: torch.Tensor = _RingAttention.apply(context, kernels, query, key, value)
@@ -186,7 +187,7 @@ def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor,
 def _ring_blocks(
     context: RingContext, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Tile, ...], bool]]:
-    """Yield each block of keys and values with its tiles, and True for the last one; the next block is in transfer."""
+    """Yield `(keys, values, tiles, is last)` for each block. Meanwhile the next block is in transfer."""
     steps = len(context.tiles_by_step)
     block = [key, value]
     if steps > 1:

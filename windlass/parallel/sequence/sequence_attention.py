@@ -39,7 +39,7 @@ class SequenceMask:
     def tiles_by_step(self, max_tile_size: int | None) -> tuple[tuple[Tile, ...], ...]:
         """Return the visible tiles of this group's queries and of the keys that arrive, for each ring step.
 
-        In step i they are the keys of the group i places before this one. All ranks have the same number of steps.
+        In step `i` the keys of the group `i` places before this group arrive. All ranks have the same number of steps.
         """
         if max_tile_size not in self._tiles:
             shard, sharding = self.shard, self.shard.sharding
@@ -84,7 +84,7 @@ def sequence_attention(
     Args:
         query: `[samples, heads, local tokens, features]`; key, value: the same with as many heads or fewer.
         scale: factor of the scores; None means `features ** -0.5`.
-        softcap: c bends scores to `c * tanh(score / c)`.
+        softcap: bound `c` of the scores, which become `c * tanh(score / c)`; None: no bound.
         dropout: dropout of the attention weights of all heads of `query`.
 
     Returns:
@@ -156,9 +156,11 @@ def check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
             raise ModelError(
                 f"attention over {shard.axis.name} got a {name} of {tensor.shape[0]} samples and {tensor.shape[2]} "
                 f"tokens; this rank's part of the batch has {shard.num_samples} and {shard.local_tokens}. Attention to "
-                "other tokens (a cache, an encoder, prefix tuning) cannot be computed on sharded sequences"
+                "other tokens (a cache, an encoder, prefix tuning) cannot be computed on sharded sequences; leave it "
+                "out"
             )
     if query.shape[1] % key.shape[1]:
         raise ModelError(
-            f"attention over {shard.axis.name}: {key.shape[1]} key heads do not divide {query.shape[1]} query heads"
+            f"attention over {shard.axis.name}: {key.shape[1]} key heads do not divide {query.shape[1]} query heads; "
+            "pass a number of key heads that divides the query heads"
         )

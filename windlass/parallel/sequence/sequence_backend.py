@@ -130,12 +130,12 @@ class SequenceBackend(AttentionBackend):
         if not isinstance(band, MaskBand):
             raise ModelError(
                 f"the model requests an attention mask that is a {type(band).__name__}; sequence parallelism computes "
-                "causal and bidirectional masks and their sliding windows"
+                "only causal and bidirectional masks and their sliding windows; set parallel.sp to 1"
             )
         return SequenceMask(self.shard, band, self._bind_local_backend(band, mask.device))
 
     def _bind_local_backend(self, band: MaskBand, device: torch.device | str) -> BoundMask | None:
-        """Return the mask of the backend that is active outside this one, for whole sequences and local heads."""
+        """Return the mask, for whole sequences and local heads, of the backend active around this one; None without."""
         local = get_active_backend()
         if local is None or isinstance(local, SequenceBackend):  # an outer forward on sequences of another model
             return None
@@ -212,7 +212,7 @@ def _check_local_call(layer: str, local: AttentionBackend, dropout: float, argum
     if unsupported:
         raise ModelError(
             f'{layer} passes {unsupported} to attention; the backend "{local.name}" together with sequence parallelism '
-            "does not compute that"
+            "does not support that; use another backend, or set parallel.sp to 1"
         )
     if dropout > 0:
         raise ModelError(
@@ -225,8 +225,8 @@ def _make_backend(mode: str, shard: SequenceShard) -> SequenceBackend:
     backend = SequenceBackend(shard)
     if backend.name != mode:
         raise ConfigError(
-            f'the attention backend "{mode}" got a shard of the mode "{backend.name}"; get_backend("{backend.name}", '
-            "shard=shard) takes it"
+            f'the attention backend "{mode}" got a shard of the mode "{backend.name}"; call '
+            f'get_backend("{backend.name}", shard=shard)'
         )
     return backend
 

@@ -24,7 +24,7 @@ class SequenceShard:
         sharding: tokens of each rank.
         mask: padding and packed documents of the batch.
         axis: the mesh axis sp.
-        full_length: tokens of the sequences as the caller passed them; the sharded ones may have been padded.
+        full_length: number of tokens of each sequence as the caller passed it, without padding added for sharding.
         gathers_outputs: all-gather the model's outputs; True if the batch had whole sequences.
 
     Attributes:

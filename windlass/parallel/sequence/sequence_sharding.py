@@ -77,7 +77,7 @@ class SequenceSharding:
         ]
 
     def local_shard(self, tensor: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """Return the part of `rank` of a tensor with the whole sequence along `dim`."""
+        """Return the part that belongs to `rank` of a tensor that has the whole sequence along `dim`."""
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -99,7 +99,7 @@ class SequenceShardPattern:
     Attributes:
         ranks: number of ranks along sp.
         ulysses_degree: number of neighbouring ranks that swap tokens for heads; a divisor of `ranks`.
-        zigzag: each ring group gets a part from either end of the sequence.
+        zigzag: True if each ring group gets a part from either end of the sequence.
     """
 
     ranks: int
@@ -112,7 +112,8 @@ class SequenceShardPattern:
         return self.ranks // self.ulysses_degree
 
     def shard(self, length: int) -> SequenceSharding:
-        """Return the distribution of `length` tokens; if parts cannot be equal, the first ones get one more."""
+        """Return the distribution of `length` tokens. If equal parts are not possible, the first parts have one token
+        more."""
         return _shard_sequence(self, length)
 
 

@@ -36,7 +36,7 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
     if ulysses_degree < 1 or axis.size % ulysses_degree:
         raise ConfigError(
             f"ulysses_degree = {ulysses_degree} does not divide the {axis.size} ranks along {axis.name}; "
-            f"{[n for n in range(1, axis.size + 1) if axis.size % n == 0]} would"
+            f"write one of {[n for n in range(1, axis.size + 1) if axis.size % n == 0]}"
         )
     if fixed.get(sp_mode, ulysses_degree) != ulysses_degree:
         raise ConfigError(
@@ -55,7 +55,10 @@ def check_sequence_support(model: Any, axis: MeshAxis) -> None:
             "changes. Call windlass.attention.attention in your module, inside windlass.parallel.sequence.use_shard"
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} has an encoder and a decoder; sequence parallelism needs a model with one of them")
+        raise ModelError(
+            f"{name} has an encoder and a decoder, and sequence parallelism needs a model with one of them; set "
+            "parallel.sp to 1"
+        )
     check_attention_interface(model, f"so its sequences cannot be sharded over {axis.name}")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(
@@ -71,11 +74,11 @@ def _check_layer_types(model: Any, name: str) -> None:
     if other:
         raise ModelError(
             f"{name} has layers of the types {other}, which mix tokens without attention or by other patterns; "
-            f"sequence parallelism supports {sorted(_SUPPORTED_LAYER_TYPES)}"
+            f"sequence parallelism supports only {sorted(_SUPPORTED_LAYER_TYPES)}; set parallel.sp to 1"
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
             raise ModelError(
                 f"{path} of {name} is a {type(module).__name__}, which mixes tokens that lie on several ranks; "
-                "sequence parallelism does not support it"
+                "sequence parallelism does not support it; set parallel.sp to 1"
             )

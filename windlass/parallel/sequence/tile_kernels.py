@@ -32,7 +32,7 @@ class ScoreSpec:
 
     Attributes:
         scale: factor of the scores.
-        softcap: c bends scores to `c * tanh(score / c)`; None: no cap.
+        softcap: bound `c` of the scores, which become `c * tanh(score / c)`; None: no bound.
         mask_band: visible distances, for tiles of the kind "band" and "causal".
         dropout: dropout of the weights; None: no dropout.
     """
@@ -163,7 +163,8 @@ class FlashTileKernel:
 
 
 class TileKernels:
-    """Selection of a kernel for each tile of one call: torch's flash kernel where it can, else matrix products."""
+    """Selection of a kernel for each tile of one call: torch's flash kernel if it supports the tile, else matrix
+    products."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_spec: ScoreSpec) -> None:
         self._plain = MatmulTileKernel()

@@ -6,8 +6,8 @@ parameters are summed over the tiles, in fp32 if parameters have 16 bits, and ea
 So a reduction that waits for the gradient starts once.
 
 [Note: parameters of tiled parts] Parameters enter the graph as inputs of one node. In the backward the function uses
-the parameters of its module, not tensors saved by the node. ZeRO stage 3 may reshard them in between: it unshards them
-again before the node runs, because the node belongs to the graph of their block.
+the parameters of its module, not tensors saved by the node. ZeRO stage 3 may reshard the parameters in between. It
+unshards them again before the node runs, because the node belongs to the graph of their block.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Tiling:
         tile_size: size of a tile along `dim` of the inputs.
         dim: dimension of the inputs that is tiled.
         out_dim: dimension of the output along which tiles are concatenated.
-        sums_outputs: sum the outputs of the tiles instead.
-        preserve_rng_state: the function draws random numbers (dropout), and its recomputation has to draw the same.
+        sums_outputs: sum the outputs of the tiles instead of concatenating them.
+        preserve_rng_state: True if the function draws random numbers (dropout), and its recomputation has to draw the
+            same.
     """
 
     function: Callable[..., torch.Tensor]
@@ -109,7 +110,7 @@ class Tiling:
                 total = output.new_empty(shape)
             if done + size <= total.shape[self.out_dim]:
                 total.narrow(self.out_dim, done, size).copy_(output)
-            else:  # the last tile is smaller, but its output is not, as with one number of each tile
+            else:  # the last tile is smaller, but its output is not, e.g. if each tile has one number as output
                 total = torch.cat([total.narrow(self.out_dim, 0, done), output], self.out_dim)
             done += size
         assert total is not None

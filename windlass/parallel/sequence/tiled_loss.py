@@ -91,7 +91,7 @@ def compute_tiled_loss_sum(
         head: computes logits from hidden states `[tokens, features]`.
         hidden: `[..., features]`.
         labels: `[...]`, shifted.
-        parameters: parameters of `head`, the largest first.
+        parameters: parameters of `head`, first the weight `[vocabulary, features]`.
     """
 
     def of_piece(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -191,8 +191,9 @@ def _unsupported_use(what: str) -> ModelError:
 class TiledLossHead:
     """Replacement of the output head's forward while a model trains on labels.
 
-    The first call of the head returns a placeholder. The loss function calls the head again, and that call computes the
-    loss a tile at a time. It is a call of the module, so that hooks that unshard and reshard its weight run.
+    The first call of the head returns a placeholder. The loss function calls the head again, and the second call
+    computes the loss a tile at a time. Because this is a call of the module, hooks that unshard and reshard its weight
+    run.
     """
 
     def __init__(self, head: nn.Module, tile_tokens: int | None) -> None:
@@ -213,7 +214,7 @@ class TiledLossHead:
         model.register_forward_hook(self._post_forward, always_call=True)
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        """Return logits, a placeholder for them, or the loss that `summed_loss` asked for."""
+        """Return logits, a placeholder for them, or in a call by `summed_loss` the sum of the losses."""
         if self._compute_sum is not None:
             return self._compute_sum(hidden)
         if not self._is_deferring:

@@ -21,7 +21,7 @@ def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     output has as many features as its input.
 
     Yields:
-        Names and modules; none is inside another.
+        `(name, module)` of each MLP. No MLP is inside another.
     """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -44,10 +44,10 @@ def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None
     """
     before: Any = module.forward
     if isinstance(before, partial) and before.func is _tiled_forward:
-        raise ModelError(f"this {type(module).__name__} is tiled already")
+        raise ModelError(f"this {type(module).__name__} is tiled already; tile it once")
     linears = [one for one in module.modules() if _is_linear(one)]
     if not linears:
-        raise ModelError(f"this {type(module).__name__} has no linear layer to tile")
+        raise ModelError(f"this {type(module).__name__} has no linear layer to tile; pass an MLP")
     size = _in_out_features(linears[0])[0] if tile_tokens is None else tile_tokens
     held: Any = module
     held.forward = partial(_tiled_forward, module, before, size)
@@ -85,7 +85,7 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _num_arguments(module: nn.Module) -> int:
-    """Return the number of arguments of the module's forward; -1 if it takes variable or keyword-only ones."""
+    """Return the number of arguments of the module's forward; -1 if it has variable or keyword-only arguments."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     if len(named) < len(parameters):

@@ -2,9 +2,9 @@
 
 S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 N h / P (P - 1) / P` elements per layer
 for N tokens of h features on P ranks, and as many in the backward. The number of heads need not be a multiple of the
-ranks: the first ranks have one head more, and ranks may have none. A rank gets the heads of keys and values that its
-queries use. With fewer key heads than ranks, a key head goes to several ranks, and its gradients are summed at its
-origin.
+number of ranks: then the first ranks have one head more, and some ranks may have no head. A rank gets the heads of keys
+and values that its queries use. With fewer key heads than ranks, a key head goes to several ranks, and its gradients
+are summed on the ranks that own the tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class UlyssesHeads:
     """Distribution of the heads of a layer over ranks.
 
     Attributes:
-        num_query_heads: a multiple of `num_key_heads`.
-        num_key_heads: heads of keys, and of values.
-        num_ranks: ranks that share the heads.
+        num_query_heads: number of query heads, a multiple of `num_key_heads`.
+        num_key_heads: number of heads of keys, and of values.
+        num_ranks: number of ranks over which the heads are distributed.
     """
 
     num_query_heads: int

@@ -74,7 +74,8 @@ def apply_tensor_parallel(
 
     Raises:
         ConfigError: the table or a number is invalid.
-        ModelError: a module cannot be sharded. The model is unchanged.
+        ModelError: a module cannot be sharded. The model is unchanged, unless the module has packed weights: then
+            modules before it may be sharded already.
     """
     if tp_overlap_chunks < 1:
         raise ConfigError(f"tp_overlap_chunks = {tp_overlap_chunks}; write at least 1")

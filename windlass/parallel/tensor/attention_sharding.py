@@ -20,7 +20,8 @@ class HeadProjection:
         layer: the layer.
         sections: sizes of the consecutive sections of its output.
         section_heads: number of heads in each section: that of the query heads or of the key heads.
-        is_interleaved: keys and values are stored next to the queries that use them, so no key head is shared.
+        is_interleaved: True if keys and values are stored next to the queries that use them, so that ranks cannot share
+            a key head.
     """
 
     layer: LinearLayer

@@ -129,8 +129,8 @@ def _trace_attention(layers: Sequence[LinearLayer], name: str) -> Iterator[list[
 def _trace_latent_attention(layers: Sequence[LinearLayer]) -> list[PlanEntry]:
     """Return the entries of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    The layers that expand the latents are sharded, and those that compute the latents are replicated. The latter also
-    compute the rotary part of the keys, which all heads use.
+    The layers that expand the latents are sharded. The layers that compute the latents, and with them the rotary part
+    of the keys, which all heads use, are replicated.
     """
     by_leaf = {layer.leaf_name: layer.name for layer in layers}
     query = by_leaf.get("q_b_proj", by_leaf.get("q_proj"))

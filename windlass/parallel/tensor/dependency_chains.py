@@ -175,7 +175,7 @@ class ChainResolver:
     def _shard_gathered_chain(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
     ) -> list[ModuleShard]:
-        """Return the shards of a chain whose intermediate features are gathered. They may be split at any feature."""
+        """Return the shards of a chain with gathered intermediate features, which may be split at any feature."""
         if chain.row.style is not ShardStyle.ROW_SPLIT or any(
             entry.style is not ShardStyle.COLUMN_GATHERED for entry in chain.columns
         ):
@@ -209,8 +209,8 @@ class ChainResolver:
     def _shard_feed_forward(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
     ) -> list[ModuleShard]:
-        """Return the shards of a feed-forward chain. Each section of each column has as many features as the row
-        takes."""
+        """Return the shards of a feed-forward chain. The size of each section of a column is the number of input
+        features of the row."""
         shares = make_even_ranges(row.in_features, self._ranks)
         if row.in_features < self._ranks:
             raise make_cannot_shard_error(row.name, f"{row.in_features} features are too few for {self._ranks} ranks")

@@ -35,7 +35,9 @@ class VocabShardLookup:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens = args[0]
-        torch._assert_async(((tokens >= 0) & (tokens < self._size)).all(), "a token is outside the vocabulary")
+        torch._assert_async(
+            ((tokens >= 0) & (tokens < self._size)).all(), "a token is outside the vocabulary; check the tokenizer"
+        )
         elsewhere = (tokens < self._start) | (tokens >= self._stop)
         self._outside_shard = elsewhere
         return (tokens - self._start).masked_fill(elsewhere, 0), *args[1:]

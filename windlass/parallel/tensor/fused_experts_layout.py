@@ -13,11 +13,11 @@ class FusedExpertsLayout:
 
     Attributes:
         up_name: parameter that computes the intermediate features, `[experts, features, hidden]`: gate and up, or up.
-        down_name: parameter that reduces them, `[experts, hidden, intermediate]`.
-        intermediate_size: intermediate features of one expert.
-        num_sections: number of sections of that size in the first parameter: 2 with a gate.
-        is_interleaved: gate and up features alternate, instead of all gate features followed by all up features.
-        up_dim, down_dim: dimensions of the intermediate features.
+        down_name: parameter that maps intermediate features to outputs, `[experts, hidden, intermediate]`.
+        intermediate_size: number of intermediate features of one expert.
+        num_sections: number of sections of `intermediate_size` features in the first parameter: 2 with a gate, else 1.
+        is_interleaved: True if gate and up features alternate; False: all gate features, then all up features.
+        up_dim, down_dim: dimension of the intermediate features in the first and in the second parameter.
         up_bias, down_bias: names of biases `[experts, features]`, or None.
     """
 

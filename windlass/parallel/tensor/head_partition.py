@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from windlass.base.errors import ModelError
 from windlass.parallel.placement import compute_shard_range
 
-# limit on the largest share, relative to an even one, for a partition that splits no group of heads with one key head
+# Limit on the largest share, relative to an even share, of a partition that keeps query heads with a common key head
+# on one rank.
 _MAX_IMBALANCE = 1.25
 
 
@@ -15,7 +16,7 @@ _MAX_IMBALANCE = 1.25
 class HeadPartition:
     """Partition of the heads of one attention module over the ranks of the axis.
 
-    Query head `h` attends to key and value head `h // (query // key)`, as in all of transformers.
+    Query head `h` attends to key and value head `h // queries_per_key`, as in all models of transformers.
 
     Attributes:
         module_name: name of the module.
@@ -71,13 +72,13 @@ class HeadPartition:
 def partition_heads(
     name: str, num_query_heads: int, num_key_heads: int, ranks: int, *, keep_groups: bool = False
 ) -> HeadPartition:
-    """Distribute whole query heads over the ranks. The first ranks have one more if the heads do not divide.
+    """Distribute whole query heads over the ranks. The first ranks have one more if `ranks` does not divide the heads.
 
     Query heads with a common key head stay on one rank if there are enough groups and the largest share grows by at
     most a quarter. Keys and values are then sharded too. Otherwise neighbouring ranks share key heads.
 
     Args:
-        keep_groups: query heads cannot be separated from their key head.
+        keep_groups: True if query heads cannot be separated from their key head.
 
     Raises:
         ModelError: `keep_groups` is set, and there are fewer key heads than ranks.

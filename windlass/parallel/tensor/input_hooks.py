@@ -62,5 +62,5 @@ class ChainInputHook:
 
 
 def _tensor_version(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of a tensor. There is no counter under `torch.inference_mode`."""
+    """Return the number of in-place changes of a tensor; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from windlass.kernels.packed_linear import PackedLinear
 
 EQUIVALENT_CLASSES = ("FalconLinear",)
-"""Subclasses of nn.Linear whose own forward computes the same."""
+"""Subclasses of nn.Linear with a forward of their own that computes the same as nn.Linear's."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LinearLayer:
 
 
 def as_linear_layer(name: str, module: nn.Module) -> LinearLayer | None:
-    """Return the linear layer that this module is or adapts, or None if it is neither."""
+    """Return the linear layer that this module is or adapts; None for any other module."""
     base = get_adapter_base_layer(module)
     if base is not None:
         found = as_linear_layer(name, base)
@@ -144,8 +144,8 @@ def is_stub(module: nn.Module) -> bool:
 
 
 def find_local_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name, without the stubs of other pipeline stages and the modules inside them,
-    which have second names of parameters."""
+    """Return the modules of a model by name, without the stubs of other pipeline stages and the modules inside them:
+    these hold parameters of local modules under second names."""
     modules = dict(model.named_modules())
     stubs = {name for name, module in modules.items() if is_stub(module)}
     return {

@@ -152,8 +152,8 @@ def hook_tail_features(layer: LinearLayer, features: int, axis: MeshAxis) -> Non
 
 
 class ColumnInputHook:
-    """Pre-forward hook of a column layer: pass the input through the chain's input hook, which computes it once per
-    chain.
+    """Pre-forward hook of a column layer: pass the input through the chain's input hook, which copies or all-gathers it
+    once per chain.
     """
 
     def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding | None) -> None:
@@ -266,7 +266,7 @@ class RowParallelForward:
         return out if bias is None else out + bias.to(out.dtype)
 
     def _sum(self, partial: torch.Tensor, gathered: Any) -> torch.Tensor:
-        """Return the sum of all ranks' products, of this rank's part of the sequence if that is sharded."""
+        """Return the sum of all ranks' products; only this rank's part of it if the sequence is sharded."""
         axis = self._input_hook.axis
         if self._sequence_sharding is None:
             return reduce_from_parallel_region(partial, axis)

@@ -7,7 +7,7 @@ between blocks under `tp_sequence_norms`) must drop different elements; otherwis
 Therefore:
 
 - All ranks of the axis use generators in the same state. `sync_rng_states` copies the first rank's state, for every
-  model, since nothing shows that a router draws; seeds of ranks along other axes may differ.
+  model, because no attribute shows that a router draws random numbers. Seeds of ranks along other axes may differ.
 - Between the first column of a chain and its row, numbers come from a generator seeded with one number of the shared
   generator and the rank's index. A caller that restores the shared generator (activation checkpointing before a
   recomputation) thus gets the same numbers again. No other state is kept.

@@ -1,10 +1,11 @@
 """Sharding of peft's low-rank adapters on sharded linear layers.
 
 [Note: adapters of sharded layers] An adapter adds B(A(x)) to the output of its base layer. On a column layer, whose
-output features are sharded, B is sharded as the base is. A is replicated; each rank's B gives it only a part of its
-gradient, so these parts are summed. On a row layer, whose input features are sharded, A is sharded as the base is and
-its products are summed over ranks, so B is replicated and has a complete gradient. If a rank uses only some rows of the
-base, it uses the same rows of B. The adapter is therefore saved in full, and its gradients equal those of one process.
+output features are sharded, B is sharded as the base is. A is replicated; through its part of B each rank computes only
+a part of A's gradient, and the parts are summed. On a row layer, whose input features are sharded, A is sharded as the
+base is and its products are summed over ranks, so B is replicated and has a complete gradient. If a rank uses only some
+rows of the base, it uses the same rows of B. Checkpoints therefore contain the full adapter, and its gradients equal
+those of one process.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def shard_adapters(
 
     Args:
         input_hook: the input hook of the chain.
-        sequence_sharding: shards the output of a row layer along the sequence.
-        tp_overlap_chunks: see `linear_sharding`.
+        sequence_sharding: sequence sharding of the output of a row layer; None: the output is replicated.
+        tp_overlap_chunks: see `linear_sharding.row_parallel_linear`.
     """
     if layer.adapter_module is None:
         return

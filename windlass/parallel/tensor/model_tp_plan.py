@@ -38,9 +38,9 @@ _STYLE_OF_TP_PLAN = {
 def read_tp_plan(model: nn.Module) -> dict[str, str]:
     """Return the model's own plan, with `*` for numbers in names.
 
-    The plan is empty if the model has none, or if it names no list layer of the model, because all such modules were
-    replaced by others of different names. An entry for the output head alone does not count, since all transformers
-    models have one.
+    The result is empty if the model has no plan, or if no name with `*` in the plan is a module of the model, e.g.
+    because its layers were replaced by modules with other names. All transformers models have an entry for the output
+    head, so this entry alone is not a plan.
     """
     prefix, inner = find_language_model(model)
     plan: Any = getattr(inner, "tp_plan", None)
@@ -107,7 +107,7 @@ def _wildcard_name(name: str) -> str:
 
 
 def _packed_tables(model: nn.Module) -> set[str]:
-    """Return the names of packed embeddings, and of packed layers that share the table of one. They stay whole."""
+    """Return the names of packed embeddings and of packed layers that share a table with them. They are not sharded."""
     tables = [module for module in model.modules() if isinstance(module, PackedEmbedding)]
     shared = {id(parameter) for table in tables for parameter in table.parameters()}
     return {

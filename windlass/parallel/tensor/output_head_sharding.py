@@ -40,7 +40,7 @@ def vocab_parallel_cross_entropy(
         logits: `[tokens, part of the vocabulary]` of this rank.
         labels: `[tokens]`, indices into the full vocabulary, equal on all ranks.
         axis: mesh axis over which the vocabulary is sharded.
-        sizes: size of each rank's part; by default that of this rank.
+        sizes: size of each rank's part; by default all parts are as large as this rank's.
         ignore_index: label of tokens whose loss and gradient are 0.
         z_loss: add `z_loss * log(Z)^2` to each loss, where Z is the sum of exponentials (Chowdhery et al., PaLM,
             arXiv:2204.02311, section 5).
@@ -67,7 +67,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         counts = labels != ignore_index
         torch._assert_async(
-            ((labels >= 0) & (labels < vocabulary) | ~counts).all(), "a label is outside the vocabulary"
+            ((labels >= 0) & (labels < vocabulary) | ~counts).all(),
+            "a label is outside the vocabulary and is not ignore_index; check the labels",
         )
         wide = logits.float()
         largest = axis.all_reduce(wide.amax(-1), dist.ReduceOp.MAX)
@@ -99,8 +100,8 @@ class ShardedVocabulary:
 
     Attributes:
         axis: mesh axis over which the vocabulary is sharded.
-        sizes: tokens of each rank.
-        keeps_logits_sharded: logits stay sharded in the current forward; otherwise the head gathers them.
+        sizes: number of vocabulary entries of each rank.
+        keeps_logits_sharded: True if logits stay sharded in the current forward; False: the head gathers them.
     """
 
     def __init__(self, axis: MeshAxis, sizes: list[int]) -> None:

@@ -1,10 +1,10 @@
 """Sharding of packed, frozen linear layers: each rank keeps the bytes of its rows or columns.
 
-[Note: parts of packed weights] Codes, scales and zero points of a part are those of the whole matrix, so that no rank
-rounds anything anew. A part begins and ends where a group and a word of codes do, along either dimension. The shapes of
-`file_form` show along which dimension a tensor is divided; one that has the same shape for any number of features is
-kept whole. A format without `keeps_order` may lay its tensors out otherwise, so its division is tried first with random
-numbers of the same sizes.
+[Note: parts of packed weights] Codes, scales and zero points of a part are those of the whole matrix, so that no weight
+is rounded a second time. Along either dimension a part begins and ends at the boundary of a group and of a word of
+codes. The shapes of `file_form` show along which dimension a tensor is divided; a tensor with the same shape for any
+number of features is kept whole. A format without `keeps_order` may store elements in another order, so its division is
+tested first on a random matrix of the same size.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from windlass.parallel.tensor.rank_ranges import count_elements
 
 Cuts = tuple[tuple[str, int, Ranges], ...]  # packed tensor, its dimension and the ranges that are kept, in elements
 
-_WHOLE = "weight_shape"  # name of the whole matrix's shape, which every rank has
-_MANY = 64  # so many equal parts take 64 times the words of one part only if each part begins and ends at a word
+_WHOLE = "weight_shape"  # packed tensor with the shape of the whole matrix; every rank keeps it
+_MANY = 64  # number of equal parts in a test: they take 64 times the words of one part only if a part ends at a word
 
 
 def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis: str) -> None:
@@ -81,7 +81,7 @@ def _check_format(form: WeightFormat, local: Sequence[int]) -> None:
 def _find_cuts(
     form: WeightFormat, sizes: tuple[int, int], dim: int, ranges: Ranges
 ) -> Iterator[tuple[str, int, Ranges]]:
-    """Yield the tensors that are divided, and how."""
+    """Yield `(packed tensor, dimension, ranges that are kept)` for each tensor that is divided."""
     for part, whole in form.file_form(*sizes).items():
         if part == _WHOLE or _try_shape(form, sizes, part, dim, 1) == whole.shape:
             continue  # one scale for all of the dimension
@@ -114,7 +114,7 @@ def _place(form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, alon
 def _try_shape(
     form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, features: int
 ) -> tuple[int, ...] | None:
-    """Return the shape of a packed tensor with this many features; None: the format does not pack so many."""
+    """Return the shape of a packed tensor with this many features; None: the format cannot pack this number."""
     try:
         return _shape(form, sizes, part, dim, features)
     except WeightFormatError:

@@ -15,8 +15,8 @@ def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges
     """Keep only `ranges` of a parameter along `dim`, and record its placement.
 
     The memory of the full parameter is freed; on the meta device only the shape changes. The parameter may already be
-    sharded along other dimensions (experts along "ep"). Nothing changes if it has these ranges already, because
-    another module shares it.
+    sharded along other dimensions (experts along "ep"). Nothing changes if the parameter has these ranges already,
+    because another module shares it.
 
     Raises:
         ModelError: the parameter is already sharded along this axis or dimension, in another way.

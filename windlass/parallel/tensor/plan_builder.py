@@ -104,8 +104,10 @@ def collect_plan_entries(
 
 
 def _check_distributed_experts(model: nn.Module) -> None:
-    """Raise a ModelError if expert modules that are distributed over ranks are to be sharded too: along ep, a parameter
-    of one rank is either a part of a parameter of all ranks, or an expert's whole parameter.
+    """Raise a ModelError if experts that are separate modules on different ranks should also be sharded by tp.
+
+    A placement with the axis ep describes a part of a parameter of all ranks, or the whole parameter of one expert, but
+    not a part of the parameter of one expert.
     """
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts) and module.enable_expert_tensor_parallelism:
@@ -119,8 +121,8 @@ def _check_distributed_experts(model: nn.Module) -> None:
 
 
 def _replicated_in_mixtures(model: nn.Module) -> dict[str, PlanEntry]:
-    """Return entries for what is replicated in each `MixtureOfExperts`: its router, and its experts unless it enables
-    tensor parallelism for them.
+    """Return entries for the replicated modules of each `MixtureOfExperts`: its router, and its experts unless tensor
+    parallelism is enabled for them.
     """
     names: list[str] = []
     for name, module in model.named_modules():
@@ -147,7 +149,7 @@ def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, stri
     """Add traced entries: of all blocks if `strict`, else only known layers that have no entry."""
     hidden, local = get_hidden_size(model), find_local_modules(model)
     for name, block in find_blocks(model):
-        if name not in local:  # a stub, or a block that has another name before
+        if name not in local:  # a stub, or a block that occurred before under another name
             continue
         taken = {one for one in entries if is_inside(one, name) or one == name}
         taken |= {
@@ -155,7 +157,7 @@ def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, stri
             for layer in find_linear_layers(block, name)
             if any(is_inside(layer.name, one) for one in taken if entries[one].is_from_user)
         }
-        # modules of other blocks, which shard them
+        # Modules that another block has under another name: they are sharded there.
         taken |= {inner for inner, _ in block.named_modules(prefix=name) if inner not in local}
         found = trace_block(name, block, taken, hidden) if strict else trace_known_layers(name, block, taken)
         entries.update({entry.name: entry for entry in found if entry.name not in entries})

@@ -17,7 +17,7 @@ class PlanEntry:
         sections: sizes of fused sections along the sharded dimension, in order; empty: one section.
         heads: number of heads in each section, or in total; empty: deduced from the module.
         chain: the row layer that ends the chain, if known.
-        is_from_user: the entry comes from the user's table.
+        is_from_user: True if the entry comes from the user's table.
     """
 
     name: str

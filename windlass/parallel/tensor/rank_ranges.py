@@ -9,15 +9,16 @@ from windlass.parallel.placement import Ranges, compute_shard_range
 RankRanges = tuple[Ranges, ...]
 """For each rank of the axis, its ranges `[start, stop)` of a dimension."""
 
-# granularity of features if sizes do not divide: matrix units are efficient at such multiples
+# Grains of features if the ranks do not divide a size: matrix units are efficient at multiples of these.
 _GRAINS = (128, 64, 32, 16, 8)
 
 
 def compute_shard_grain(size: int, ranks: int) -> int:
     """Return the number of features that stay together when `size` features are distributed over `ranks`.
 
-    It is the full share if `ranks` divides `size`. Otherwise it is a multiple of 8 for which the largest share exceeds
-    the mean by at most an eighth, if there is one; else 8 or less, so that every rank gets a feature if possible.
+    If `ranks` divides `size`, the grain is the full share. Otherwise it is a multiple of 8 for which the largest share
+    exceeds the mean by at most an eighth, if there is one; else 8 or less, so that every rank gets a feature if
+    possible.
     """
     if size % ranks == 0:
         return max(size // ranks, 1)

@@ -23,21 +23,19 @@ from windlass.parallel.tensor.local_rng import LocalRng, compute_shared_seed, ge
 class StackSequenceSharding:
     """Sequence sharding of one stack of layers.
 
-    [Note: lengths in a recomputation] The first layer sees the full sequence length; the others see only their part,
-    from which the length does not follow. In a forward, they use the sizes that the first layer recorded. A
-    recomputation in the backward may belong to an earlier forward of another length, and in a pipeline the first layer
-    may run on other ranks. In these cases the ranks all-gather their lengths, unless every sequence that the first
-    layer saw divided evenly.
+    [Note: lengths in a recomputation] The first layer receives full sequences. The other layers receive only a part,
+    which does not determine the full length: in a forward, they use the sizes that the first layer recorded. A
+    recomputation in the backward may belong to an earlier forward of another length, so the ranks all-gather their
+    lengths, unless every length so far divided evenly. In a pipeline the first layer may run on other ranks; then the
+    ranks always all-gather their lengths.
     """
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
         self._rank_sizes: list[int] = []  # tokens of each rank in the current forward
         self._num_samples = 0  # samples in the current forward
-        self._has_first_layer, self._is_uneven = (
-            False,
-            False,
-        )  # the first layer runs on this rank; it has seen a length that does not divide evenly
+        # True once the first layer ran on this rank; True once it received a length that does not divide evenly.
+        self._has_first_layer, self._is_uneven = (False, False)
 
     def shard_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of hidden states `[batch, sequence, features]` that are equal on all ranks."""
@@ -65,9 +63,7 @@ class StackSequenceSharding:
         return as_contiguous_non_view(gather_from_parallel_region(part, self.axis, 1, sizes))
 
     def local_shard(self, full: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Return this rank's part of a replicated `[batch, sequence, ...]`, or of one with batch and sequence in one
-        dimension.
-        """
+        """Return this rank's part of a replicated `[batch, sequence, ...]` or `[batch x sequence, features]`."""
         if full.dim() < 3:
             return self.local_shard(full.unflatten(0, (-1, sum(sizes))), sizes).flatten(0, 1)
         return as_contiguous_non_view(scatter_to_parallel_region(full, self.axis, 1, sizes))

@@ -21,11 +21,11 @@ class ShardStyle(StrEnum):
     COLUMN_GATHERED = "column, gathered"
     """As COLUMN, with the output all-gathered."""
     COLUMN_SHARED = "column, shared"
-    """Replicated weight of which each rank uses the rows that it needs; several ranks use some of the rows."""
+    """Linear layer with a replicated weight. Each rank uses only the rows that it needs; ranks may share rows."""
     ROW = "row"
     """Linear layer with sharded input features; the outputs are summed over the ranks."""
     ROW_SPLIT = "row, split"
-    """As ROW, with a replicated input of which each rank takes its part."""
+    """As ROW, with a replicated input: each rank takes its part of the input."""
     VOCABULARY = "vocabulary"
     """Embedding or output head, sharded along the vocabulary."""
     EXPERTS = "experts"
@@ -37,7 +37,7 @@ class ShardStyle(StrEnum):
     TAIL_FEATURES = "tail"
     """Replicated; the last features of the output are the input of sharded layers."""
     IDENTITY = "identity"
-    """Replicated output that is later summed over the ranks, so each rank contributes 1 / ranks of it."""
+    """Module with a replicated output that is later summed over the ranks, so that the output is divided by `ranks`."""
     REPLICATED = "replicated"
     """Replicated on every rank."""
 
@@ -50,10 +50,10 @@ class ModuleShard:
         name: name of the module, or of the parameter (`PARAMETER`).
         style: sharding style.
         sharded_size: elements along the sharded dimension.
-        rank_ranges: for each rank, the ranges of these elements that it holds, or needs (`COLUMN_SHARED`); empty if
-            nothing is sharded.
+        rank_ranges: for each rank, the ranges of these elements that the rank holds, or needs (`COLUMN_SHARED`); empty
+            if nothing is sharded.
         description: the sharding in words.
-        chain: name of the chain's last layer, whose outputs are summed. All shards of the chain have the same.
+        chain: name of the chain's last layer, whose outputs are summed, for all shards of a chain; empty: no chain.
         dim: sharded dimension of a single parameter.
         repeated_ranges: for `COLUMN_SHARED` only: for each rank, the ranges of its computed features that make up the
             input of its attention, in order.

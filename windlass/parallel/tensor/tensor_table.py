@@ -31,9 +31,9 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
     - `column`: shard the output features. `column:256+64+64` means that the output consists of consecutive sections of
       these sizes (queries, keys and values), each of which is sharded.
     - `row`: shard the input features and sum the outputs.
-    - `vocabulary`: an embedding or output head.
-    - `partial`: replicated, between sharded layers (a norm of single heads).
-    - `replicated`: replicated.
+    - `vocabulary`: shard an embedding or output head along the vocabulary.
+    - `partial`: replicate, and sum the gradients of all ranks (a norm of single heads, between sharded layers).
+    - `replicated`: replicate.
 
     Heads are never split. If a module does not specify its number of heads, `column of 8 heads` and `row of 8 heads`
     do, with a number for each section if they differ: `column:256+64+64 of 8+2+2 heads`.
@@ -50,7 +50,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             expression = re.compile(key)
         except re.error as error:
             raise ConfigError(
-                f"parallel.tensor_table has the key {key!r}, which is not a regular expression: {error}"
+                f"parallel.tensor_table has the key {key!r}, which is not a regular expression ({error}); correct it"
             ) from error
         style, sections, heads = _parse_value(key, value)
         fitting = [name for name in (*names, *bare) if expression.fullmatch(name)]
@@ -58,7 +58,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             near = difflib.get_close_matches(key.replace("\\", ""), [*names, *bare], n=3, cutoff=0.0)
             raise ConfigError(
                 f"parallel.tensor_table has the key {key!r}, which matches no module of the model; the nearest names "
-                f"are {', '.join(near)}"
+                f"are {', '.join(near)}; write a key that matches one"
             )
         if style in (ShardStyle.COLUMN, ShardStyle.ROW):
             layers = [name for name in fitting if name in modules and as_linear_layer(name, modules[name]) is not None]
@@ -66,7 +66,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
                 kind = type(modules[fitting[0]]).__name__ if fitting[0] in modules else "parameter"
                 raise ConfigError(
                     f"parallel.tensor_table has {value!r} for {key!r}, which matches {fitting[0]}, a {kind}, not a "
-                    "linear layer"
+                    "linear layer; write a key that matches linear layers"
                 )
             fitting = layers
         for name in fitting:
@@ -91,6 +91,6 @@ def _parse_value(key: str, value: str) -> tuple[ShardStyle, tuple[int, ...], tup
     if len(heads) > 1 and len(heads) != len(sections):
         raise ConfigError(
             f"parallel.tensor_table has {value!r} for {key!r}: {len(heads)} numbers of heads for "
-            f"{len(sections) or 'no'} sections"
+            f"{len(sections) or 'no'} sections; write one number for each section"
         )
     return style, tuple(sections), tuple(heads)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def merge_expositions(expositions: Iterable[str]) -> str:
-    """Join expositions in Prometheus' text format whose samples differ in a label.
+    """Join expositions in Prometheus' text format. Samples of different expositions must differ in a label.
 
-    The format requires the samples of a metric to follow its description, so they are grouped by metric.
+    The format requires the samples of a metric to follow its description, so samples are grouped by metric.
     """
     descriptions: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

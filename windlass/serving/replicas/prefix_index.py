@@ -17,7 +17,7 @@ _RUNNING_CHARACTERS = 64
 
 
 def routing_text(data: Any) -> str:
-    """Return a text for a request, such that prompts with a common prefix have texts with a common prefix.
+    """Return a text for a request. Prompts with a common prefix have texts with a common prefix.
 
     Args:
         data: JSON object of a request. Anything else gives an empty text: the replica then answers with the error.
@@ -63,8 +63,8 @@ class ReplicaLoad:
     A set of hashes represents the trie of known prefixes, because the hash of a prefix depends on all of its blocks.
 
     Attributes:
-        running: number of requests.
-        prefill: characters of prompts whose answer has not begun.
+        running: number of requests in progress.
+        prefill: number of uncached characters of prompts without an answer yet.
     """
 
     def __init__(self, max_entries: int = _MAX_ENTRIES) -> None:
@@ -100,7 +100,8 @@ class ReplicaLoad:
 
 
 def choose_replica(loads: Sequence[ReplicaLoad], length: int, hashes: Sequence[int]) -> tuple[int, int]:
-    """Return the index of the replica that can begin the answer first, and the characters it has to compute.
+    """Return the index of the replica that can begin the answer first, and the number of characters that it has to
+    compute.
 
     The cost of a replica is the number of characters that are computed before the first token: those of waiting
     prompts, those of this prompt that are not cached there, and a share for each running answer. Among equal costs the

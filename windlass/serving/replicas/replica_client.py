@@ -1,4 +1,4 @@
-"""HTTP client for replicas on Unix sockets: one request a connection, bodies as they come."""
+"""HTTP client for replicas on Unix sockets: one request for each connection, bodies piece by piece."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ReplicaConnectionError(Exception):
 
 @dataclass
 class ReplicaResponse:
-    """Answer of a replica, whose body is still to be read."""
+    """Status and headers of a replica's answer, and access to the body, which is not read yet."""
 
     status: int
     headers: dict[str, str]
@@ -35,7 +35,7 @@ class ReplicaResponse:
             ReplicaConnectionError: the connection ended before the end of the body.
         """
         if not self._has_body:
-            return  # the length is that of the body that GET would have
+            return  # the answer to HEAD has no body; its length is that of the body for GET
         try:
             if self.headers.get("transfer-encoding", "").lower() != "chunked":
                 left = int(self.headers.get("content-length", "0"))
@@ -65,7 +65,7 @@ async def request_replica(
 
     Args:
         target: path and query.
-        headers: names in lower case; those of the connection and the length are added, and a host if there is none.
+        headers: headers with names in lower case. `connection` and `content-length` are added, and `host` if missing.
 
     Raises:
         ReplicaConnectionError: there is no connection, or no answer.

@@ -1,8 +1,8 @@
 """Process of one replica: `python -m windlass.serving.replicas.replica_process`.
 
-It reads one line of JSON from its standard input, serves its engine on a Unix socket, and writes one line of JSON to
-its standard output: `{"ready": true}` or `{"error": message}`. The end of its input means that the router has ended,
-and ends the process.
+The process reads one line of JSON from its standard input, serves its engine on a Unix socket, and writes one line of
+JSON to its standard output: `{"ready": true}` or `{"error": message}`. The end of its input means that the router has
+ended, and ends the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from windlass.serving.engine_server import serve_engine
 from windlass.serving.server_settings import ServerSettings
 
 _MAX_ERROR_CHARACTERS = 2**16
-"""Length of an error in an answer, which the router reads as one line of at most 1 MiB."""
+"""Largest length of an error in an answer. The router reads an answer as one line of at most 1 MiB."""
 
 
 @dataclass(frozen=True)

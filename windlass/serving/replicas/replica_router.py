@@ -44,7 +44,7 @@ _PARSE_IN_THREAD_BYTES = 2**18
 
 
 class ReplicaRouter:
-    """Replicas of one engine and the requests in progress.
+    """Router of requests to the replicas of one engine.
 
     Args:
         source: engine of each replica.
@@ -157,7 +157,7 @@ class ReplicaRouter:
         hashes = block_hashes(text)
         ready = self.ready_replicas()
         if not ready:
-            raise ApiError(503, "all replicas are being restarted; try again", code="no_replica", retry_after=5)
+            raise ApiError(503, "no replica is ready; try again", code="no_replica", retry_after=5)
         chosen, uncached = choose_replica([replica.load for replica in ready], len(text), hashes)
         replica = ready[chosen]
         replica.load.insert(hashes)
@@ -205,7 +205,7 @@ class ReplicaRouter:
         """Yield the events of a stream.
 
         Raises:
-            ApiError: the replica ended first.
+            ApiError: the replica ended before the end of the stream.
         """
         try:
             async with contextlib.aclosing(answer):
@@ -233,7 +233,7 @@ def build_router_app(router: ReplicaRouter) -> Starlette:
         try:
             router.counter.refuse_unless_ready()
             if not router.ready_replicas():
-                raise ApiError(503, "all replicas are being restarted", code="no_replica", retry_after=5)
+                raise ApiError(503, "no replica is ready; try again", code="no_replica", retry_after=5)
         except ApiError as error:
             return error.response()
         return json_response({"status": router.counter.phase.value})
@@ -277,7 +277,7 @@ async def _fetch_metrics(socket_path: str) -> str:
             async with request_replica(socket_path, "GET", "/metrics", {}, b"") as response:
                 return (await response.read()).decode()
     except (ReplicaConnectionError, TimeoutError):
-        return ""  # it is being restarted; its gauge `windlass:replica_ready` shows that
+        return ""  # the replica is being restarted, as the gauge `windlass:replica_ready` shows
 
 
 def _number(replica: ReplicaSupervisor, name: str) -> float:

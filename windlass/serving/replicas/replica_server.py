@@ -44,22 +44,22 @@ def serve_replicas(
 
 
 def replica_environments(source: EngineSource, count: int, num_devices: int) -> list[dict[str, str]]:
-    """Return the environment of each replica: its GPUs, one for each rank, and the share of the cores of each rank,
-    unless OMP_NUM_THREADS is set.
+    """Return the environment variables of each replica: its GPUs, one for each rank, and OMP_NUM_THREADS, unless it is
+    set, as the number of cores for each rank.
 
     Args:
-        num_devices: GPUs that this process sees. If they are too few, replicas share them.
+        num_devices: number of GPUs that are visible to this process. Replicas share GPUs if there are too few.
     """
     ranks = source.num_ranks
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shared = {"OMP_NUM_THREADS": str(max(1, cores // (count * ranks))), **os.environ}
     devices = available_devices(os.environ, num_devices)
     groups = [devices[first : first + ranks] for first in range(0, len(devices) - ranks + 1, ranks)]
-    if not groups:  # CPUs, or several ranks on a GPU
+    if not groups:  # no GPUs, or fewer than a replica has ranks
         return [dict(shared) for _ in range(count)]
     if len(groups) < count:
         logger.warning(
-            "%d replicas of %s share %s; set --kv-cache-tokens, since each would take a part of a whole GPU",
+            "%d replicas of %s share %s; set --kv-cache-tokens, because each would size its KV cache for a whole GPU",
             count, plural(ranks, "rank"), plural(len(devices), "GPU"),
         )  # fmt: skip
     return [{**shared, VISIBLE_DEVICES_VARIABLE: ",".join(groups[index % len(groups)])} for index in range(count)]

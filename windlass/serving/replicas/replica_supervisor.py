@@ -42,7 +42,7 @@ class RestartPolicy:
         """Return the seconds to wait before the next start; None: do not start again.
 
         Args:
-            served: seconds for which the process served; None: it ended before it could.
+            served: seconds for which the process served; None: the process ended before it served.
         """
         if served is None:
             self.failed_starts += 1
@@ -59,7 +59,7 @@ class RestartPolicy:
 
 
 class ReplicaStartError(WorkerExitError):
-    """Replica whose process ended before it could serve. The message has the error of the process."""
+    """End of a replica's process before it served. The message has the error of the process."""
 
 
 class ReplicaSupervisor:
@@ -67,8 +67,8 @@ class ReplicaSupervisor:
 
     Attributes:
         load: requests in progress, and the prefixes that the replica has computed.
-        is_ready: requests can be sent.
-        has_given_up: several consecutive starts have failed.
+        is_ready: True while the replica serves requests.
+        has_given_up: True after several consecutive failed starts: the replica is not started again.
         restarts: number of restarts.
     """
 
@@ -95,7 +95,7 @@ class ReplicaSupervisor:
         """Start the process and wait until it serves; then watch it.
 
         Raises:
-            ReplicaStartError: the process ended first.
+            ReplicaStartError: the process ended before it served.
         """
         await self._start_once()
         self._watching = asyncio.ensure_future(self._watch())
@@ -115,14 +115,14 @@ class ReplicaSupervisor:
         )
         assert process.stdin is not None and process.stdout is not None
         self._forwarding = asyncio.ensure_future(self._forward_log(process))
-        with contextlib.suppress(ConnectionError):  # it ended already: its answer is missing then
+        with contextlib.suppress(ConnectionError):  # the process ended already, so it sends no answer
             process.stdin.write(self._task.to_json().encode() + b"\n")
             await process.stdin.drain()
         try:
             answer = await _read_answer(process.stdout)
         except ValueError as error:
             send_signal(process, signal.SIGKILL)
-            while await process.stdout.read(2**16):  # asyncio waits for the end of the pipe too
+            while await process.stdout.read(2**16):  # `process.wait` waits for the end of this pipe too
                 pass
             await process.wait()
             await self._forwarding
@@ -150,7 +150,7 @@ class ReplicaSupervisor:
             pause = policy.pause_after(served)
             served = None
             if pause is None:
-                logger.error("replica %d is not started again after %d attempts", self.index, policy.failed_starts)
+                logger.error("replica %d is not started again after %d failed starts", self.index, policy.failed_starts)
                 self.has_given_up = True
                 self._on_end()
                 return
@@ -159,10 +159,10 @@ class ReplicaSupervisor:
             try:
                 await self._start_once()
             except Exception as error:  # an error that ended this task would leave the replica out silently
-                # ReplicaStartError has the error of the process; OSError: the machine has no room for a process
+                # no traceback for a ReplicaStartError (has the error of the process) or an OSError (no process started)
                 cause = None if isinstance(error, ReplicaStartError | OSError) else error
                 logger.error("replica %d could not be started again: %s", self.index, error, exc_info=cause)
-                send_signal(self._process, signal.SIGKILL)  # an unexpected error may leave it running
+                send_signal(self._process, signal.SIGKILL)  # an unexpected error may leave the process running
                 continue
             logger.info("replica %d serves again", self.index)
 
@@ -173,7 +173,8 @@ class ReplicaSupervisor:
                 f"[replica {self.index}] {escape_unprintable(line)}\n"
                 for line in piece.decode("utf-8", "replace").splitlines()
             ]
-            # a standard error that its reader has closed; the process would wait forever in front of a full pipe
+            # Errors, e.g. because the reader of stderr has closed it, do not end this loop: the process would block on
+            # a full pipe.
             with contextlib.suppress(OSError):
                 sys.stderr.write("".join(lines))
                 sys.stderr.flush()
@@ -189,7 +190,7 @@ class ReplicaSupervisor:
         """End the process, at first by SIGTERM."""
         if self._watching is not None:
             self._watching.cancel()
-            await asyncio.wait({self._watching})  # it may be starting another process
+            await asyncio.wait({self._watching})  # the task may be starting another process
         process = self._process
         if process is None:
             return
@@ -218,8 +219,8 @@ async def _read_answer(stdout: asyncio.StreamReader) -> dict[str, Any]:
 def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     """Send a signal, unless the process has ended.
 
-    `process.send_signal` would collect the exit status of a process that has just ended. asyncio waits for it too, and
-    then reports 255.
+    `process.send_signal` would collect the exit status of a process that has just ended. asyncio waits for this status
+    too, and would then report 255.
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):

@@ -113,5 +113,8 @@ def _part(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     place = require(parameter)
     placement = _placement(place)
     if tuple(value.shape) != placement.global_shape:
-        raise ModelError(f"{place.name!r} has shape {placement.global_shape}, the value has {tuple(value.shape)}")
+        raise ModelError(
+            f"{place.name!r} has shape {placement.global_shape}, the value has {tuple(value.shape)}; pass a value of "
+            "the parameter's shape"
+        )
     return select_local_shard(value, placement)

@@ -47,8 +47,9 @@ class GatheredParameters:
 
     Raises:
         GatherError: a parameter is inside another `GatheredParameters` already.
-        ModelError: a parameter was resized inside the context, by any rank if there is a `modifier_rank`. Raised on all
-            ranks that have the parameter. Its change is lost, and the other parameters are set.
+        ModelError: a parameter was resized inside the context. Its change is lost. With a `modifier_rank`, all ranks
+            that have the parameter raise if any rank resized it, and the other parameters are set. Without one, only
+            the rank that resized it raises.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class GatheredParameters:
         self._init_shards.sort(key=lambda item: item[1].number)
         placed = {id(p) for p, _ in [*self._places, *self._init_shards]}
         self._whole = [p for p in unique if id(p) not in placed]
-        # parameters whose data this context replaces
+        # ids of the parameters whose data this context replaces
         self._ids = {id(p) for p, _ in self._init_shards} | {id(p) for p, place in self._places if place.unit.reshards}
         self._rank = modifier_rank
         self._copied: list[tuple[nn.Parameter, ParameterLocation]] = []
@@ -77,9 +78,12 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         again = next((place for p, place in self._places if id(p) in _open), None)
         if again is not None:
-            raise GatherError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
+            raise GatherError(f"{again.name!r} is inside another GatheredParameters already; leave that context first")
         if any(id(p) in _open for p, _ in self._init_shards):
-            raise GatherError("a parameter is inside another GatheredParameters already; leave that first")
+            raise GatherError(
+                "a parameter built under zero.Init is inside another GatheredParameters already; leave that context "
+                "first"
+            )
         _open.update(self._ids)
         try:
             self._gather()
@@ -124,7 +128,7 @@ class GatheredParameters:
         if kind is not None:
             return
         for parameter, place in self._places:
-            # A parameter of a unit that is never resharded still has the size and the dtype that it was given.
+            # A parameter of a unit that is never resharded still has the size and the dtype that the script gave it.
             is_cast = self._rank is not None and parameter.dtype != place.unit.dtype
             if is_cast or parameter.shape != place.unit.shapes[place.index]:
                 put_data(parameter, place.unit.views()[place.index])
@@ -166,8 +170,8 @@ class GatheredParameters:
         """Return the parameters of engines with the values of `rank`. Collective.
 
         Returns:
-            The parameters with their values, and those that some rank resized, with the new shape. All ranks that have
-            a parameter find it in the same list, so they start the same collectives.
+            A list of parameters with their values, and a list of the parameters that some rank resized, with the new
+            shape. All ranks that have a parameter find it in the same list, so they start the same collectives.
         """
         given = _exchanged([(place.unit.dp_group.mesh.data, (p.shape, p.dtype)) for p, place in self._places])
         values, resized = [], []
@@ -178,7 +182,7 @@ class GatheredParameters:
                 continue
             data = place.unit.dp_group.mesh.data
             source = data.ranks.index(_modifier(place, rank))
-            # In the dtype that the modifier gave it, which may be that of the master weights.
+            # The value has the dtype that `rank` gave the parameter, e.g. the dtype of the master weights.
             value = torch.empty(own, dtype=of_ranks[source][1], device=place.unit.full.device)
             if data.index == source:
                 value.copy_(parameter.detach())

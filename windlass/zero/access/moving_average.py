@@ -158,9 +158,11 @@ class ExponentialMovingAverage:
             what: Call that is refused, for the message.
         """
         if self._applied:
-            raise ModelError(f"{what} while the averages are applied; leave that context first")
+            raise ModelError(f"{what} is refused while the averages are applied; leave the context of applied() first")
         if not self._model.units:
-            raise ModelError(f"{what}: the engine of the average {self.name!r} was destroyed; make another one")
+            raise ModelError(
+                f"{what}: the engine of the average {self.name!r} was destroyed; create an average of the new engine"
+            )
 
     def pieces(self, *, every: bool = False) -> Iterator[tuple[Unit, Slot]]:
         """Yield the units to save, with the slot of this rank's span of their averages.

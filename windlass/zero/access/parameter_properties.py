@@ -47,7 +47,8 @@ class GradientStore(Protocol):
         """Return True if the current step has a gradient of the parameter.
 
         Args:
-            anywhere: Return True also if only other ranks, or only other parameters of the unit, are known to have one.
+            anywhere: Return True for every parameter of a unit with a gradient, because the parameter may have a
+                gradient on other ranks only.
         """
         ...
 
@@ -56,7 +57,7 @@ class GradientStore(Protocol):
         ...
 
     def refuse(self, place: ParameterLocation, parameter: nn.Parameter) -> None:
-        """Handle a script that sets the parameter's gradient: raise, or record it."""
+        """Raise ModelError if scripts must not set gradients of this parameter. Else do nothing."""
         ...
 
     def hides(self) -> bool:

@@ -33,7 +33,7 @@ class ScriptGradientCallbacks:
 
 
 class ScriptGradients:
-    """Results of `.grad` of a model's parameters, and drops of gradients.
+    """Gradients of a model's parameters as a script reads, sets and drops them through `.grad`.
 
     Args:
         gradients: Reducer of the model's gradients.

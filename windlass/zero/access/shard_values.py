@@ -195,7 +195,7 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     flat, gradient = value.detach().reshape(-1), slot.read()
     # The step sums the gradient over the extra groups, so each rank of them stores an equal part of it.
     factor = place.model.callbacks.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
-    if place.model.reducer.keeps_local_gradients:  # the same on every rank, so it is their mean too
+    if place.model.reducer.keeps_local_gradients:  # equal on all ranks, so their mean over ranks is `value` too
         place.unit.parameter_view(gradient, place.index).copy_(value).mul_(factor)
         slot.write(gradient)
         return
@@ -327,7 +327,7 @@ def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     place = require(parameter)
     piece = local_grad(parameter)
     if piece is None:
-        raise ModelError(f"this rank has no gradient of {place.name!r} to replace")
+        raise ModelError(f"this rank has no gradient of {place.name!r} to replace; set it between backward and step")
     _check_piece(place, piece.numel(), value)
     number = _slot_number(place)
     assert number is not None
@@ -349,7 +349,8 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
         held = sum(one.numel() for one in now if isinstance(one, torch.Tensor) and one.dim() > 0)
         if held and held != value.numel():
             raise ModelError(
-                f"state {key!r} of {place.name!r} has {held} elements on this rank, the value has {value.numel()}"
+                f"state {key!r} of {place.name!r} has {held} elements on this rank, the value has {value.numel()}; "
+                "pass one number for each of this rank's elements"
             )
         if value.dim() == 0:
             for _, state in states:
@@ -519,9 +520,14 @@ def _set_frozen(place: ParameterLocation, value: torch.Tensor) -> None:
 def _check_shape(place: ParameterLocation, value: torch.Tensor) -> None:
     shape = place.unit.shapes[place.index]
     if value.shape != shape:
-        raise ModelError(f"{place.name!r} has shape {tuple(shape)}, the value has {tuple(value.shape)}")
+        raise ModelError(
+            f"{place.name!r} has shape {tuple(shape)}, the value has {tuple(value.shape)}; pass one of that shape"
+        )
 
 
 def _check_piece(place: ParameterLocation, numel: int, value: torch.Tensor) -> None:
     if numel != value.numel():
-        raise ModelError(f"this rank has {numel} elements of {place.name!r}, the value has {value.numel()}")
+        raise ModelError(
+            f"this rank has {numel} elements of {place.name!r}, the value has {value.numel()}; pass one number for "
+            "each of this rank's elements"
+        )

@@ -62,7 +62,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     assert model.update is not None
     for unit in units:
         if model.settings.trained_codec is None and unit.gather_codec is not None:
-            unit.use_gather_codec(None)  # the forward must see updates that are smaller than a step of the codec
+            unit.use_gather_codec(None)  # a codec would round away updates smaller than its step
         span = unit.read_local_shard() if unit.reshards else unit.local_span(unit.full)
         model.masters.create(unit, span)
     model.update.add_chunks(chunks)
@@ -76,7 +76,8 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     model.hook_gradients()
     elements = sum(unit.numel for unit in units)
     logger.info(
-        f"unfroze {plural(len(requested), 'parameter')}; {plural(elements, 'element')} more have master weights"
+        f"unfroze {plural(len(requested), 'parameter')}; their units have new master weights of "
+        f"{plural(elements, 'element')}"
     )
 
 

@@ -37,7 +37,7 @@ class BufferRing:
 
         Return its index in the ring and its first `numel` elements, or None if all are lent.
 
-        The buffer has the content that its last unit left.
+        The buffer still has the values of the unit that borrowed it before.
         """
         if not self._free:
             return None

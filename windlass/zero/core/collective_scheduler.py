@@ -20,11 +20,11 @@ and in collectives of the agreed list. So a rank waits forever only if another r
 
 *Experts.* Ranks along ep hold different experts, and may hold different numbers of them. An access to an expert's
 parameters needs only the ranks that hold the same expert. So all ranks sync at the first such access after a step or a
-phase, which ensures that no rank is inside a phase, and do not sync at later accesses.
+phase, to ensure that no rank is inside a phase. Later accesses do not sync.
 
-*Flat calls.* Only public methods start collectives: the methods that decide which ones are generators of their codes,
-and a generator is not on the stack while its caller starts a collective. So a collective is as few calls below a hook
-in an agreement round as on the agreed list (tests/dist/test_call_depth.py).
+*Flat calls.* Only public methods start collectives. The methods that choose the collectives are generators, which yield
+the codes of collectives: a generator is not on the stack while its caller starts a collective. So the number of calls
+between a hook and a collective is equal in an agreement round and on the agreed list (tests/dist/test_call_depth.py).
 
 *Completion order.* A rank that waits for a collective first finishes all collectives that it started earlier. So every
 rank has started the oldest unfinished collective, and no rank that could finish it waits for something else.
@@ -58,7 +58,7 @@ class SyncPoint(Enum):
     FULL_GATHER = "an all-gather of full parameters"
     CHECKPOINT = "a checkpoint"
     BUFFER_BROADCAST = "the broadcast of buffers"
-    SCHEDULE_END = "the end of a schedule"
+    SCHEDULE_END = "the end of a pipeline schedule"
     DESTROY = "destroy"
 
 
@@ -76,7 +76,7 @@ class _Message(IntEnum):
 
 class _Operation(IntEnum):
     GATHER = 0
-    REGATHER = 1  # in a backward, from a nearby secondary shard if there is one
+    REGATHER = 1  # all-gather in a backward, from the secondary shards of nearby ranks if there are any
     REDUCE = 2
 
 
@@ -87,7 +87,8 @@ class SchedulerCallbacks:
     Attributes:
         start_reduction: Starts the reduction of the trainable unit with this number, with this rank's gradient or
             zeros.
-        is_gradient_ready: Returns True if this rank's part of the unit's gradient is complete.
+        is_gradient_ready: Returns True if this rank's gradient of the trainable unit with this number is complete and
+            not reduced yet.
         reshard_unused: Reshards a unit that was gathered for peers, unless this rank uses it.
         has_local_failure: Returns nonzero if this rank has a failure that all ranks must raise.
         raise_failure: Raises that failure on all ranks. Collective.
@@ -303,7 +304,7 @@ class CollectiveScheduler:
     # reductions
 
     def gradient_complete(self, number: int) -> None:
-        """Reduce the gradient of a unit, which is complete on this rank, now or at its place in the order."""
+        """Reduce the complete gradient of trainable unit `number`, now or at its place in the agreed order."""
         if self._board is None:
             self._callbacks.start_reduction(number)
             return
@@ -321,7 +322,14 @@ class CollectiveScheduler:
             self._start(joined)
 
     def reduce_remaining(self, numbers: Sequence[int], is_left: Callable[[int], bool]) -> None:
-        """Finish the reductions of a backward: join the rest of the list, then request those left on this rank."""
+        """Finish the reductions of a backward.
+
+        Join the rest of the list, then request the reductions that are left on this rank.
+
+        Args:
+            numbers: Numbers of the trainable units.
+            is_left: Returns True if this rank has an unreduced gradient of the trainable unit with this number.
+        """
         for joined in self._begun_and_remaining():
             self._start(joined)
         for number in numbers:
@@ -336,7 +344,7 @@ class CollectiveScheduler:
                 self._start(joined)
 
     def advance(self) -> None:
-        """Start the next collectives in order that cost nothing now."""
+        """Start the next collectives of the agreed list, up to the first one that would cost time or memory now."""
         for code in self._free_codes():
             self._start(code)
 
@@ -371,9 +379,9 @@ class CollectiveScheduler:
         yield from self._next_codes()
 
     def _free_codes(self) -> Iterator[int]:
-        """Yield the next collectives in order that cost nothing now.
+        """Yield the next collectives of the agreed list, up to the first one that would cost time or memory now.
 
-        These are reductions of complete gradients, and gathers of units that are unsharded on this rank.
+        Reductions of complete gradients, and gathers of units that are unsharded on this rank, cost nothing now.
         """
         while self._position < len(self._agreed):
             code = self._agreed[self._position]
@@ -391,10 +399,10 @@ class CollectiveScheduler:
             yield code
 
     def _codes_of_complete(self, code: int) -> Iterator[int]:
-        """Yield the reductions between the current position and `code`, then the collectives that cost nothing now.
+        """Yield the reductions between the current position and `code`, then the codes of `_free_codes`.
 
-        This rank appears to have no gradients for the former in this phase. Until it joins them, peers wait and all
-        later collectives of this rank are held back.
+        This rank appears to have no gradients for the reductions before `code` in this phase. Until this rank joins
+        them, its peers wait, and all its later collectives are held back.
         """
         for at in range(self._position, len(self._agreed)):
             if self._agreed[at] == code:
@@ -415,10 +423,10 @@ class CollectiveScheduler:
         """Exchange positions with all ranks, in rounds until this rank may continue.
 
         Args:
-            posts: Posts of the first round, if they are exchanged already.
+            posts: Posts of the first round, if they are exchanged already; None: exchange them.
 
         Yields:
-            The rest of the list, and the requested collectives. A request ends with its own round.
+            The codes of the rest of the list, and of the requested collectives. A request ends with its own round.
         """
         assert self._board is not None
         while True:
@@ -436,7 +444,8 @@ class CollectiveScheduler:
             yield from requested
             if message is _Message.REQUEST or message is _Message.SHARE_FAILURES:
                 return
-            # Otherwise other ranks were not at the start of a phase or at a sync point yet: repeat the round.
+            # A rank that requests a collective or shares failures is not yet at the start of a phase or at a sync
+            # point: the round is then repeated.
             if not requested and _Message.SHARE_FAILURES not in messages:
                 if _Message.BEGIN_PHASE not in messages:
                     _require_one_sync_point(posts)
@@ -499,17 +508,17 @@ class _RecordedPhase:
 
     Attributes:
         codes: Codes of the collectives, in order.
-        begun_unsharded: Units that were unsharded when the phase began.
+        begun_unsharded: Indices of the units that were unsharded when the phase began.
     """
 
     codes: tuple[int, ...] = ()
     begun_unsharded: frozenset[int] = frozenset()
 
     def without_first_gathers(self, unsharded: frozenset[int]) -> tuple[int, ...]:
-        """Return the codes for a phase that begins with these units unsharded, which saves their first gathers.
+        """Return the codes without the first gathers of the units `unsharded`, with which the new phase begins.
 
-        The recorded phase has no first gather of a unit that was unsharded at its own beginning: all gathers of that
-        unit are later ones, and stay.
+        If a unit was also unsharded when the recorded phase began, its first gather is not in the record: all its
+        recorded gathers are later ones, and stay.
         """
         saved = set(unsharded - self.begun_unsharded)
         found = []

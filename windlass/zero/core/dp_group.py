@@ -16,7 +16,7 @@ class DataParallelGroup:
 
     Attributes:
         mesh: Ranks over which gradients are reduced.
-        group: Ranks over which optimizer states are sharded, if they are.
+        group: Ranks over which optimizer states are sharded; the ranks of `mesh.data` if states are not sharded.
         transport: Transport over `group`.
         transport_reason: Reason for the choice of this transport.
         secondary_transport: Transport over the nearby ranks of hpZ (secondary shards); None without hpZ.

@@ -18,13 +18,13 @@ from windlass.zero.core.sharding_policy import ShardingPolicy
 
 @dataclass(frozen=True)
 class StepStatus:
-    """Values that all ranks have in common before a step.
+    """Result of the reduction before a step.
 
     Attributes:
         norm: Norm of the full gradient of the optimizer's parameters, including the loss scale; not finite if any
             element is not finite.
-        used: For each trainable unit and parameter, True if any rank had a gradient of it.
-        unreduced: For each trainable unit, True if any rank holds unreduced gradients of it.
+        used: For each trainable unit and parameter, True if any data rank had a gradient of it.
+        unreduced: For each trainable unit, True if any data rank holds unreduced gradients of it.
         flags: Sums over ranks of the additional flags.
         uneven: True if the data ranks ran different numbers of backwards.
         diverged: True if ranks that shard the same gradients reduced and dropped them in different orders, see
@@ -54,8 +54,8 @@ class NormVector:
         device: Device of the collectives.
 
     Attributes:
-        of: Index of the first parameter of each slot.
-        size: Size of the vector.
+        of: For each slot, the index in the vector of the flag of its first parameter.
+        size: Number of flags: one for each unit, then one for each parameter. Counts and hashes follow them.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:

@@ -69,7 +69,7 @@ class GradientOffload:
             if numel > self._largest:
                 self._largest = numel
                 self.finish()
-                self._free, self._taken = [], {}  # they are too small now
+                self._free, self._taken = [], {}  # the old buffers are too small now
 
     def account(self, slot: GradientSlot, numel: int) -> None:
         """Record the elements of a unit's gradient that lie in device memory."""
@@ -83,7 +83,7 @@ class GradientOffload:
         """
         if slot.storage is None:
             assert slot.shard is not None
-            # Ranks with full gradients reduce only their own shard of it.
+            # A rank that keeps the full gradient (stage 0) receives only its own shard from the reduction.
             full = slot.shard.numel() != own.numel()
             group = slot.unit.dp_group.group
             return local_shard(slot.shard, group.index, group.size) if full else slot.shard, slot.has_reduced
@@ -114,7 +114,7 @@ class GradientOffload:
         if device_has_own_memory(self._device):
             staged = empty_host_tensor(out.numel(), out.dtype, pin=True)
             arrival = copy_to_host(staged, out)
-        slot.norm_squares = None  # the squares are those of this part; those of the sum are computed where it is stored
+        slot.norm_squares = None  # drop the sum of squares of this part; the step computes that of the total
         self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(storage, staged)), out))
 
     def finish(self) -> None:

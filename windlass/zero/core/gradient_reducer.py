@@ -89,8 +89,9 @@ class GradientReducer:
         overlap: Let reductions run during the rest of the backward.
         predivide_factor: Factor of a gradient before the sum over ranks.
         postdivide_factor: Factor of the sum over ranks.
-        contiguous: Move each gradient to the buffer as it arrives; else all gradients of a unit once it is complete.
-        local_factor: Factor of a gradient that is not reduced.
+        contiguous: Move each gradient to the buffer as it arrives; else move all gradients of a unit together, once
+            each of its parameters has one.
+        local_factor: Factor of a gradient while `keeps_local_gradients`.
         offload: Moves reduced gradient shards to their tier.
 
     Attributes:
@@ -118,7 +119,8 @@ class GradientReducer:
         local_factor: float = 1.0,
     ) -> None:
         self.keeps_local_gradients, self._local_factor = False, local_factor
-        self._parked: dict[int, Slot | None] = {}  # by unit: storage of the reduced shard, while gradients stay local
+        # Storage of the reduced shard by unit index, while gradients stay local; None: the shard is on the device.
+        self._parked: dict[int, Slot | None] = {}
         self._contiguous, self._offload = contiguous, offload
         self._shards_gradients, self._keeps_full_gradient = policy.grad, not policy.state
         self._policy = policy
@@ -173,8 +175,8 @@ class GradientReducer:
     def keep_local_gradients(self, keep: bool) -> None:
         """Start or stop keeping the gradients of this rank unreduced, from the next backward on.
 
-        There must be no gradient. Equal on all ranks. Meanwhile each rank holds a full gradient of each unit, even
-        where gradients are sharded.
+        Called on all ranks, while there is no gradient. While gradients stay local, each rank holds a full gradient of
+        each unit, even if gradients are otherwise sharded.
         """
         if keep == self.keeps_local_gradients:
             return
@@ -225,7 +227,7 @@ class GradientReducer:
     def replace_ring(self, dp_group: DataParallelGroup, buffers: list[TransportBuffer]) -> None:
         """Replace the ring of a group by the buffers that `extra_buffer_requests` requested.
 
-        Between steps, if gradients are sharded.
+        Called between steps, and only if gradients are sharded.
         """
         ring = self._rings[id(dp_group)] = BufferRing(len(buffers), buffers[0].local.numel(), self._accumulation_dtype)
         ring.bind(buffers, dp_group.transport)
@@ -377,7 +379,7 @@ class GradientReducer:
         """Drop this step's gradients; their memory stays allocated.
 
         Args:
-            keeps_unstepped: Keep those of units that the optimizer did not step. They must be reduced.
+            keeps_unstepped: Keep the gradients of units that the optimizer does not step. They must be reduced.
         """
         ended = [slot for slot in self.slots if not (keeps_unstepped and slot.unit.unstepped)]
         # Clear this first: all gradients are dropped anyway, so `finish` need not zero any of them.
@@ -524,7 +526,7 @@ class GradientReducer:
     def _reopen(self, slot: GradientSlot) -> None:
         """Make a unit's own buffer writable again.
 
-        The reduced gradient moves out of it, and peers have finished reading it.
+        Copy a reduced gradient out of the buffer, and wait until peers have finished reading the buffer.
         """
         assert slot.buffer is not None
         self._finish_reductions_of(slot)
@@ -564,7 +566,7 @@ class GradientReducer:
         for index in range(len(slot.unit.parameters)):
             if index not in slot.written:
                 slot.unit.parameter_view(flat, index).zero_()
-        if self._shards_gradients:  # the buffer's last unit had parameters at the padding of this one
+        if self._shards_gradients:  # the unit that used the buffer before had parameters where this unit has padding
             for first, last in layout.gaps(0, layout.padded):
                 flat[first:last].zero_()
 

@@ -25,7 +25,8 @@ class GradientSlot:
         shard: `[state span]`, reduced, on the device. A view of `buffer` if that is the unit's own.
         storage: Slot of the reduced shard, if that is offloaded to host or NVMe; `shard` is None then.
         spare_storage: Second storage, for the gradient that a delayed update uses.
-        handed_over: True if `spare_storage` has a gradient that a running update uses; None if no update runs.
+        handed_over: True if `spare_storage` has a gradient that a running update uses, False if the running update has
+            no gradient of the unit; None if no update runs.
         has_reduced: `shard` (or `storage`) has this step's gradient, or will have it once transfers in flight end.
         is_offloaded: A part of this step's gradient has been sent to `storage`.
         written: Parameters with an unreduced gradient in `buffer` or `unreduced_copy`.

@@ -37,8 +37,8 @@ class _Boundary(torch.autograd.Function):
 def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[RemovableHandle]:
     """Call the runtime when `model` runs forward and when a backward enters it.
 
-    The runtime must see the outermost backward before any nested one (reentrant checkpointing). Otherwise it would take
-    the end of the first nested backward for the end of the outermost one.
+    The outermost backward must be registered before any nested one (reentrant checkpointing). Otherwise the runtime
+    would take the end of the first nested backward for the end of the outermost one.
     """
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -68,8 +68,8 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
 class ObservedModules:
     """Modules inside one block whose outputs a forward hook of the script receives, and may use in a loss.
 
-    The backward can begin at such an output, so it must announce the block as the block's own outputs do. The hooks of
-    this class are registered on a module once the script has registered one there.
+    The backward can begin at such an output, so a gradient that reaches the output must unshard the block's units. The
+    hooks of this class are registered on a module once the script has registered one there.
 
     Args:
         block: The block.
@@ -110,8 +110,8 @@ def register_block_hooks(
 ) -> list[RemovableHandle | ObservedModules]:
     """Unshard the units of `block` before its forward and its backward, and reshard them afterwards.
 
-    A transform of torch.func hides the graph: hooks on its tensors do not see the backward of the model. Units of a
-    block that runs inside one stay unsharded until the step.
+    In the backward of the model, torch calls no hook on tensors inside a transform of torch.func. So the units of a
+    block that runs inside a transform stay unsharded until the step.
 
     Args:
         inner: Modules of the block that belong to no other block inside it.
@@ -161,6 +161,8 @@ def _hook_inputs(
     Only leaf tensors are replaced. torch forbids in-place changes of leaves that require gradients, so the caller
     cannot miss such a change. If another tensor were replaced, the caller would not see the block's in-place changes to
     it. The caller's lists and dicts have the leaves again once the block returns.
+
+    Return the new `args` and `kwargs`; None if there is no leaf to replace.
     """
     leaves: list[torch.Tensor] = []
     exit_backward = partial(runtime.post_backward, call)
@@ -186,8 +188,8 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
     Such tensors are the block's outputs, tensors that it put into a container from its inputs, and tensors that it left
     on its modules (e.g. a router loss). If there is none although something here requires a gradient, the graph may
     continue where no search finds it (an iterator, a closure, a list of losses that the script keeps). The start of the
-    backward cannot be seen then, so the units stay unsharded until the step. A hidden tensor beside visible ones is not
-    noticed: autograd raises if a backward reaches it first, see [Note: version of freed values].
+    backward cannot be detected then, so the units stay unsharded until the step. A hidden tensor beside visible ones is
+    not detected: autograd raises if a backward reaches it first, see [Note: version of freed values].
     """
     enter_backward = partial(runtime.pre_backward, call)
     given = {id(tensor) for tensor in call.inputs}
@@ -208,7 +210,7 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
     call.inputs = []
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of torch's own on a module
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch sets on every module
 
 
 def register_gradient_hooks(

@@ -20,7 +20,7 @@ class Prefetcher:
             (`offload_param.buffer_count` times `buffer_size`).
     """
 
-    MAX_IN_FLIGHT = 2  # gathers: the one that is waited for and the next one; more would only take memory
+    MAX_IN_FLIGHT = 2  # number of gathers: the current and the next one; more would only take memory
 
     def __init__(
         self, prefetch_numel: int, max_live_numel: int, max_reuse_distance: int, read_ahead_numel: int

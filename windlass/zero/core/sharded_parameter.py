@@ -37,9 +37,9 @@ class GatherHandler(Protocol):
     """Owner of the values of sharded parameters, e.g. their unit."""
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Gather `parameter` if possible here, and return True on success.
+        """Gather `parameter` if that is possible now, and return True on success.
 
-        The other tensors of the call, `together`, must not be resharded by this.
+        Do not reshard any of `together`, which are all tensors of the call that accesses `parameter`.
         """
         ...
 
@@ -61,7 +61,8 @@ FREED = 1 << 30
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STATE_DICT = nn.Module._save_to_state_dict.__code__
-_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id(), while sharded
+# Handler and original class of each parameter, by its id, while it is sharded.
+_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}
 _nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 # Attributes and methods that do not read values, by the name of the getter or method.
@@ -93,8 +94,8 @@ class ShardedParameterCallbacks:
     Attributes:
         allows_stub: Returns True if a `StateDictStub` may represent a sharded parameter in `state_dict()`.
         read_full_value: Gathers the values behind a stub, collectively on all ranks.
-        shape_substitute: Returns a tensor whose shape the code in a frame reads instead of that of a sharded parameter;
-            None: its own shape.
+        shape_substitute: Returns a tensor, for a sharded parameter and a frame: code in that frame reads the tensor's
+            shape in place of the parameter's. None: the code reads the parameter's own shape.
     """
 
     allows_stub: Callable[[nn.Parameter], bool]
@@ -106,7 +107,7 @@ _callbacks: ShardedParameterCallbacks | None = None
 
 
 def install_callbacks(callbacks: ShardedParameterCallbacks) -> None:
-    """Call `callbacks` for all sharded parameters of this process. Without them no stub is made."""
+    """Call `callbacks` for all sharded parameters of this process. Without callbacks no stub is made."""
     global _callbacks
     _callbacks = callbacks
 
@@ -242,7 +243,7 @@ class _StandIn(torch.Tensor):
     """Stand-in for the values of a sharded parameter. Metadata calls return results; all other calls go to `_use`."""
 
     _parameter: nn.Parameter
-    _comes_from = ""  # name of the call in errors, if it is not a torch function
+    _comes_from = ""  # name of the call in errors of pickle and deepcopy; empty: "pickle" and "deepcopy" themselves
 
     @classmethod
     def __torch_function__(
@@ -269,9 +270,9 @@ class ShardedParameterCopy(_StandIn):
     """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, without values.
 
     It is returned where the parameter cannot be gathered. Initialisers overwrite such a copy without reading it, and
-    the copy then becomes an ordinary tensor. Examples are `init.normal_(weight.float())` in transformers 5.8, and
-    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped. Any other use raises the
-    error of the parameter.
+    the copy then becomes an ordinary tensor. Examples, whose callers drop the result: `init.normal_(weight.float())` in
+    transformers 5.8, and `init.normal_(conv.weight)` of a convolution with weight_norm. Any other use raises the error
+    of the parameter.
     """
 
     @classmethod
@@ -363,16 +364,16 @@ def unmark_freed(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def note_freed_values(error: BaseException) -> None:
-    """Add the cause to an error of autograd that an alias of freed values was needed; leave other errors unchanged."""
+    """Add the cause to autograd's error about a backward that needs freed values; leave other errors unchanged."""
     version = (
         re.search(r"is at version (\d+); expected version", str(error)) if isinstance(error, RuntimeError) else None
     )
     if version is not None and int(version[1]) >= FREED:
         error.add_note(
-            "a backward needed parameters of a block that were freed after its forward (stage 3): the block left a "
-            "tensor where no search finds it, as in a closure or an object of its own, and the loss reaches it before "
-            "the block's outputs. Return that tensor from the block, put it into a list or dict of its inputs, keep it "
-            "as an attribute of a module, or use a stage below 3"
+            "a backward needed parameters of a block that were freed after its forward (stage 3): the block stored a "
+            "tensor where windlass does not look for it, in a closure or an object of its own class, and the backward "
+            "reached that tensor before the block's outputs. Return that tensor from the block, put it into a list or "
+            "dict of its inputs, keep it as an attribute of a module, or use a stage below 3"
         )
 
 
@@ -396,7 +397,7 @@ def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -
     """Return a tensor of a parameter's shape and device without memory of its own: every element is one NaN.
 
     Args:
-        dtype: By default the parameter's. Dtypes without a NaN get 0.
+        dtype: By default the parameter's. Integers have no NaN: all bits of an element are 1 (-1, or the maximum).
     """
     dtype = dtype or parameter.dtype
     key = (dtype, parameter.device)

@@ -27,8 +27,8 @@ class ShardingPolicy:
     @property
     def can_keep_local_gradients(self) -> bool:
         """Return True if the stage reduces gradients once per step, so that a rank can keep its local gradients until
-        then. The result does not depend on the number of ranks, so that a configuration is refused on any number or on
-        none."""
+        then. The result does not depend on the number of ranks, so that a configuration is valid on every number of
+        ranks or on none."""
         return self.stage <= 1
 
 

@@ -26,8 +26,8 @@ T = TypeVar("T")
 class StepAgreement:
     """Agreement of all ranks before a step, in one small reduction.
 
-    A second one follows if some ranks still have unreduced gradients, or if replicas of a parameter are summed. Its
-    construction is collective over all ranks.
+    A second reduction follows if some ranks still have unreduced gradients, or if replicas of a parameter are summed.
+    The constructor is collective over all ranks.
 
     Args:
         gradients: Gradient reducer of this rank.
@@ -36,7 +36,7 @@ class StepAgreement:
         mesh: Mesh of all ranks.
         traffic: Counter of the bytes sent.
         device: Device of the collectives.
-        has_local_failure: Returns 1 if a disk of this rank has failed, else 0.
+        has_local_failure: Returns 1 if a disk transfer or an update of this rank has failed, else 0.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class StepAgreement:
         """Reduce the remaining gradients, sum replicas, and exchange the step status. Collective over all ranks.
 
         Args:
-            flags: Numbers to sum over ranks in the same exchange. In the result, the sum of disk failures follows them.
+            flags: Numbers to sum over ranks in the same exchange. `StepStatus.flags` has their sums, then the number of
+                ranks for which `has_local_failure` returned 1.
         """
         # The norm needs the final sums.
         self._gradients.finish()
@@ -99,10 +100,11 @@ class StepAgreement:
             self._gradients.reduce_units(rest)
 
     def refuse_diverged(self) -> None:
-        """Raise because the data ranks diverged. Collective over the data ranks, which all have this status.
+        """Raise an error for `StepStatus.diverged`. Collective over the data ranks, whose status is equal.
 
         Raises:
-            ModelError: ranks dropped gradients that other ranks kept, alone or with a step that raised.
+            ModelError: always. The message distinguishes gradients that the script dropped from a step that raised on
+                some ranks only.
         """
         ranks, drops = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.dropped_names)
         if not any(drops):
@@ -131,8 +133,8 @@ class StepAgreement:
             counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, made, strict=True))
             logger.warning(
                 "ranks ran different numbers of backwards in this step (%s): the gradient is the mean over ranks of "
-                "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. This "
-                "warning is logged once",
+                "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. If "
+                "that is not intended, call backward equally often on every rank. This warning is logged once",
                 counts,
             )
 
@@ -164,10 +166,10 @@ class StepAgreement:
         return part
 
     def first_nonfinite(self) -> str:
-        """Return the first parameter in model order whose reduced gradient is not finite.
+        """Return the name of the first parameter in model order that has a non-finite reduced gradient.
 
-        Return an empty string if all are finite, and only the sum of their squares overflows. Collective over all
-        ranks.
+        Return an empty string if all gradients are finite, and only the sum of their squares overflows. Collective over
+        all ranks.
         """
         mine: list[tuple[int, int, int, str]] = []
         stage = self._mesh.pp.index

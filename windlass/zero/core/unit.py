@@ -76,6 +76,7 @@ class Unit:
         extra_reduce_groups: Further groups over which the reduced gradient shard is summed.
         is_primary_replica: True on the one rank whose copy is counted when replicas are summed.
         norm_weight: Factor for the squares of the unit's elements in the norm.
+        state_start, state_stop: State span: range of `full` whose master weights and optimizer states this rank keeps.
         shard_slot: This rank's shard of the parameters if `frees_memory`; else None, and the shard is part of `full`.
         tier: Tier of the parameters while they are sharded.
         state_tier: Tier of master weights and optimizer states.
@@ -110,18 +111,18 @@ class Unit:
         self.is_primary_replica = True
         self.reshards = reshards
         self.shard_state = ShardState.UNSHARDED
-        self.users = 0  # blocks between their unshard and their reshard
+        self.users = 0  # number of running block calls and contexts that hold the unit unsharded
         self.keep_unsharded = False  # a later backward may use the parameters at any time
         self.state_start, self.state_stop = 0, layout.padded
         self.tier, self.state_tier, self.gather_codec = tier, state_tier, gather_codec
         self.gradient_tier = Tier.DEVICE
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
-        # By parameter: values when a script read `.data` since the unshard.
+        # Copies of the values of parameters when a script first read their `.data` since the unshard, by index.
         self.data_snapshots: dict[int, torch.Tensor] = {}
         self.lost_edit_name = ""  # parameter that a script changed through `.data` before it was resharded
         self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
-        self._freed: set[int] = set()  # parameters with [Note: version of freed values]
+        self._freed: set[int] = set()  # indices of parameters marked `FREED`, see [Note: version of freed values]
         self.unsharded_for_peers = False  # gathered for peers before this rank needed it
         self._pending: Pending = DONE
         self._secondary_valid = False  # `secondary_shard` equals the current values
@@ -161,7 +162,7 @@ class Unit:
         )
 
     def use_gather_codec(self, codec: str | None) -> None:
-        """Use another codec for later all-gathers. The unit is sharded, and all ranks call this."""
+        """Use another codec for later all-gathers. Called on all ranks, while the unit is sharded."""
         self.gather_codec = self.buffer.codec = codec
         self._secondary_valid = self._all_ranks_gathered = False  # the secondary shard has values of the old codec
 
@@ -179,7 +180,7 @@ class Unit:
         """
         self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees_memory = self.reshards and not buffer.shared
-        # All ranks share one buffer, and each counts its own part of it.
+        # If all ranks share one buffer, each rank counts only its own part.
         self._account_memory(self.nbytes // self.transport.group.size if buffer.shared else self.nbytes)
         if self.frees_memory:
             self.transport.allocate_memory(buffer)
@@ -301,7 +302,7 @@ class Unit:
         return self.transport, DONE if is_unsharded else slot.fetch(self.local_shard)
 
     def wait_for_unshard(self, *, backward: bool = False) -> None:
-        """Unshard unless that has started, wait, and point the parameters at their values."""
+        """Start to unshard unless started already, wait, and point the parameters at their values."""
         if self.shard_state is ShardState.UNSHARDED:
             return
         self.unshard(backward=backward)
@@ -349,9 +350,9 @@ class Unit:
             self.data_snapshots[index] = self._views[index].clone()
 
     def _record_data_edits(self) -> None:
-        """Record a parameter that was changed through `.data`.
+        """Record the first parameter that was changed through `.data`.
 
-        Its version counter is not incremented, because a backward would then reject its saved views.
+        The parameter's version counter is not incremented, because a backward would then reject saved views of it.
         """
         for index, before in self.data_snapshots.items():
             if not torch.equal(before, self._views[index]):
@@ -399,14 +400,15 @@ class Unit:
         self._freed |= freed
 
     def unmark_freed(self, indices: Iterable[int]) -> None:
-        """Let autograd read these parameters again, because they have values now, of the unit or their own."""
+        """Let autograd read these parameters again: they have the unit's values now, or a private copy."""
         back = self._freed.intersection(indices)
         unmark_freed([self.parameters[index] for index in back])
         self._freed -= back
 
     def current_views(self) -> list[torch.Tensor]:
-        """Return `views`, with the memory that a script gave a parameter of a unit that is never resharded in its
-        place. A tensor given by a script may have any strides.
+        """Return the values of all parameters: views of `full`, or the memory that a script gave a parameter.
+
+        Only a parameter of a unit that is never resharded keeps memory from a script. Its strides are arbitrary.
 
         Raises:
             ModelError: a parameter was resized, or has another dtype.
@@ -415,8 +417,8 @@ class Unit:
         return [moved.get(index, view) for index, view in enumerate(self._views)]
 
     def moved_values(self) -> dict[int, torch.Tensor]:
-        """Return, by index, the values of parameters that are no longer the views of `full`, because a script gave
-        them other memory. Only for units that are never resharded.
+        """Return the values of parameters that a script gave other memory than `full`, by index in the unit. Only for
+        units that are never resharded.
 
         Raises:
             ModelError: a parameter was resized, or has another dtype.

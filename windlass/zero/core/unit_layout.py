@@ -31,7 +31,7 @@ class UnitLayout:
 
     Args:
         numels: Elements of each parameter; zero is allowed.
-        ranks: Maximum number of shards. The buffer can also be divided into any divisor of this number.
+        ranks: Maximum number of shards. The buffer can also be divided into any number of shards that divides `ranks`.
     """
 
     numels: tuple[int, ...]
@@ -66,7 +66,7 @@ class UnitLayout:
         `count` divides `ranks`.
         """
         if self.ranks % count:
-            raise ValueError(f"a layout for {self.ranks} ranks cannot be divided into {count} shards")
+            raise ValueError(f"a layout for {self.ranks} ranks cannot be divided into {count} shards; use a divisor")
         size = self.padded // count
         return index * size, (index + 1) * size
 

@@ -12,7 +12,7 @@ from windlass.parallel.placement import PlacementKey, get_global_numel, get_plac
 
 @dataclass(eq=False)
 class Block:
-    """Module around whose forward and backward its units are unsharded and then resharded."""
+    """Module whose units are unsharded before its forward and its backward, and resharded afterwards."""
 
     name: str
     module: nn.Module

@@ -29,9 +29,9 @@ class BlockCall:
     block: Block
     units: list[Unit] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
-    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # inputs in place of leaves, leaves
-    given: Any = None  # arguments of the call, if they have leaves
-    range_token: int | None = None  # range of its forward in a profile
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # pairs (input passed, leaf replaced)
+    given: Any = None  # (args, kwargs) as passed by the caller, if they have leaves; else None
+    range_token: int | None = None  # token of the forward's range in a trace; None: not recorded
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class RuntimeCallbacks:
         on_backward_begin: Called when an outermost backward outside a forward begins.
         on_backward_end: Called when the outermost backward has ended and its units are resharded.
         on_backward_failed: Called in place of `on_backward_end` if the backward raised, at the next use of the model.
-        after_unshard_all: Called when the units of `unsharded` are unsharded, with the ranks that took part; None: all.
+        after_unshard_all: Called after `unsharded` or `exact_values` has all-gathered its units, with the group of
+            ranks that took part; None: all ranks.
     """
 
     will_reduce: Callable[[], bool]
@@ -62,10 +63,10 @@ class UnshardRuntime:
     then. A block whose inputs need no gradient keeps its units to the end of the outermost backward. The arrival of a
     block's own gradients is not sufficient: the backward of the layers below still needs frozen weights.
 
-    [Note: a backward that raised] torch calls no callback at the end of a backward that raised, but drops it. So an
-    open backward whose callback is gone has raised, and so has any that is open while none runs. The next forward,
-    backward or step ends it, on this rank alone: nothing is reduced, and the gradients that arrived stay accumulated,
-    as in plain PyTorch, unless the script drops them.
+    [Note: a backward that raised] torch does not call the end callback of a backward that raised, but frees it. So an
+    open backward whose callback is freed has raised, and so has any open backward while none runs. The next forward,
+    backward or step ends the failed backward, on this rank alone: nothing is reduced, and the gradients that arrived
+    stay accumulated, as in plain PyTorch, unless the script drops them.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class UnshardRuntime:
                     self._units_of_block[id(block)].append(unit)
         self._call_stack: list[BlockCall] = []
         self._depth = 0
-        self._open_backwards: dict[int, ref[Callable[[], None]]] = {}  # with the callback of its end
-        # By unit: calls whose backward runs.
+        self._open_backwards: dict[int, ref[Callable[[], None]]] = {}  # end callback of each, by backward id
+        # Ids of the block calls whose backward runs, by unit index.
         self._calls_in_backward: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._had_backward = False
 
@@ -129,7 +130,7 @@ class UnshardRuntime:
             call.range_token = trace_ranges.recorder.begin("block", block.name)
         if current_backward_id() >= 0:
             self.register_backward()  # a recomputation: the outer backward must be registered before any nested one
-        # Before any unshard, because `post_forward` decrements all of them even if an unshard raises.
+        # Increment all counts before any unshard, because `post_forward` decrements all even if an unshard raises.
         for unit in call.units:
             unit.users += 1
         for unit in call.units:
@@ -184,7 +185,7 @@ class UnshardRuntime:
             self.pre_backward(call)
 
     def post_backward(self, call: BlockCall) -> None:
-        """Reshard the units of `call` when the gradient of one of its inputs is complete, and so its backward."""
+        """Reshard the units of `call` at the end of its backward: the gradient of one of its inputs is complete."""
         for unit in call.units:
             self._calls_in_backward[unit.index].discard(id(call))
             self.reshard(unit)
@@ -208,7 +209,7 @@ class UnshardRuntime:
         return True
 
     def keep_until_step(self, call: BlockCall) -> None:
-        """Keep the units of `call` unsharded until the step, because no hook will see the start of its backward."""
+        """Keep the units of `call` unsharded until the step, because no hook will detect the start of its backward."""
         for unit in call.units:
             unit.keep_unsharded = True
             self._unshard(unit, backward=False)
@@ -247,8 +248,8 @@ class UnshardRuntime:
     def reshard_all(self) -> None:
         """Reshard all units that are not in use, and clear `keep_unsharded`.
 
-        Only between a backward and a forward: calls without a recorded end (an exception in a backward, Ctrl-C in a
-        forward) count as ended.
+        Outside a backward, calls without a recorded end (an exception in a backward, Ctrl-C in a forward) count as
+        ended.
         """
         if current_backward_id() < 0:
             self.end_failed_backwards()
@@ -338,7 +339,7 @@ class UnshardRuntime:
 
     def _end_backward(self, number: int) -> None:
         del self._open_backwards[number]
-        self._forget_failed_backwards()  # nested ones, whose error the script caught inside this one
+        self._forget_failed_backwards()  # nested backwards that raised, if the script caught the error in this one
         if self._open_backwards:
             return
         # The next forward may then use this step's trace as its prediction.

@@ -25,7 +25,7 @@ def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
 
 
 def is_primary_replica(mesh: Mesh, kind: PlacementKey) -> bool:
-    """Return True on the first of the ranks that hold a copy of the parameter and are not data ranks of each other."""
+    """Return True on the first of the tensor-parallel ranks and pipeline stages that hold a copy of the parameter."""
     is_first = all(axis in kind.sharded_axes or mesh.axes[axis].index == 0 for axis in REPLICA_AXES)
     return is_first and (not kind.shared_stages or mesh.pp.index == kind.shared_stages[0])
 

@@ -45,8 +45,8 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         )
     raise ModelError(
         f"the model is not the same on all ranks: {name!r} is {_difference(here.get(name))} on rank {data.ranks[0]} "
-        f"and {_difference(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, and "
-        "freeze or unfreeze the same parameters"
+        f"and {_difference(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, freeze "
+        "or unfreeze the same parameters, and put them into the same optimizer groups"
     )
 
 
@@ -68,7 +68,7 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
     counts = ", ".join(f"{len(one)} on rank {rank}" for rank, one in zip(data.ranks, kinds, strict=True))
     largest = max(sum(one[4] for one in of_rank if one[0]) for of_rank in summaries)
     raise ModelError(
-        f"ranks have different numbers of experts, and split a block with experts differently ({counts}): set "
+        f"ranks have different numbers of experts, and split a block with experts into different units ({counts}): set "
         f"zero_optimization.stage3_max_live_parameters above {largest}, the elements of all experts of a rank, so that "
         "no rank splits such a block, or choose a number of experts that parallel.ep divides"
     )

@@ -4,8 +4,8 @@
 the device, with one pair of bounds for parameters and one for master weights and states. Gradients are on the tier of
 their states; those of states on NVMe may be in host memory too. All placements of that form are compared, so the result
 is the fastest of them that fits, every uniform setting is among them, and more memory never makes it slower. A model of
-many units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as one; placements with one bound, such
-as a `ratio` of the states, are compared for every unit of it.
+many units is divided into `_MOST_GROUPS` groups of neighbours, each placed as a whole. Placements with a single bound,
+such as a `ratio` of the states, are compared with the bound at every unit.
 
 The time of a placement is computed from the measured rates: the slowest of the transfers during forward and backward,
 plus the slowest part of the update. A share of every transfer is added, because no overlap is perfect. The time of the
@@ -80,9 +80,9 @@ class TierMemory:
     """Bytes that one rank may use.
 
     Attributes:
-        device: Device memory; on a CPU, whose memory is the host's, host memory.
-        host: Host memory beside it; None: it is the device's memory, so that nothing is moved there.
-        disk: Space on NVMe; None: nothing is moved there.
+        device: Device memory; on a CPU, host memory.
+        host: Host memory beside the device memory; None: the device is a CPU, so nothing is offloaded to the host.
+        disk: Space on NVMe; None: nothing is offloaded to NVMe.
     """
 
     device: int
@@ -172,8 +172,8 @@ class _Compared:
     """Placements with their bytes and times.
 
     Attributes:
-        row: The fastest one that fits, or the nearest one.
-        key: Bytes that it lacks, and its seconds.
+        row: Row of the fastest placement that fits; if none fits, of the placement that lacks the fewest bytes.
+        key: Bytes that the placement of `row` lacks, and its seconds.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class _Compared:
         least = int(over.min())
         nearest = int(over.argmin())
         fastest = int(torch.where(over == 0, seconds, torch.inf).argmin())
-        self.row = nearest if over[fastest] else fastest  # nearest: none fits and takes a finite time
+        self.row = nearest if over[fastest] else fastest  # `nearest` if no placement fits and takes a finite time
         self.key = least, float(seconds[self.row])
 
     def choice(self) -> TierChoice:
@@ -307,7 +307,7 @@ class _Groups:
         passes = [
             traffic.gathers * param[at.param_host] / rates.to_device,
             traffic.reductions * reduced / rates.to_host,
-            repeats * 3 * reduced / rates.host,  # gradients of later micro-batches are added there
+            repeats * 3 * reduced / rates.host,  # gradients of later micro-batches are added in host memory
             _disk(read, traffic.reductions * on_disk, rates),
         ]
         # New parameters travel if they and the states are on different sides of the link.

@@ -52,7 +52,7 @@ def tier_sizes(
     """Return the bytes of `units` under `settings`.
 
     Args:
-        plans: Their plans, with the parameters as the script built them.
+        plans: Plans of the units, with the parameters as the script built them.
         state_bytes: Bytes per element of optimizer states.
         separates_masters: Parameters never serve as master weights.
         reduces_itself: The update takes local gradients, which are whole on every rank.

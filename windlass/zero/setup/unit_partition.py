@@ -14,17 +14,18 @@ from windlass.zero.setup.zero_settings import UnitRules
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-# Persistent parameters are many and small: they are reduced in buckets of up to 1 MiB of float32.
+# Persistent parameters are many and small: neighbours are merged until their unit has 1 MiB of float32 gradients.
 _PERSISTENT_BUCKET = 1 << 18
 
 
 def find_blocks(model: nn.Module, rules: UnitRules) -> list[Block]:
-    """Return the blocks of `model` in model order. Together they hold every parameter, a tied one more than once.
+    """Return the blocks of `model` in model order. Tied parameters are in more than one of them.
 
     By default a block is an element of a ModuleList, ModuleDict or Sequential (e.g. one transformer layer), or a child
     without such a container (e.g. an embedding, a head, a final norm). A parameter held directly by a module with
     deeper blocks belongs to that module's own block. The model itself is always a block, at least to detect when it
-    runs. It also has the parameters of modules that `torch.jit` compiled, which accept no hooks.
+    runs. Modules that `torch.jit` compiled accept no hooks, so their parameters are in no block: `plan_units` assigns
+    them to the model's own block.
     """
     blocks = [Block("", model, list(model.parameters(recurse=False)))]
     if rules.blocks:
@@ -89,10 +90,10 @@ def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
 def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[UnitPlan]]:
     """Partition `model` into units, in model order.
 
-    Parameters share a unit if the same blocks use them and they agree in dtype, trainability, persistence, the ranks
-    over which they are sharded and reduced, and in whether an optimizer steps them. Persistent parameters belong to no
-    block, so neighbours are merged. A parameter that several pipeline stages hold is a unit of its own, which is equal
-    in all of them.
+    Parameters share a unit if the same blocks use them and they agree in dtype, device, trainability, persistence, the
+    ranks over which they are sharded and reduced, the dtype of the reduction, and in whether an optimizer steps them.
+    Small neighbouring units are then merged, also across blocks: persistent ones into buckets, others below
+    `merge_below` elements. A parameter that several pipeline stages hold is a unit of its own, equal in all stages.
     """
     blocks = find_blocks(model, rules)
     users: dict[int, list[Block]] = {}
@@ -148,7 +149,7 @@ class _MergedPlan:
     Counting again for each absorbed plan would take quadratic time.
 
     Attributes:
-        whole: Number of elements of its full parameters.
+        full_numel: Number of elements of the plan's full parameters.
     """
 
     def __init__(self, plan: UnitPlan, full_numel: int) -> None:

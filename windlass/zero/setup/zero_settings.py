@@ -20,7 +20,8 @@ class UnitRules:
 
     Args:
         persistence_threshold: Parameters of fewer elements are never resharded (`stage3_param_persistence_threshold`).
-        max_persistent_numel: Maximum number of elements of such parameters (`stage3_model_persistence_threshold`).
+        max_persistent_numel: Maximum number of elements of all such parameters together
+            (`stage3_model_persistence_threshold`).
         merge_below: Neighbouring units of fewer elements are merged; 0: never.
         split_above: A block of more elements is split into its children, if it has any.
         blocks: Names of the modules, or of their classes, that become blocks; empty: found automatically.

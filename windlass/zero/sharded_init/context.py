@@ -59,8 +59,8 @@ class Init:
             None: they keep the dtype that the model gave them. With bf16 or fp16 training, the master weights then
             start from the values in that dtype.
         mem_efficient_linear, tensor_overrides: Accepted and ignored.
-        zero_quantized_weights, zero_quantized_nontrainable_weights: As in `zero_optimization` of the configuration,
-            which must have the same; the gathers of the construction are exact.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: If True, the key of this name in
+            `zero_optimization` of the configuration must be true. All-gathers during the construction are exact.
         mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: Not implemented. Values other than
             the default are refused.
 
@@ -104,7 +104,7 @@ class Init:
             return
         for name, value in unbuilt.items():
             if value:
-                raise ConfigError(f"zero.Init({name}={value!r}) is not yet built; leave it out")
+                raise ConfigError(f"zero.Init({name}={value!r}) is not supported; leave it out")
         given = config_dict_or_path if config_dict_or_path is not None else config
         known = load_config(given) if given is not None and not isinstance(given, Config) else given
         quantized = {
@@ -268,7 +268,7 @@ class Init:
                 pack_fitting(module, form)
 
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
-        """Return a parameter for a deferred tensor, e.g. of a file. Its full value never exists."""
+        """Return a parameter for a deferred tensor, e.g. of a file. If it is sharded, its full value never exists."""
         if self._site is None:
             created = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
         else:
@@ -300,8 +300,8 @@ def _group(given: Any) -> RankGroup:
     group = RankGroup.of(process_group)
     if group.size != dist.get_world_size():
         raise ConfigError(
-            f"data_parallel_group has {group.size} of {dist.get_world_size()} ranks, but parameters are sharded over "
-            "all data-parallel ranks of the configuration; leave it out, and write other axes in `parallel`"
+            f"data_parallel_group has {group.size} of {dist.get_world_size()} ranks, but zero.Init shards parameters "
+            "over all ranks; leave it out"
         )
     return group
 

@@ -102,12 +102,15 @@ class FromPretrainedPatch:
     def _promised(self, state_dict: Any, files: Any, load_config: Any) -> Any:
         if getattr(load_config, "hf_quantizer", None) is not None:
             raise ConfigError(
-                "a quantised model can't be built under windlass.zero.Init; load it outside, or unquantised"
+                "a quantised model can't be built under windlass.zero.Init; load it outside of Init, or without "
+                "quantization"
             )
         if state_dict is not None or not files:
             return state_dict
         if not all(str(file).endswith(".safetensors") for file in files):
-            logger.warning(f"{files[0]} is not a safetensors file, so every rank reads all of it; convert it")
+            logger.warning(
+                f"{files[0]} is not a safetensors file, so every rank reads all of it; convert it to safetensors"
+            )
             return None
         return deferred_from_files([Path(file) for file in files], computes=self._computes)
 

@@ -28,7 +28,8 @@ from windlass.zero.sharded_init.initial_shard import ShardedInit, StoreShard
 
 _FLOOR = 1 << 20  # bytes that may always stay unsharded, so that small models are not sharded again and again
 _MESSAGE_ENTRIES = 32  # maximum number of parameters to shard per message
-_USES = getattr(torch._C, "_storage_Use_Count", None)  # there is no public function; without it references are ignored
+# Counts the references to a storage. torch has no public function for this; if None, references are ignored.
+_USES = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class InitRegistry:
@@ -50,7 +51,7 @@ class InitRegistry:
         self._labels: dict[int, str] = {}
         self._whole: dict[int, ReferenceType[nn.Parameter]] = {}  # unsharded parameters by number, oldest first
         self._limit = _FLOOR
-        self._kept = self._added = 0  # unsharded bytes at the last agreement; unsharded since then
+        self._kept = self._added = 0  # bytes that were unsharded at the last agreement; bytes unsharded since then
         self._alone = _uses(torch.empty(1))
 
     def register(self, parameter: nn.Parameter, label: str) -> None:

@@ -112,7 +112,10 @@ class ShardFile:
         while raw:
             count = os.preadv(self._file.fileno(), [raw[: 1 << 30]], begin)
             if count == 0:
-                raise CheckpointError(f"the file of parameters in {self.directory} was truncated by another process")
+                raise CheckpointError(
+                    f"the file of parameters in {self.directory} was truncated by another process; build the model "
+                    "again"
+                )
             raw, begin = raw[count:], begin + count
         return flat
 

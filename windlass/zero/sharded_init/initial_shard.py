@@ -130,7 +130,7 @@ class ShardedInit:
     def placeholder(self) -> torch.Tensor:
         """Return an expanded scalar of the parameter's shape, which takes memory for one element only.
 
-        Each has its own storage, so that two parameters are not mistaken for tied ones.
+        Each placeholder has its own storage, so that two parameters are not mistaken for tied ones.
         """
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 

@@ -41,9 +41,9 @@ def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch
 def local_shard_values(
     parameters: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return this rank's shard of the unit of `parameters`, and free their own shards. Collective.
+    """Return this rank's shard of the unit of `parameters`, and free the shards of `zero.Init`. Collective.
 
-    The ranks exchange the fragments that the two kinds of shards have in common, in one exchange.
+    In one exchange, each rank sends the parts of its shards of parameters that belong to other ranks' unit shards.
 
     Returns:
         `[padded / ranks]`, with zeros as padding. None if the fragments cannot be exchanged, because a parameter was

@@ -58,7 +58,9 @@ class FileSpan:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise CheckpointError(f"tensor {self.name!r} of {self.path} cannot be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"tensor {self.name!r} of {self.path} cannot be read: {error.strerror}; {_REMEDY}"
+            ) from error
         return flat
 
 
@@ -106,5 +108,7 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
 
 def _place(path: Path, name: str, entry: SafetensorsEntry, data: int) -> tuple[tuple[int, ...], FileSpan]:
     if entry.dtype not in DTYPES:
-        raise CheckpointError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be read in parts")
+        raise CheckpointError(
+            f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which windlass cannot read; save it in another dtype"
+        )
     return entry.shape, FileSpan(path, name, data + entry.begin, DTYPES[entry.dtype])

@@ -1,13 +1,13 @@
 """Compressed messages of an update: local gradients to the owners of shards, and their answers.
 
 [Note: owners of elements] Every rank owns the elements of its state span of each unit, at every stage; at stage 0 the
-spans are those of stage 1. A rank sends each owner its part of the local gradient, as one message for some units
-([Note: error feedback]); each parameter in it has its own scales. The owner's answer is compressed too, and every rank,
-the owner included, uses the decoded answer, so that all ranks keep the same bits.
+spans are those of stage 1. A rank sends each owner the owner's part of the local gradient, as one message for a batch
+of units ([Note: error feedback]); each parameter in the message has its own scales. The owner's answer is compressed
+too, and every rank, the owner included, uses the decoded answer, so that all ranks keep the same bits.
 
 [Note: messages in flight] Units are divided into small batches. While the message of one batch travels, the next
-message is encoded and the previous one is decoded; only the last one is waited for. All ranks start the transfers in
-one order.
+message is encoded and the previous one is decoded. So a rank is idle only while it waits for the last message. All
+ranks start the transfers in one order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class UnitMessage:
 
 
 class CompressedMessages:
-    """Exchanges over the data-parallel ranks. The first one also creates the channel, which is collective.
+    """Exchanges over the data-parallel ranks. The first exchange also creates the channel, which is collective.
 
     Args:
         codec: registered name of the codec.
@@ -84,12 +84,12 @@ class CompressedMessages:
         return self._lists
 
     def use_group(self, group: RankGroup) -> None:
-        """Send later messages over this group of the same ranks. Collective if it is another one."""
+        """Send later messages over this group of the same ranks. Collective if the group changes."""
         if group is not self.group:
             self.group, self._lists = group, None
 
     def use_codec(self, codec: str) -> None:
-        """Encode later messages with this codec. Collective if it is another one and there was an exchange."""
+        """Encode later messages with this codec. Collective if the codec changes after the first exchange."""
         if codec != self._codec:
             self._codec = codec
             if self._lists is not None:
@@ -98,8 +98,8 @@ class CompressedMessages:
     def start_average(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start to replace this rank's own fragments of each message by their mean over ranks. Collective.
 
-        A single rank sends nothing, so its messages leave nothing out. Errors of a checkpoint from several ranks are
-        added once.
+        A single rank sends nothing, so it makes no compression errors. It only adds errors that a checkpoint from
+        several ranks contains, and sets them to zero.
 
         Args:
             errors: for each message the error feedback of this rank, `[padded]` in float32.
@@ -122,11 +122,11 @@ class CompressedMessages:
     def start_send(
         self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor] | None = None
     ) -> Callable[[], None]:
-        """Start to replace all fragments of each message by what their owners send. Collective.
+        """Start to replace all fragments of each message by the values that their owners send. Collective.
 
         Args:
-            errors: for each message the error feedback of this rank as an owner, of its span; None: the caller keeps
-                it.
+            errors: for each message the error feedback of this rank as an owner, `[span]` in float32; None: no error
+                feedback.
 
         Returns:
             A function that waits for the result.
@@ -148,7 +148,7 @@ Batch = list[UnitMessage]
 
 
 def in_flight(started: Iterable[tuple[Batch, Callable[[], None]]]) -> Iterator[Batch]:
-    """Yield each batch when its transfer has ended, after that of the next batch was started."""
+    """Yield each batch when its transfer has ended. The transfer of the next batch is started before that wait."""
     previous: tuple[Batch, Callable[[], None]] | None = None
     for item in started:
         if previous is not None:
@@ -161,7 +161,7 @@ def in_flight(started: Iterable[tuple[Batch, Callable[[], None]]]) -> Iterator[B
 
 
 def add_errors(messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> None:
-    """Add the errors of the chosen parameters to messages, and return them to zeros."""
+    """Add the errors of the chosen parameters to messages, and set these errors to zero."""
     for message, error in zip(messages, errors, strict=True):
         for values, owed in zip(message.views(message.flat, 0, 1), message.views(error, 0, 1), strict=True):
             values.add_(owed)
@@ -177,8 +177,8 @@ def _ignore(result: object) -> None:
 
 
 def in_kinds(units: Sequence[Unit]) -> list[Unit]:
-    """Return units ordered by the axes over which they are sharded: those that have a replica on ranks along tp or pp
-    follow each other, so that replicas travel in equal messages and keep equal bits.
+    """Return units grouped by the axes over which they are sharded. Units that have a replica on ranks along tp or pp
+    then follow each other, so that replicas travel in equal messages and keep equal bits.
     """
     kinds = list(dict.fromkeys(unit.kind for unit in units))
     return sorted(units, key=lambda unit: kinds.index(unit.kind))
@@ -201,7 +201,11 @@ def owner_rows(unit: Unit, index: int, rows: torch.Tensor, ranks: int) -> torch.
     """Distribute the errors of owners over another number of ranks: each element's error goes to its new owner.
 
     Args:
-        rows: `[saved ranks, n]`, zeros where a rank is not the owner. Returns `[ranks, n]`.
+        index: index of the parameter in the unit.
+        rows: `[saved ranks, n]`, zeros where a rank is not the owner.
+
+    Returns:
+        `[ranks, n]`.
     """
     total = rows.sum(0)
     result = torch.zeros(ranks, total.numel(), dtype=rows.dtype)

@@ -1,4 +1,4 @@
-"""Compressed steps of an optimizer: local gradients to the owners of elements and back, and their error feedback."""
+"""Compressed steps of an optimizer: exchange of local gradients with the owners of elements, with error feedback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Fragments = Callable[[Unit], Iterable[tuple[int, int, torch.Tensor, float]]]
 
 
 def error_keys(shards_states: bool) -> tuple[str, ...]:
-    """Return the names of the error feedback: that of both phases at stage 0, else that of the senders."""
+    """Return the names of the error-feedback states: of senders and owners at stage 0, else of senders alone."""
     return (WORKER_ERROR,) if shards_states else (WORKER_ERROR, SERVER_ERROR)
 
 
@@ -47,8 +47,9 @@ class CompressedPhase:
     Args:
         chunks: chunks of the update. The caller may append to the list.
         keys: names of the per-rank states.
-        codec: registered name of the codec of messages; None: one bit for each element, with a scale for 2048 elements
-            at stage 0, else for 256: there gradients travel, not momenta, and their elements differ more in size.
+        codec: registered name of the codec of messages; None: one bit for each element, with a scale for every 2048
+            elements at stage 0, and for every 256 at stages 1 and 2. There the messages have gradients in place of
+            momenta, and the elements of gradients differ more in size.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class CompressedPhase:
         return self._messages.group
 
     def use_group(self, group: RankGroup) -> None:
-        """Send later messages over this group of the same ranks. Collective if it is another one."""
+        """Send later messages over this group of the same ranks. Collective if the group changes."""
         self._messages.use_group(group)
 
     def use_codec(self, codec: str) -> None:
-        """Encode later messages with this codec. Collective if it is another one and there was an exchange."""
+        """Encode later messages with this codec. Collective if the codec changes after the first exchange."""
         self._messages.use_codec(codec)
 
     def set_key(self, key: str, *, kept: bool) -> None:
@@ -95,7 +96,9 @@ class CompressedPhase:
         self._held = self._keys
 
     def state(self, key: str, unit: Unit) -> torch.Tensor:
-        """Return a per-rank state of a unit in float32, zeros at first: `[padded]`, that of owners of their span.
+        """Return a per-rank state of a unit in float32, zeros at first.
+
+        Its shape is `[padded]`, but `[span]` for `SERVER_ERROR`, which owners keep.
 
         At stages 1 and 2, where states may be offloaded, call `fetch` and `put` instead.
         """
@@ -123,7 +126,7 @@ class CompressedPhase:
             self._memory.zero(key)
 
     def forget_unsent(self) -> None:
-        """Return error feedback, local changes and sums to zeros."""
+        """Reset error feedback, local changes and sums to zero."""
         self.forget(*_UNSENT)
 
     def options(self) -> Options:
@@ -148,7 +151,8 @@ class CompressedPhase:
         """Yield the local gradients of each batch of units, as messages of one exchange.
 
         Args:
-            weighted: multiply them by `1 - beta1`.
+            used, divisor: see `Update.run`.
+            weighted: multiply the gradients by `1 - beta1`.
             fetched: names of the states that the caller fetches for each batch.
         """
         self.begin()
@@ -180,10 +184,10 @@ class CompressedPhase:
     def exchange(self, batches: Iterable[Batch], fragments: Fragments | None = None) -> Iterator[Batch]:
         """Replace local values by their mean, on all ranks at stage 0, else on the owners. Collective.
 
-        Yield each batch when it has its result; batches after it are on their way ([Note: messages in flight]).
+        Yield each batch when it has its result, while later batches are in flight ([Note: messages in flight]).
 
         Args:
-            fragments: values that are added to this rank's values before the exchange.
+            fragments: returns values to add to this rank's values before the exchange; None: nothing is added.
         """
         averaged = in_flight((messages, self.start_average(messages, fragments)) for messages in batches)
         if self.shards:
@@ -223,8 +227,8 @@ class CompressedPhase:
         """Move the parameters of all ranks by the decoded changes of their owners. Collective.
 
         Args:
-            changes: difference of this rank's span to the parameters, by unit; each is removed. A difference that is
-                missing because this rank's update failed is sent as zeros, since the others wait for its message.
+            changes: new values of this rank's span minus the parameters, by unit index. Entries that are sent are
+                removed. A missing entry (this rank's update failed) is sent as zeros, because other ranks wait for it.
         """
         batches = (self._changes_of(batch, changes) for batch in batches_of(in_kinds(units)))
         for messages in in_flight((batch, self._messages.start_send(batch)) for batch in batches):
@@ -246,7 +250,7 @@ class CompressedPhase:
         return messages
 
     def rank_states(self) -> Iterator[RankState]:
-        """See `Update.rank_states`. None before the first compressed step."""
+        """See `Update.rank_states`. Empty before the first compressed step."""
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         units = {chunk.unit.index: chunk.unit for chunk in self._chunks}
         for key in self._held:
@@ -303,7 +307,7 @@ def warn_of_late_parameter(name: str) -> None:
 
 
 class PendingExchange:
-    """Exchange of stage 0 that travels while the ranks compute. Its messages receive the result.
+    """Exchange at stage 0 whose transfers run while the ranks compute. Its messages receive the result.
 
     All ranks call the methods in the same order with respect to other transfers. Construction is collective.
     """

@@ -1,10 +1,11 @@
 """Update of `DiLoCo` at stage 0.
 
 After `start_step` each rank moves its own parameters with AdamW and states of its own, and nothing is sent. The master
-weights keep the values of the last outer step, equal on all ranks; the parameters of a rank are these minus its
-`local_change`. An outer step of a unit sends the changes of all ranks through the compressed all-reduce of two phases
-([Note: error feedback]), and moves the master weights by SGD with Nesterov momentum on their mean. A save between two
-outer steps holds the weights of the last one and, as per-rank states, the changes of each rank since then.
+weights keep the values of the last outer step, equal on all ranks; the parameters of a rank are the master weights
+minus its `local_change`. An outer step of a unit sends the changes of all ranks through the compressed all-reduce of
+two phases ([Note: error feedback]), and moves the master weights by SGD with Nesterov momentum on the mean change. A
+save between two outer steps holds the master weights of the last outer step and, as per-rank states, the changes of
+each rank since then.
 
 [Note: overlapped outer steps] With `overlap_steps` T a unit's changes are sent after the step s in which they are due,
 and the outer step is taken with their mean after step s + T; inner steps continue meanwhile. The first phase of the
@@ -46,7 +47,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
         self._second_group = context.second_group
-        self._pending: dict[int, PendingExchange] = {}  # by the step after which the changes were sent
+        self._pending: dict[int, PendingExchange] = {}  # exchanges in flight, by the step after which they were sent
 
     @property
     def _overlap(self) -> int:
@@ -95,12 +96,12 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective in steps with outer steps."""
-        # a load may have brought other values than those of the construction
+        # A load may have changed these options since the construction.
         self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
         if self._overlap:
             self._phase.use_group(self._second_group())
         self._phase.use_codec(self.codec_of(self.optimizer))
-        self._phase.begin()  # in averaged steps too: they use the states of local ones
+        self._phase.begin()  # also in averaged steps, which use the states of local steps
         run = self._run_compressed if self.takes_local_gradients else self._run_reduced
         return self._counted(run(used, divisor, self._phase.options()))
 
@@ -120,7 +121,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         step = applied_steps(self.optimizer) + 1
         local = self._phase.local_messages(used, divisor, options, weighted=False)
         moved = (self._moved(messages, options) for messages in local)
-        outer: dict[int, torch.Tensor] = {}  # by unit: the mean change of an outer step
+        outer: dict[int, torch.Tensor] = {}  # mean change of an outer step, by unit index
         if self._overlap:
             for _ in moved:
                 pass
@@ -131,7 +132,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                 for segment, mean in self._chosen(messages):
                     self._outer_step(segment, mean, options)
         for batch in self.state_offload.iterate_batches(self._batches):
-            for chunk in batch:  # an outer step changes a unit without a gradient in this step too
+            for chunk in batch:  # an outer step also changes units that have no gradient in this step
                 if chunk.gradient is None and chunk.unit.index in outer:
                     chunk.gradient = outer[chunk.unit.index][chunk.start : chunk.stop]
             yield batch
@@ -199,7 +200,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         All ranks do the same in the same step, so that transfers between two ranks keep their order.
 
         Returns:
-            By unit that took an outer step: the mean change of all ranks.
+            The mean change of all ranks, by index of the units that took an outer step.
         """
         overlap = self._overlap
         due = self._due_units(step - overlap) if step > overlap else []

@@ -101,10 +101,10 @@ class ElementwiseUpdate(OrdinaryUpdate):
         self.optimizer, self.chunks, self.state_offload, self._masters = optimizer, chunks, state_offload, masters
         self._inner = self._native() or clone_optimizer(optimizer)
         state_offload.states = self._inner.state
-        # Steps chunks in a device's own memory beside a native optimizer, which steps those in host memory.
+        # `_on_device` steps chunks in a device's own memory, `_inner` those in host memory if it is native.
         self._on_device = clone_optimizer(optimizer) if self._has_native_equivalent else self._inner
         self._on_device.state = self._inner.state
-        self._scales: dict[int, bool] = {}  # by id of an optimizer: its step divides gradients
+        self._scales: dict[int, bool] = {}  # by id of an optimizer: True if its step divides gradients by a scale
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
         self._max_update_numel = context.max_update_numel
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
@@ -237,7 +237,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         if (held and not offloaded) or any(chunk.state_dtype != torch.float32 for chunk in offloaded):
             return None
         native = make_native_cpu_equivalent(self.optimizer)
-        if native is not None:  # it has copies of the user's states and groups; segments have their own
+        if native is not None:  # drop its copies of the user's states and groups: segments have their own
             native.state, native.param_groups = defaultdict(dict), []
         return native
 

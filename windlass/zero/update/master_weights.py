@@ -43,7 +43,7 @@ class MasterWeights:
     """Weights that the optimizer updates: this rank's state spans of all trainable units, in chunks.
 
     The parameters themselves serve as master weights if they have the same dtype and tier, that tier is not NVMe, and
-    updates are not delayed and keep no replicas. Otherwise the master weights are separate memory.
+    neither `delayed` nor `separate` is set. Otherwise the master weights are separate memory.
 
     Args:
         slots: gradients of the trainable units.
@@ -309,7 +309,7 @@ class MasterWeights:
         """
         slot = chunk.unit.shard_slot
         assert slot is not None and self._staging is not None
-        # With delayed updates it is not a staging buffer (see `lowered_output`), so there is nothing to release.
+        # With delayed updates `lowered` is not a staging buffer (see `lowered_output`): there is nothing to release.
         if lowered is not None and self._delayed:
             return slot.store(lowered, chunk.start)
         if lowered is None:
@@ -430,8 +430,8 @@ class MasterWeights:
         return None
 
     def pop_lost_edit(self, units: list[Unit]) -> str:
-        """Return the name of a parameter whose values were changed while it was unsharded, a change that is lost;
-        empty if none. The record is cleared.
+        """Return the name of a parameter that was changed while it was unsharded, and lost the change when it was
+        resharded; empty if there is none. Clear the record of such changes.
         """
         name_of_edit = ""
         with torch._C.DisableTorchFunctionSubclass():  # no values are read, so nothing has to be unsharded
@@ -485,7 +485,7 @@ class MasterWeights:
 
 
 def _copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
-    """Set those master weights that, rounded to the dtype of the parameters `values`, differ from them."""
+    """Set the master weights that differ from the parameters `values` after rounding to their dtype."""
     wide = values.to(masters.device, masters.dtype)
     torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)
 

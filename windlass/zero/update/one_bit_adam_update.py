@@ -9,21 +9,22 @@ momentum, `b1 m + (1 - b1) g`, and a compressed all-reduce of two phases with er
 momentum. All ranks step their replicas of the master weights with it.
 
 At stages 1 and 2 a rank sends the owners of shards its gradient, `(1 - b1) g`, with error feedback. The owner keeps the
-momentum of its elements, `b1 m` plus the mean of the messages, and steps its master weights exactly. It sends the
-difference between these and the parameters, which are equal on all ranks: the parameters of all ranks move by the
-decoded difference, and the rest stays in the next difference, so that it needs no error feedback of its own
-(DoubleSqueeze, arXiv:1905.05957; DORE, arXiv:1910.07561, sends such differences). The rounding of 16-bit parameters is
-a part of it. `ShardedModel.finish_update`, and every step that `sync_interval` divides, make parameters equal to the
-master weights again.
+momentum of its elements, `b1 m` plus the mean of the messages, and steps its master weights exactly. The owner then
+sends the difference between its master weights and the parameters, and the parameters of all ranks, which are equal,
+move by the decoded difference. Compression errors, and the rounding of 16-bit parameters, are a part of the next
+difference, so this direction needs no error feedback (DoubleSqueeze, arXiv:1905.05957; DORE, arXiv:1910.07561, sends
+such differences). `ShardedModel.finish_update`, and every step that `sync_interval` divides, make parameters equal to
+the master weights again.
 
-The frozen variance has the bias correction of its last step, and the momentum that of its own. Without bias correction
-the first steps are taken here too, since torch's AdamW has no such option. Elements whose frozen
-variance is 0 have never had a gradient, and are not updated: the sign of a zero message would be divided by eps.
+The momentum has the bias correction of the current step, and the frozen variance has that of its last update. With
+`bias_correction` False this class also takes the steps before `freeze_step`, because torch's AdamW has no such option.
+Elements whose frozen variance is 0 have never had a gradient, and are not updated: the sign of a zero message would be
+divided by eps.
 
-[Note: bounded steps] A message gives all elements of a block one magnitude. Divided by the root of a variance that few
-gradients have measured, it moves some elements by many times the learning rate, which Adam never does, since there each
-gradient is a part of the variance that divides it. `max_update` bounds the quotient, on the rank that steps the
-element, so it changes no message; the error feedback contains only errors of the messages.
+[Note: bounded steps] A message gives all elements of a block one magnitude. If an element's variance was computed from
+few gradients, this magnitude divided by the variance's root may move the element by many times the learning rate. Adam
+never does this, because its variance includes each gradient that it divides. `max_update` bounds the quotient, on the
+rank that steps the element, so it changes no message; the error feedback contains only errors of the messages.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class OneBitAdamUpdate(ElementwiseUpdate):
             optimizer, context, self.chunks, self.rank_state_keys(optimizer, self._shards), self.codec_of(optimizer)
         )
         self._zeros: dict[ParameterSegment, tuple[tuple[int, int], bool]] = {}
-        self._changes: dict[int, torch.Tensor] = {}  # by unit: difference of this rank's span to the parameters
-        self._reduced_divisor: float | None = None  # divisor of engine-reduced gradients; None: messages
+        self._changes: dict[int, torch.Tensor] = {}  # master weights minus parameters of this rank's span, by unit
+        self._reduced_divisor: float | None = None  # divisor of reduced gradients; None: gradients are messages
         if self.takes_local_gradients:
             self._phase.begin()
 
@@ -134,7 +135,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         yield from self._step_chunks(used, options)
 
     def _step_chunks(self, used: dict[int, list[bool]], options: Options) -> Iterator[list[UpdateChunk]]:
-        """Update batch after batch from the gradient slots, which have what this rank's span received."""
+        """Update batch after batch with the gradient slots, which have the received values of this rank's span."""
         self._changes = {}
         for batch in self.state_offload.iterate_batches(self._batches):
             for chunk in batch:
@@ -144,7 +145,10 @@ class OneBitAdamUpdate(ElementwiseUpdate):
             yield batch
 
     def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor, float]]:
-        """Yield the common momentum with its factor beta1, at stage 0: every rank has all of it."""
+        """Yield the fragments of the common momentum, with their factor beta1.
+
+        Only at stage 0, where every rank has the whole momentum.
+        """
         for chunk in self._masters.chunks_of(unit):
             for segment in self._of_chunk[id(chunk)]:
                 state, given = self._inner.state.get(segment.tensor), options.get(id(segment.parameter))
@@ -199,7 +203,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return state
 
     def _create_state(self, segment: ParameterSegment, state: dict[str, torch.Tensor], values: torch.Tensor) -> None:
-        if self._reduced_divisor is None:  # its first gradient came after the freeze, so its variance is 0
+        if self._reduced_divisor is None:  # the first gradient came after the freeze, so the variance is 0
             warn_of_late_parameter(segment.name)
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
@@ -228,7 +232,10 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return float(lr / (1 - given["betas"][0] ** float(self._inner.state[segment.tensor]["step"])))
 
     def _bound(self, segment: ParameterSegment, options: Options) -> float | None:
-        """Return the bound of a fragment's momentum over the root of its variance; see [Note: bounded steps]."""
+        """Return the bound of a fragment's momentum over the root of its variance; None: no bound.
+
+        See [Note: bounded steps].
+        """
         given = options[id(segment.parameter)]
         limit = given.get("max_update")
         if limit is None or not given.get("bias_correction", True):
@@ -236,7 +243,9 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return float(limit * (1 - given["betas"][0] ** float(self._inner.state[segment.tensor]["step"])))
 
     def _may_have_zeros(self, segment: ParameterSegment) -> bool:
-        """Return False if no element of a fragment's variance is 0. A variance in memory is read once per change."""
+        """Return False if no element of a fragment's variance is 0. On the device tier the result is cached until the
+        variance changes; on other tiers it is always True.
+        """
         variance = self._inner.state[segment.tensor]["exp_avg_sq"]
         if segment.chunk.tier is not Tier.DEVICE:  # its memory is refilled without a change of address or version
             return True
@@ -313,7 +322,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
                         target.copy_(master.float() - moved)
 
     def rank_states(self) -> Iterator[RankState]:
-        """See `Update.rank_states`. None before the first compressed step."""
+        """See `Update.rank_states`. Empty before the first compressed step."""
         return self._phase.rank_states()
 
     def forget_unsent(self) -> None:

@@ -29,10 +29,10 @@ ELEMENT_STATES = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 
 
 class OneBitLambUpdate(WholeParameterUpdate):
-    """Update of `OneBitLamb`, whose states beside LAMB's, except `coeff_freeze`, exist from the first compressed step.
+    """Update of `OneBitLamb`.
 
-    These are `exp_avg_sq_fresh`, `variance_steps` and `last_factor`, and for each rank `worker_error` and
-    `server_error`.
+    States beside LAMB's: `coeff_freeze`; from the first compressed step on also `exp_avg_sq_fresh`, `variance_steps`
+    and `last_factor`, and for each rank `worker_error` and `server_error`.
     """
 
     reduces_itself: ClassVar[bool] = True
@@ -90,7 +90,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
     @torch.no_grad()
     def _step_batch(self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options) -> None:
         """Update the parameters of some chunks, in two passes with the exchange of parts' numbers between them."""
-        # With the parameters that are not stepped: ranks with other parts of them take part in the same exchange.
+        # Parameters that are not stepped have a row too, so that ranks with other parts of them exchange equal rows.
         parts = [owned for chunk in batch for owned in self._of_chunk[id(chunk)]]
         numbers = torch.zeros(len(parts), 3, dtype=torch.float64, device=batch[0].device)
         for row, owned in enumerate(parts):
@@ -125,7 +125,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
         return flat[start : start + shape.numel()].view(shape)
 
     def rank_states(self) -> Iterator[RankState]:
-        """See `Update.rank_states`. None before the first compressed step."""
+        """See `Update.rank_states`. Empty before the first compressed step."""
         return self._phase.rank_states()
 
     def forget_unsent(self) -> None:
@@ -144,8 +144,8 @@ def combine_parts(
     largest: torch.Tensor,
     chunks: Sequence[UpdateChunk],
 ) -> None:
-    """Combine the numbers of parts to those of whole parameters, in place. Collective over the ranks with parts of a
-    parameter.
+    """Combine numbers of the parts of parameters into numbers of the whole parameters, in place. Collective over the
+    ranks with parts of a parameter.
 
     Args:
         placements: placement of the parameter of each row.

@@ -496,7 +496,7 @@ class OptimizerStateOffload:
         assert self._tier is not None and self._staging is not None
         sums = visit.sums if visit is not None else None
         if sums is not None:
-            self._compare(chunk, sums)  # the pages that the update did not change; raises or records their damage
+            self._compare(chunk, sums)  # compares the pages that the update left unchanged; raises or records damage
         stored = self._tensors_to_store(chunk)
         record = self._records.setdefault(id(chunk), _StateRecord())
         laid = _lay_out(stored)
@@ -522,7 +522,7 @@ class OptimizerStateOffload:
                 del self.states[entry.state_key][entry.key]  # a view of the buffer, which will be reused
         if buffer is not None and target is not buffer:
             self._staging.release(buffer)
-        # Checksums of a buffer that any other operation has changed are void: the engine computes them.
+        # Checksums of a buffer that any other operation has changed are void: the I/O engine computes new ones.
         if sums is not None and not (target is buffer and nbytes == sums.memory.numel() and sums.is_current):
             sums = None
         chunk.master = None

@@ -48,8 +48,8 @@ class OptimizerStepSession:
         self._own = _without(optimizer.__dict__, _NOT_SHARED)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
-        # For each group and, last, for the attributes: plain values after a part with parameters, and keys that
-        # changed.
+        # Plain values after a part with parameters, and keys whose values changed: an entry for each group, and a last
+        # entry for the optimizer's attributes.
         self._after: list[dict[str, Any]] = [{} for _ in range(len(self._options) + 1)]
         self._moved: list[set[str]] = [set() for _ in self._after]
 
@@ -119,7 +119,8 @@ class OptimizerStepSession:
         known = self._after[number]
         self._moved[number] |= moved
         for key, value in values.items():
-            if known.setdefault(key, value) != value and key in self._moved[number] and value == value:  # no NaN
+            # NaN differs from itself, so it is not compared.
+            if known.setdefault(key, value) != value and key in self._moved[number] and value == value:
                 where = f"option {key!r} of group {number}" if number < len(self._options) else f"attribute {key!r}"
                 raise ModelError(
                     f"{type(self._optimizer).__name__} set {where} to {known[key]!r} for some parameters and to "

@@ -1,13 +1,13 @@
 """Update of `PowerSGD` at stage 0.
 
 [Note: low-rank gradients] From step `start_step` on gradients stay on their ranks ([Note: local gradients]). The mean
-gradient of a matrix is approximated by P Q^T with few columns: each rank multiplies its gradient and error by the
-orthonormal Q of the step before, ranks sum these products to P, and multiply the transposed gradient by the orthonormal
-P to the new Q, whose mean all ranks get (one step of subspace iteration, warm-started). Both messages are sums, so two
-all-reduces of thin matrices suffice at any number of ranks. Vectors, and matrices that would hardly shrink, are summed
-in full with the first message. The approximation then takes the place of the reduced gradient, and the optimizer's own
-rule steps the master weights. A matrix that is sharded over tensor-parallel ranks is compressed as separate matrices,
-one for each part.
+gradient of a matrix is approximated by P Q^T with few columns. Each rank multiplies the sum of its gradient and error
+by the orthonormalized Q of the previous step; the products are summed over ranks and orthonormalized to P. Each rank
+then multiplies the transposed sum by P; the mean of these products over ranks is the new Q (one step of subspace
+iteration, warm-started). Both messages are sums, so two all-reduces of thin matrices suffice at any number of ranks.
+Vectors, and matrices that would hardly shrink, are summed in full with the first message. The approximation then takes
+the place of the reduced gradient, and the optimizer's own rule steps the master weights. A matrix that is sharded over
+tensor-parallel ranks is compressed as separate matrices, one for each part.
 
 Source: Vogels et al., arXiv:1905.13727, algorithm 1; `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`
 computes the same.
@@ -42,7 +42,7 @@ class _Matrix:
     Attributes:
         gradient: `[rows, columns]`, a view of the message.
         error: `[rows, columns]`, the part that this rank's messages left out.
-        thin: `[columns, rank]`, Q.
+        thin: `[columns, r]`: Q, where r is the number of columns of P and Q.
     """
 
     gradient: torch.Tensor
@@ -130,7 +130,7 @@ class PowerSGDUpdate(ElementwiseUpdate):
             vector.div_(size)
 
     def _matrix(self, message: UnitMessage, index: int, groups: dict[int, dict[str, Any]]) -> _Matrix | None:
-        """Return a parameter's matrices; None if it is sent in full."""
+        """Return the matrices of a parameter; None if its gradient is sent in full."""
         unit = message.unit
         shape = unit.shapes[index]
         rank = thin_columns(shape, groups[id(unit.parameters[index])])
@@ -140,7 +140,7 @@ class PowerSGDUpdate(ElementwiseUpdate):
         error, warm = (self._phase.state(key, unit) for key in (WORKER_ERROR, WARM_START))
         thin = unit.parameter_view(warm, index).view(-1)[: columns * rank].view(columns, rank)
         if not thin.any():
-            # by name: equal on all data-parallel ranks, and on all that have a replica along other axes
+            # The seed is the name's hash, so Q is equal on all data-parallel ranks and on replicas along other axes.
             draw = torch.Generator().manual_seed(crc32(unit.names[index].encode()))
             thin.copy_(torch.randn(columns, rank, generator=draw))
         return _Matrix(
@@ -161,7 +161,7 @@ class PowerSGDUpdate(ElementwiseUpdate):
             tensor.copy_(values)
 
     def rank_states(self) -> Iterator[RankState]:
-        """See `Update.rank_states`. None before the first compressed step."""
+        """See `Update.rank_states`. Empty before the first compressed step."""
         return self._phase.rank_states()
 
     def forget_unsent(self) -> None:

@@ -51,8 +51,9 @@ class RankState:
         key: name of the state.
         values: `[numel]`, the state of this rank; a view of the memory that the update uses.
         relay: rule for another number of ranks.
-        follows_owners: the rule also applies on the same number of ranks, whose shards may be others.
-        tier: memory that holds it.
+        follows_owners: the rule also applies on the same number of ranks, because each may own other elements than in
+            the saved run.
+        tier: tier that holds the state.
     """
 
     unit: Unit
@@ -99,7 +100,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class OwnedRankState(RankState):
-    """State that a rank keeps for the elements alone that it owns. `values` is a copy with zeros for all others.
+    """State that a rank keeps only for the elements that it owns. `values` is a copy with zeros for other elements.
 
     Attributes:
         owned: first element and memory of each part that this rank owns.
@@ -121,7 +122,7 @@ class OwnedRankState(RankState):
 
 @dataclass(frozen=True)
 class StoredRankState(RankState):
-    """State that rests on another tier. `values` has its shape and no memory.
+    """State on another tier. `values` is a meta tensor of its shape.
 
     Attributes:
         memory: per-rank states of the unit.
@@ -150,10 +151,10 @@ class RankNumber(RankState):
 
     @property
     def shape(self) -> torch.Size:
-        """No dimension."""
+        """Shape of a scalar, `[]`."""
         return torch.Size([])
 
     @property
     def full_shape(self) -> torch.Size:
-        """No dimension."""
+        """Shape of a scalar, `[]`."""
         return torch.Size([])

@@ -1,9 +1,9 @@
 """Memory of per-rank states: float32 tensors of units, or slots on the tier of the unit's optimizer states.
 
-[Note: offloaded per-rank states] Where `offload_optimizer` moves a unit's optimizer states, its per-rank states rest on
-the same tier. An exchange fetches those of its units for one batch of messages, and stores them when the messages have
-arrived. Space on disk is allocated with the update, so that a full disk raises before the first step. A state is zeros
-until it is stored for the first time, and takes no transfer before.
+[Note: offloaded per-rank states] If `offload_optimizer` moves a unit's optimizer states, its per-rank states are on the
+same tier. An exchange fetches the states of the units in one batch of messages, and stores them when the messages have
+arrived. Space on disk is allocated when the update is constructed, so that a full disk raises before the first step. A
+state is zero until it is stored for the first time, and is not transferred before.
 """
 
 from __future__ import annotations
@@ -115,15 +115,15 @@ class RankStateMemory:
         slot.store(values.to("cpu", torch.float32).contiguous(), start).wait()
 
     def zero(self, key: str) -> None:
-        """Return a state of all units to zeros."""
+        """Reset a state of all units to zero."""
         for (name, _), tensor in self._tensors.items():
             if name == key:
                 tensor.zero_()
         self._stored = {one for one in self._stored if one[0] != key}
 
     def drop(self, key: str | None = None) -> None:
-        """Free the tensors of a state, by default of all, and return it to zeros. Slots stay allocated, and contents
-        that were lost are forgotten.
+        """Free the tensors of the state `key` (None: of all states), and reset it to zero. Slots stay allocated, and
+        their contents, lost or not, are discarded.
         """
         self._tensors = {one: tensor for one, tensor in self._tensors.items() if key not in (None, one[0])}
         self._stored = {one for one in self._stored if key not in (None, one[0])}

@@ -1,9 +1,9 @@
 """Base of updates that communicate by themselves: compressed gradients with error feedback, 1-bit optimizers.
 
 [Note: local gradients] With an update whose `reduces_itself` is True, the engine reduces no gradient. Each
-data-parallel rank keeps its own whole gradient of every unit, at stages 0 and 1: the mean over its micro-batches of an
-accumulation cycle. Its mean over ranks equals the result of the engine's reduction. Three values follow from the local
-gradients:
+data-parallel rank keeps its own whole gradient of every unit: the mean over its micro-batches of an accumulation cycle.
+This is supported at stages 0 and 1, and for some 1-bit optimizers at stage 2. The mean of local gradients over ranks
+equals the result of the engine's reduction. Three values follow from the local gradients:
 
 - the norm is the root mean square over ranks of the norms of local gradients, in one scalar all-reduce. It equals the
   norm of the reduced gradient if ranks have equal gradients, and is larger otherwise;
@@ -42,11 +42,11 @@ class LocalParameter:
     Attributes:
         name, shape: name and shape of the full parameter.
         gradient: `[numel]`, the local gradient of this rank, clipped and without loss scale.
-        rank_states: this rank's per-rank states by name, `[numel]` each; zeros before the first step. Those of
-            `rank_state_rules` exist.
+        rank_states: this rank's per-rank states, `[numel]` each, by their names in `rank_state_rules`; zeros before the
+            first step.
         start, stop: elements whose weight this rank steps: all at stage 0, its shard (maybe none) at stage 1.
         values: `[stop - start]`, the master weight; to be updated in place.
-        state: states of these elements by name. A tensor has `[stop - start]` elements, or none (a count). Empty before
+        state: states of these elements by name. A tensor has shape `[stop - start]`, or `[]` (a count). Empty before
             the first step.
         options: the hyper-parameters of the parameter's group, such as `lr`.
     """
@@ -117,7 +117,7 @@ class SelfReducingUpdate(OrdinaryUpdate, ABC):
         self._states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         self.state_offload.states = self._states
         self._segments: dict[int, list[ParameterSegment]] = {}
-        self._rank_states: dict[int, dict[str, torch.Tensor]] = {}  # by unit: flat [padded], like its gradient
+        self._rank_states: dict[int, dict[str, torch.Tensor]] = {}  # states `[padded]` by unit index and name
         self.add_chunks(self.chunks)
 
     @abstractmethod

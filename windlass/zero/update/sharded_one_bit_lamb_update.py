@@ -4,9 +4,10 @@ Gradients travel as those of `OneBitAdam` at these stages ([Note: 1-bit phase]).
 parameter: the norms of weight and update, and the largest ratio of frozen and present denominator. So a step has two
 passes over this rank's fragments with one small all-reduce between them: the first pass updates momenta and variances
 and sums squares, the second one moves the master weights. Squares are summed in float64, fragment by fragment, and the
-norms are rounded to float32, so that the first `freeze_step` steps equal those of LAMB bit for bit (a sum in another
-order differs by some 1e-16 of it, which the rounding removes but for one in some 10^8 norms). Master weights on NVMe
-are read twice in a step. A parameter that is sharded over tensor-parallel ranks has a second all-reduce over these.
+norms are rounded to float32, so that the first `freeze_step` steps equal those of LAMB bit for bit (sums in another
+order differ by about 1e-16 of their value, which the rounding removes in all but about one of 10^8 norms). Master
+weights on NVMe are read twice in a step. Parameters that are sharded over tensor-parallel ranks need a second
+all-reduce, over those ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _WEIGHT, _UPDATE, _PLAIN = range(3)
 class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     """Update of `OneBitLamb` at stages 1 and 2.
 
-    States are those of stage 0. The numbers of a parameter are equal on all ranks that have a fragment of it.
+    States are those of `OneBitLambUpdate` without `server_error`. Scalar states of a parameter are equal on all ranks
+    that have a fragment of it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
@@ -206,4 +208,4 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             move = self._plain(momentum, variance, options, segment)
             if decay:
                 move.add_(part, alpha=decay)
-            part.sub_(move.mul_(ratio * size))  # the operations of `Lamb`
+            part.sub_(move.mul_(ratio * size))  # the same operations as in `Lamb`, for equal bits

@@ -30,7 +30,7 @@ class UpdateChunk:
         master: `[stop - start]`, on `device`; None while it is only on NVMe.
         gradient: `[stop - start]`, on `device`; None outside an update, and if the unit has no gradient.
         lowered_params: `[stop - start]`, new parameters in the param_dtype, from the update until
-            `MasterWeights.write_back`; None if that casts the master weights.
+            `MasterWeights.write_back`; None if `write_back` casts the master weights instead.
         state_keys: parameters under which the optimizer's `state` has the states of this chunk.
     """
 
@@ -121,7 +121,7 @@ def make_chunks(slots: list[GradientSlot], limit: int) -> list[UpdateChunk]:
 
 
 def pipeline_numel(slots: list[GradientSlot]) -> int:
-    """Return the maximum elements of a batch that overlaps reads, updates and writes of NVMe data.
+    """Return the maximum number of elements of a batch, so that reads, updates and writes of NVMe data overlap.
 
     An update then has about 8 batches, but a batch has at least 2**20 elements. Without NVMe data there is no limit
     (2**62). Equal on all ranks.

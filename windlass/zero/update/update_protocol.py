@@ -9,7 +9,8 @@ flags instead of the class:
 - `reduces_itself`: the update receives local gradients, which no rank reduced, and communicates by itself
   ([Note: local gradients]), in all steps or in those before which `takes_local_gradients` is True.
 - `separates_masters`: master weights are separate from the parameters, because `publish` may move the parameters of all
-  ranks towards them instead of copying them, after steps before which `publishes_itself` is True.
+  ranks towards the master weights instead of copying these. `publish` runs after each step for which `publishes_itself`
+  was True before the step.
 
 States are of four kinds: one value for each element of a segment, one tensor for a parameter, one number for it, and
 one value for each element on every rank ([Note: per-rank states]).
@@ -128,7 +129,7 @@ class Update(Protocol):
 
     def publish(self, units: list[Unit]) -> None:
         """Bring the result of a step to the parameters of these units on all ranks. Collective: all ranks pass the same
-        order.
+        units in the same order.
         """
         ...
 
@@ -137,7 +138,7 @@ class Update(Protocol):
         ...
 
     def forget_unsent(self) -> None:
-        """Drop what ranks have not sent yet: local changes and errors, which belong to weights that were replaced."""
+        """Drop local changes and errors that ranks have not sent yet, because the weights were replaced."""
         ...
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
@@ -159,7 +160,10 @@ class Update(Protocol):
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """Prepare for the load of a checkpoint that has the per-rank states `saved`, given by their names.
 
-        Afterwards `rank_states` yields those to load. Return the names that this update does not need and drops.
+        Afterwards `rank_states` yields the states to load.
+
+        Returns:
+            The names in `saved` that this update does not use, and whose states are dropped.
         """
         ...
 

@@ -64,9 +64,9 @@ class OwnedParameter:
 
     @property
     def stepped_shape(self) -> torch.Size:
-        """Shape in which the parameter is stepped: its own, but `[1]` instead of no dimension.
+        """Shape in which the parameter is stepped: its own, but `[1]` for a scalar.
 
-        A state with one value per element would otherwise look like a count, which elementwise updates keep apart.
+        A state with one value per element of a scalar would otherwise have the shape of a step count.
         """
         return self.chunk.unit.shapes[self.index] or torch.Size([1])
 
@@ -170,7 +170,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
             todo = [owned for chunk in batch for owned in self._of_chunk[id(chunk)] if id(owned) in requested]
             for chunk in batch:
                 if chunk.gradient is None and any(owned.chunk is chunk for owned in todo):
-                    chunk.gradient = torch.zeros_like(chunk.values())  # only ranks with another part have one
+                    chunk.gradient = torch.zeros_like(chunk.values())  # only ranks with another part have a gradient
             values = self._collect(todo, gradient=False)
             gradients = self._collect(todo, gradient=True)
             tensors: dict[int, list[nn.Parameter]] = defaultdict(list)
@@ -341,7 +341,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
 
 
 def choose_owners(units: Sequence[Unit], loads: dict[int, list[int]], *, shards_states: bool) -> list[list[int]]:
-    """Choose the owner of each parameter: the largest first, for the rank with the fewest elements so far.
+    """Choose the owner of each parameter, the largest parameter first: the rank with the fewest elements so far.
 
     Args:
         loads: elements that each rank owns, by id of the data-parallel group; those of `units` are added.

@@ -4,21 +4,22 @@
 
 Stage 0 is the algorithm of the paper (arXiv:2202.06009, algorithm 1). Between synchronizations each rank moves its own
 parameters with its own momentum, and nothing is sent. The master weights keep the values of the last synchronization,
-equal on all ranks; the parameters of a rank are these minus its `local_change`. A synchronization sends the changes,
-times the root of the variance, through the compressed all-reduce: their mean moves the master weights, and divided by
-the learning rates it is the new common momentum. `max_update` bounds the moves of parameters and master weights, by the
-sum of the learning rates since the last synchronization; a change that is sent keeps what is beyond the bound.
+equal on all ranks; the parameters of a rank are the master weights minus its `local_change`. A synchronization sends
+the changes, times the root of the variance, through the compressed all-reduce. The mean, divided by that root again,
+moves the master weights; divided by the sum of the learning rates since the last synchronization, it is the new common
+momentum. `max_update`, times that sum, bounds the moves of parameters and master weights. The changes in messages are
+not bounded.
 
 Weight decay of local steps is not a part of the changes, since it would become a part of the momentum. Every step
 shrinks the local weight `x` by the same factor on all ranks. With the master weight `w`, `x = (1 - d) w - c`, where
 `d` is `summed_decay` and the change `c` shrinks too. So a rank knows the decay of all ranks without a message.
 
 At stages 1 and 2 no rank has the whole variance, so the parameters stand still between synchronizations while each rank
-sums its gradients (`summed`). A synchronization sends the owners their mean, and an owner takes one step with it for
-each summed step.
+sums its gradients (`summed`). A synchronization sends the owners the mean of these gradients over steps and ranks, and
+an owner takes one step with the mean for each summed step.
 
-A save between two synchronizations holds the weights of the last one and, as per-rank states, the changes of each rank
-since then. So a resumed run continues from the same values.
+A save between two synchronizations holds the master weights of the last synchronization and, as per-rank states, the
+changes of each rank since then. So a resumed run continues from the same values.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if kind is StepKind.COMPRESSED:
             return self._counted(self._run_compressed(used, divisor, options))
         if applied_steps(self.optimizer) == self.optimizer.param_groups[0]["var_freeze_step"]:
-            self._phase.forget(WORKER_ERROR, SERVER_ERROR)  # they are in units of gradients, not of changes
+            self._phase.forget(WORKER_ERROR, SERVER_ERROR)  # these errors are in units of gradients, not of changes
         if self._lacks_changes and not self._shards:
             self._begin_changes()
         return self._counted((self._run_summed if self._shards else self._run_local)(used, divisor, options))
@@ -168,7 +169,9 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _take_local_step(
         self, segment: ParameterSegment, gradient: torch.Tensor, options: Options, *, syncs: bool
     ) -> None:
-        """Add this rank's change, and in a synchronization replace `gradient` by what is sent of it."""
+        """Add a step to this rank's change. In a synchronization, replace `gradient` by the message to send: the change
+        times the root of the variance.
+        """
         given, state = options[id(segment.parameter)], self._opened(segment, self._master(segment))
         change, momentum = self._own(LOCAL_CHANGE, segment), self._own(LOCAL_MOMENTUM, segment)
         rates, decayed = (state.setdefault(key, torch.zeros(())) for key in (RATES, DECAY))
@@ -180,7 +183,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         root = self._denominator(segment, change, options)
         move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
         change.mul_(1 - decay).add_(move, alpha=rate)
-        rates.mul_(1 - decay).add_(rate)  # the weights of the momenta in the change
+        rates.mul_(1 - decay).add_(rate)  # sum of the factors with which momenta are in the change
         decayed.mul_(1 - decay).add_(decay)
         if syncs:
             torch.mul(change, root, out=gradient)
@@ -201,7 +204,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _bounded(self, segment: ParameterSegment, change: torch.Tensor, options: Options) -> torch.Tensor:
         """Return a change since the last synchronization within the bound of its steps; see [Note: bounded steps].
 
-        The change itself keeps what is beyond the bound, so that messages and momenta are those without one.
+        `change` itself is not bounded, so that messages and momenta do not depend on the bound.
         """
         bound = self._bound(segment, options)
         if bound is None:
