@@ -48,8 +48,7 @@ class ParallelConfig(ConfigSection):
     sp: Positive = honoured(1, windlass_only=True)
     """Number of ranks that process different parts of the same sequences."""
     tp: Positive = honoured(1, windlass_only=True)
-    """Number of ranks over which matrices are sharded. These ranks communicate in every layer: keep them inside a node.
-    """
+    """Number of ranks over which matrices are sharded. They communicate in every layer: keep them inside a node."""
     tp_overlap_chunks: Positive = honoured(1, windlass_only=True)
     """Number of parts in which the output of a row-parallel layer is all-reduced, each while the next is computed."""
     tp_sequence_norms: bool = honoured(False, windlass_only=True)

@@ -824,7 +824,7 @@ def _offloaded_kinds(include: Iterable[Any]) -> list[str]:
     for name in names:
         if name not in KINDS and name not in _KINDS_BY_DS_NAME:
             raise ConfigError(
-                f"offload_states: there is no kind {name!r}; use any of {', '.join(KINDS)}, or DeepSpeed's names "
+                f"offload_states: there is no kind {name!r}; use any of {', '.join(KINDS)}, or "
                 f"{', '.join(_KINDS_BY_DS_NAME)}"
             )
     kinds = dict.fromkeys(_KINDS_BY_DS_NAME.get(name, name) for name in names)

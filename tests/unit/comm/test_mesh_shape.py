@@ -101,6 +101,6 @@ def test_sizes_and_coordinates_out_of_range_are_refused() -> None:
         with pytest.raises(ValueError, match=f"rank {rank} is not in a world of 4"):
             grid.coordinates(rank)
     for places in ({"tp": 2}, {"tp": -1}, {"dp": 0}):
-        with pytest.raises(ValueError, match="the axes are pp 2"):
+        with pytest.raises(ValueError, match="is not an index on the axes pp 2"):
             grid.rank(**places)
     assert grid.rank(pp=1) == 2
