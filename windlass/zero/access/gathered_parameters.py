@@ -34,6 +34,8 @@ class GatheredParameters:
     - With a rank, the values of that rank are broadcast and set on all ranks, also in the master weights. Parameters
       keep their dtype and strides. This includes parameters of the engine that are not sharded. After an exception in
       the context nothing is broadcast.
+    - Under tp and ep, a parameter is this rank's part of it. Changes of a part come from the rank that has this part at
+      the data-parallel position of `modifier_rank`, so all of these ranks must make their changes.
 
     Parameters that are neither sharded nor part of an engine are not touched, except while a model is being built under
     `zero.Init`: then the values of `modifier_rank` are broadcast for them too.
