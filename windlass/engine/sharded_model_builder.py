@@ -24,8 +24,9 @@ from windlass.config.zero_section import ZeroConfig
 from windlass.engine.tier_planning import plan_tiers
 from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
 from windlass.storage.extent_allocator import page_up
-from windlass.zero.core.sharding_policy import ShardingPolicy, sharding_policy
+from windlass.zero.core.sharding_policy import ShardingPolicy
 from windlass.zero.engine_callbacks import EngineCallbacks
+from windlass.zero.setup.stage_policy import sharding_policy
 from windlass.zero.setup.zero_settings import Placements, UnitRules, ZeroSettings
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.update_class import update_class
