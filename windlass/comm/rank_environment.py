@@ -65,8 +65,8 @@ def rank_environment(environ: Environment, *, others: bool = True) -> RankEnviro
         return None
     if not 0 <= found.rank < found.world:
         raise CommunicationError(
-            f"{found.source} sets rank {found.rank} of {found.world}; ranks go from 0 to {found.world - 1}: correct "
-            "the rank or the number of ranks"
+            f"{found.source} sets rank {found.rank} of {found.world} ranks; correct the rank, or the number of ranks, "
+            "which must be larger than every rank"
         )
     return _cloud(environ, replace(found, **_given(environ)))
 

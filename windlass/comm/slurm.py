@@ -49,7 +49,10 @@ def expand_counts(text: str) -> list[int]:
             raise CommunicationError(f"{text!r} is not a Slurm list of counts, at {part!r}")
         tasks, hosts = parse_int(match[1]), parse_int(match[2] or "1")
         if tasks is None or hosts is None or tasks > MAX_RANKS_PER_HOST or hosts > MAX_HOSTS:
-            raise CommunicationError(f"{text!r} is not a Slurm list of counts, at {part!r}")
+            raise CommunicationError(
+                f"{part!r} of Slurm's list of counts {text!r:.80} exceeds {MAX_RANKS_PER_HOST:,} tasks on a host or "
+                f"{MAX_HOSTS:,} hosts; start fewer ranks"
+            )
         found += [tasks] * hosts
     return found
 

@@ -124,7 +124,7 @@ def test_other_launchers_are_detected_only_on_request() -> None:
     [
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x' is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "sets rank 2 of 2; ranks go from 0 to 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "sets rank 2 of 2 ranks; correct the rank"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is missing"),
     ],
 )

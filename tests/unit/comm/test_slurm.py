@@ -30,6 +30,8 @@ def test_invalid_host_lists_are_refused() -> None:
             expand_hosts(text)
     with pytest.raises(CommunicationError, match="not a Slurm list of counts"):
         expand_counts("2(x3")
+    with pytest.raises(CommunicationError, match="'99999999' of Slurm's list of counts .* exceeds"):
+        expand_counts("2,99999999")
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
 
 
