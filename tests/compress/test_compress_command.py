@@ -170,7 +170,7 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     assert "format 'int4_g48', which does not exist" in failed(capsys, model, out, "--group", "48")
     assert "needs a calibration text" in failed(capsys, model, out, "--method", "gptq", "--no-measure")
     assert "smoothing of int8 activations needs" in failed(capsys, model, out, "--activations", "int8")
-    assert "has no integers to choose" in failed(capsys, model, out, "--weights", "fp8", "--method", "awq")
+    assert "is not a format of integers" in failed(capsys, model, out, "--weights", "fp8", "--method", "awq")
     assert "is not a model" in failed(capsys, tmp_path, out)
     assert "contains" in failed(capsys, model, model.parent, "--overwrite")
     text = model.parent / "text.txt"
@@ -240,7 +240,7 @@ def test_the_table() -> None:
     assert [re.split("  +", line.strip()) for line in lines] == [
         ["before", "after"],
         ["all tensors", "8.0 MB", "2.0 MB", "4.00x smaller"],
-        ["peak memory, one request", "90.0 MB", "60.0 MB", "4.00x less beside the process's 50.0 MB"],
+        ["peak memory, one request", "90.0 MB", "60.0 MB", "4.00x less without the process's 50.0 MB"],
         ["held-out bits per byte", "1.2500", "1.3000", "+4.00 %"],
         ["tokens/s, one request", "10.0", "25.0", "2.50x"],
         ["ms a token", "100", "40", "2.50x less"],

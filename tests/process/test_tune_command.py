@@ -54,9 +54,9 @@ def test_a_choice_is_a_single_value(value: str, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"search": ["zero_optimization.stage=1", "zero_optimization.stage=2"]}, "stage is given twice; write it once"),
-        ({"memory": "0"}, "--memory 0: no rank fits"),
-        ({"sampler": "optuna", "exhaustive": True}, "--sampler optuna .* leave it or --exhaustive out"),
-        ({"sampler": "optuna", "ray": "auto"}, "--sampler optuna .* leave it or --ray out"),
+        ({"memory": "0"}, "--memory 0 is not above 0"),
+        ({"sampler": "optuna", "exhaustive": True}, "--sampler optuna .* with --exhaustive; leave one of them out"),
+        ({"sampler": "optuna", "ray": "auto"}, "--sampler optuna .* with --ray; leave one of them out"),
     ],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_engine_of_a_deepspeed_script_is_verified(folder: Path, capfd: pytest.Ca
 def test_fault_is_reported_as_text_and_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json") == 1
     text = capfd.readouterr().out
-    assert "NOT equal: the first difference is at step 1, phase reduce" in text
+    assert "NOT equal: first difference: step 1, phase reduce" in text
     assert "embed.weight (gradient after the reduction)" in text and "it contains only rank 1's part" in text
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json", "--json", "--nproc", "1,2") == 1
     alone, together = json.loads(capfd.readouterr().out)
@@ -240,8 +240,8 @@ def test_incomparable_runs_are_reported(folder: Path, capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "nothing to verify"),
-        (("script.py", "--model", "x"), "nothing to verify"),
+        ((), "missing or given twice"),
+        (("script.py", "--model", "x"), "missing or given twice"),
         (("nowhere.py",), "no such script: nowhere.py"),
         (("--model", "x"), "--model needs --config"),
         (("script.py", "--batch", "2x8"), "--batch needs --model"),

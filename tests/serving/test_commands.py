@@ -232,7 +232,7 @@ def test_a_byte_order_mark_is_not_a_part_of_a_template(tmp_path: Path) -> None:
 
 def test_commands_of_a_conversation() -> None:
     output, conversation = converse(FakeEngine(answer="yes"), "one", "/clear", "two", "/exit", "three")
-    assert output.count("yes") == 2 and "begins anew" in output
+    assert output.count("yes") == 2 and "a new conversation starts" in output
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "two", "yes"]
 
 

@@ -34,7 +34,9 @@ _DEFAULT_OUT = Path("windlass-bench")
 @bench_app.command("zero-memory")
 def zero_memory(
     nproc: NprocOption = None,
-    engines: Annotated[str | None, typer.Option(help="Comma-separated; windlass-0 to -3 and baselines. [all]")] = None,
+    engines: Annotated[
+        str | None, typer.Option(help="Engines, with commas: windlass-STAGE and baselines. [all]")
+    ] = None,
     width: Annotated[int, typer.Option(min=1, help="Width of each linear layer.")] = 2000,
     depth: Annotated[int, typer.Option(min=1, help="Number of linear layers.")] = 20,
     batch: BatchOption = 20,
@@ -73,7 +75,7 @@ def stages(
 @bench_app.command("precision")
 def precision(
     nproc: NprocOption = None,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage of all three.")] = 2,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage of all runs.")] = 2,
     hidden: HiddenOption = 256,
     layers: LayersOption = 4,
     length: LengthOption = 128,
@@ -135,7 +137,7 @@ def transport(
     collectives: Annotated[
         str | None,
         typer.Option(
-            help="Measure single collectives instead: all, or a list with commas of all_reduce, all_gather, "
+            help="Measure single collectives instead: all, or, with commas, some of all_reduce, all_gather, "
             "reduce_scatter, all_to_all, broadcast, pt2pt."
         ),
     ] = None,
@@ -215,7 +217,7 @@ def serve(
     seeds: Annotated[int, typer.Option(min=1, help="fastgen: runs with each number of clients.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="fastgen: call the engine's steps, in one thread.")] = False,
     unscaled: Annotated[
-        bool, typer.Option("--unscaled", help="fastgen: lengths and times of the original, for a GPU.")
+        bool, typer.Option("--unscaled", help="fastgen: lengths and times of FastGen's own benchmark, for a GPU.")
     ] = False,
     max_gap_ms: Annotated[float, typer.Option(min=0.1, help="load: value of the server's option --max-gap-ms.")] = 20.0,
     out: OutOption = _DEFAULT_OUT,

@@ -21,7 +21,7 @@ from windlass.base.text import escape_unprintable
 if TYPE_CHECKING:
     from windlass.serving.served_engine import ServedEngine
 
-_HELP = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+_HELP = "/clear starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def chat(
@@ -135,7 +135,10 @@ class Conversation:
             messages = with_content_form(self.messages, tokenizer, None)
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
+            raise RequestError(
+                f"the chat template raised an error: {error}; use /clear, or leave --system out if the template has no "
+                "system role"
+            ) from error
         return list(tokenizer.encode(text, add_special_tokens=False))  # templates write special tokens themselves
 
 
@@ -150,7 +153,7 @@ def talk(
             return
         if text == "/clear":
             conversation.clear()
-            console.print("the conversation begins anew", style="dim")
+            console.print("a new conversation starts", style="dim")
         elif text:
             with contextlib.suppress(KeyboardInterrupt):
                 runner.run(_show_answer(conversation, console, text))

@@ -36,7 +36,7 @@ def compress(
         str | None,
         typer.Option(
             help="Choose a format for each layer: size=0.3 or size=4x, loss=+0.02 (bits per byte) or loss=1%, "
-            "speed=2.0 (tokens/s), latency=2ms (a token), or several with commas. Needs --data."
+            "speed=2.0 (times the tokens/s), latency=2ms (a token), or several with commas. Needs --data."
         ),
     ] = None,
     prune: Annotated[
@@ -79,7 +79,7 @@ def compress(
     sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 32,
     length: Annotated[int, typer.Option(help="Tokens of a calibration sequence.", min=8)] = 512,
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Rotate the hidden states (QuaRot), Llama's families.")
+        bool, typer.Option("--rotate", help="Rotate hidden states (QuaRot); Llama, Mistral, Qwen2, Qwen3.")
     ] = False,
     head: Annotated[bool, typer.Option("--head", help="Pack the output head too.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure loss, memory and speed before and after.")] = True,

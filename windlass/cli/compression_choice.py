@@ -274,7 +274,7 @@ def _next_share(tried: Sequence[RoundedChoice], limit: float) -> float:
 def _missed(asked: str, reached: list[float], reason: str) -> ConfigError:
     return ConfigError(
         f"budget (--budget) loss={asked} is missed on held-out text: reached {min(reached):+.4f} bits per byte "
-        f"({reason}); allow it, give more text (--data, --sequences), or a larger size or latency"
+        f"({reason}); raise loss, give more text (--data, --sequences), or raise size or latency"
     )
 
 

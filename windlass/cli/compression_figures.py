@@ -83,7 +83,7 @@ def choose_method(method: str, name: str, *, has_text: bool) -> str:
 
     if method != "auto":
         if method != "rtn" and not is_integer_format(get_weight_format(name)):
-            raise ConfigError(f"method (--method) is {method!r}, but {name!r} has no integers to choose; use rtn")
+            raise ConfigError(f"method (--method) is {method!r}, but {name!r} is not a format of integers; use rtn")
         return method
     if name.startswith("int8") or not is_integer_format(get_weight_format(name)):
         return "rtn"
@@ -97,7 +97,7 @@ def figure_lines(before: ModelFigures, after: ModelFigures) -> list[str]:
     rows.append(("all tensors", format_size(before.nbytes), format_size(after.nbytes), ratio))
     if before.memory is not None and after.memory is not None:
         own = [one.memory - (one.idle_memory or 0) for one in (before, after) if one.memory is not None]
-        rest = f"{own[0] / max(own[1], 1):.2f}x less beside the process's {format_size(after.idle_memory or 0)}"
+        rest = f"{own[0] / max(own[1], 1):.2f}x less without the process's {format_size(after.idle_memory or 0)}"
         rows.append(("peak memory, one request", format_size(before.memory), format_size(after.memory), rest))
     if before.bits is not None and after.bits is not None:
         change = f"{100 * (after.bits / before.bits - 1):+.2f} %"

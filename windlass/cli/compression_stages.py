@@ -111,7 +111,9 @@ class CompressionRun:
         target = out.with_name(f".{out.name}.{version}.gguf")
         write_unpacked(source, target)
         size = tensor_bytes(ModelDirectory(target))
-        print_escaped(f"{source} is unpacked to {size / 1e6:,.1f} MB, which the figures before the compression are of")
+        print_escaped(
+            f"{source} is unpacked to {size / 1e6:,.1f} MB; figures before compression are those of the unpacked model"
+        )
         self._settings = replace(self._settings, source=target)
         return target
 
@@ -166,7 +168,8 @@ class CompressionRun:
             print_escaped(f"  {line}")
         if PRUNING_ENTRY in ModelDirectory(found).config:
             print_escaped(
-                "  transformers builds no such numbers of heads: LLM and from_pretrained of windlass load them"
+                "  transformers cannot build these numbers of heads; load the model with windlass.LLM or "
+                "windlass.from_pretrained"
             )
         return found
 

@@ -67,7 +67,7 @@ COMMANDS = (
         "tune",
         "windlass.cli.tune",
         "tune",
-        "Search the fastest configuration of a script.",
+        "Search for the fastest configuration of a script.",
         takes_program=True,
     ),
     CliCommand(

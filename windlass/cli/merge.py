@@ -13,7 +13,8 @@ from windlass.cli.training.run_folder import export_directory_of
 
 def merge(
     models: Annotated[
-        list[Path], typer.Argument(help="Hugging Face directories, or OUT of `windlass train`, then OUT.")
+        list[Path],
+        typer.Argument(help="Models (Hugging Face directories, or OUT of `windlass train`); last, OUT to write."),
     ],
     method: Annotated[
         Literal["linear", "slerp", "ties", "dare"],

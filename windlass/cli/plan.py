@@ -78,9 +78,9 @@ def plan(
 ) -> None:
     """Predict the peak memory of MODEL's training: device, host and disk of a rank, by moment. Allocates no weights."""
     if (model is None) == (shape is None):
-        raise ConfigError("there are two models or none: give MODEL or --shape, one of them")
+        raise ConfigError("the model is missing or given twice; give MODEL or --shape, not both")
     if nvme is not None and not choose:
-        raise ConfigError(f"--nvme {nvme}: without --choose the configuration states its tiers; add --choose")
+        raise ConfigError(f"--nvme {nvme} has no effect without --choose; add it, or write nvme_path in --config")
     console = PrintableConsole(soft_wrap=False, highlight=False, markup=False)
     source: Any = config if config is not None else {"train_micro_batch_size_per_gpu": 1}
     settings = load_config(source)

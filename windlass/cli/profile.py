@@ -40,7 +40,7 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> None:
     """Record steps of a training script on N ranks. Write one trace of all ranks for ui.perfetto.dev, and print the
-    time of each rank: compute, idle, waits by wire; the rank that the others wait for; memory at its peak by kind."""
+    time of each rank: compute, idle, waits by resource; the rank that others wait for; memory at its peak by kind."""
     if not script:
         raise ConfigError("nothing to profile: pass a training script, as in windlass profile train.py --steps 3")
     if script[0].startswith("-") and not Path(script[0]).exists():

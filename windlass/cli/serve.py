@@ -63,7 +63,7 @@ def serve(
         float | None, typer.Option(help="Largest predicted gap in ms between two tokens of a running answer.")
     ] = None,
     max_wait_seconds: Annotated[
-        float, typer.Option(help="A request that would else wait longer for its first token goes before all others.")
+        float, typer.Option(help="A request that would wait longer for its first token runs before all others.")
     ] = 30.0,
     enforce_max_wait: Annotated[
         bool,
@@ -90,14 +90,14 @@ def serve(
         ),
     ] = "device",
     weights_directory: Annotated[
-        Path | None, typer.Option(help="Directory of that file. [windlass-weights in the model's directory]")
+        Path | None, typer.Option(help="Directory of the weight file. [windlass-weights in the model's directory]")
     ] = None,
     weights_buffer_bytes: Annotated[
         int | None, typer.Option(help="Memory through which weights are read. [three of the largest products]")
     ] = None,
     deterministic: Annotated[
         bool | None,
-        typer.Option("--deterministic/--no-deterministic", help="Same bits in any batch. [with packed weights]"),
+        typer.Option("--deterministic/--no-deterministic", help="Same bits in any batch. [on with packed weights]"),
     ] = None,
     lora: Annotated[list[str] | None, typer.Option(help="Adapter as NAME=DIRECTORY; repeatable.")] = None,
     speculative: Annotated[
@@ -271,14 +271,16 @@ def _read_template(path: Path) -> str:
 
     data = read_bounded(path, _MAX_TEMPLATE_BYTES)
     if data is None:
-        raise ConfigError(f"--chat-template {path} is larger than {_MAX_TEMPLATE_BYTES:,} bytes")
+        raise ConfigError(f"--chat-template {path} is larger than {_MAX_TEMPLATE_BYTES:,} bytes; give a smaller file")
     try:
         template = data.removeprefix(codecs.BOM_UTF8).decode()
         parse_template(template)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"--chat-template {path} is not Jinja at line {error.lineno}: {error.message}") from error
+        raise ConfigError(
+            f"--chat-template {path} is not Jinja at line {error.lineno}: {error.message}; correct the template"
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--chat-template {path} is not UTF-8 at byte {error.start}") from error
+        raise ConfigError(f"--chat-template {path} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
     return template
 
 

@@ -73,7 +73,7 @@ def simulate(
 ) -> None:
     """Predict the time of a training step of MODEL on a cluster: MFU, waits, bytes by link. Starts no rank."""
     if (model is None) == (shape is None):
-        raise ConfigError("there are two models or none: give MODEL or --shape, one of them")
+        raise ConfigError("the model is missing or given twice; give MODEL or --shape, not both")
     if checkpointing is not None and checkpointing not in CHECKPOINTING:
         raise ConfigError(f"--checkpointing {checkpointing!r} does not exist; write one of {', '.join(CHECKPOINTING)}")
     console = PrintableConsole(soft_wrap=False, highlight=False, markup=False)
@@ -129,7 +129,7 @@ def _build(model: str | None, shape: str | None, trust_remote_code: bool) -> Any
     if shape.lower() not in SHAPES:
         raise ConfigError(
             f"--shape {shape!r} is unknown; give one of {', '.join(SHAPES)}, hidden=4096,layers=32,heads=32,"
-            "vocabulary=32000, or a model's config.json"
+            "vocabulary=32000, or a config.json as MODEL instead"
         )
     return build_from_shape(shape)
 
@@ -147,7 +147,7 @@ def _goodput(work: StepWork, cluster: Cluster, checkpoint_time: str | None, rest
     if checkpoint_time is not None:
         checkpoint = parse_seconds(checkpoint_time, "--checkpoint-time")
         if not checkpoint:
-            raise ConfigError(f"--checkpoint-time {checkpoint_time!r}: a checkpoint takes time; write e.g. 30s")
+            raise ConfigError(f"--checkpoint-time {checkpoint_time!r} is not above 0; write e.g. 30s")
     elif cluster.host.disk_write:
         hosts = -(-work.grid.world // cluster.host.devices)  # hosts of the run; the cluster may have more
         checkpoint = checkpoint_bytes(work) / (hosts * cluster.host.disk_write)

@@ -51,8 +51,8 @@ def train(
         int | None, typer.Option(help="Number of ranks with different parts of the same sequences. [1]")
     ] = None,
     ep: Annotated[int | None, typer.Option(help="Number of data ranks over which experts are distributed. [1]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, including those before a resume.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Number of tokens in a sequence.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, including those before a resume. [900]")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Number of tokens in a sequence. [128]")] = None,
     lr: Annotated[float | None, typer.Option(help='Learning rate if the configuration has "auto" or none.')] = None,
     eval_every: Annotated[
         int | None, typer.Option(help="Steps between held-out measurements. [a quarter of --steps]")

@@ -54,11 +54,11 @@ def tune(
     ] = None,
     nvme: Annotated[str | None, typer.Option(help="Directory on NVMe that may be used.")] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Number of trials. [a quarter of the time of all, at most 50]")
+        int | None, typer.Option(min=1, help="Number of trials. [at most 50, in a quarter of the time of all]")
     ] = None,
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Try every configuration.")] = False,
     sampler: Annotated[
-        str, typer.Option(help="walk: by predictions that trials correct; optuna: Optuna's sampler, if installed.")
+        str, typer.Option(help="walk: by predictions, corrected by trials; optuna: Optuna's sampler, if installed.")
     ] = "walk",
     ray: Annotated[
         str | None,
@@ -93,7 +93,7 @@ def tune(
         raise ConfigError(f"--sampler {sampler!r} is unknown; write walk or optuna")
     if sampler == "optuna" and (exhaustive or ray is not None):
         other = "--exhaustive" if exhaustive else "--ray"
-        raise ConfigError(f"--sampler optuna proposes one trial after another; leave it or {other} out")
+        raise ConfigError(f"--sampler optuna has no effect with {other}; leave one of them out")
     if sampler == "optuna":
         import_optuna()  # raises before the first trial
     path = config if config is not None else find_config(program)
@@ -171,7 +171,7 @@ def _parse_value(text: str) -> Any:
 def _parse_memory(text: str | None) -> int | None:
     found = parse_bytes(text, "--memory") if text is not None else None
     if found == 0:
-        raise ConfigError("--memory 0: no rank fits into no memory; give the memory of a rank, such as 40GB")
+        raise ConfigError("--memory 0 is not above 0; give the memory of a rank, such as 40GB")
     return found
 
 

@@ -140,7 +140,7 @@ def _show_deviation(screen: Console, deviation: Deviation) -> None:
         where += f", rank {deviation.rank}"
     if deviation.micro is not None:
         where += f", micro-batch {deviation.micro}"
-    screen.print(f"NOT equal: the first difference is at {where}, phase {deviation.phase}", style="bold red")
+    screen.print(f"NOT equal: first difference: {where}, phase {deviation.phase}", style="bold red")
     rows = [("tensor", f"{deviation.tensor} ({deviation.role})"), ("module", deviation.module or "-")]
     rows.append(
         ("error", f"{_format_figure(deviation.ulps)} units in the last place, {deviation.relative:.3g} relative")
@@ -168,7 +168,7 @@ def _check_options(script: list[str] | None, config: str | None, model: str | No
     if script and script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"no such option: {script[0]}; options of the script go after its name")
     if bool(script) == (model is not None):
-        raise ConfigError("nothing to verify: pass a script or --model (one of the two)")
+        raise ConfigError("the model is missing or given twice; pass a script or --model, not both")
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"no such script: {script[0]}; check the path")
     if model is not None and config is None:

@@ -309,8 +309,9 @@ def trace_pipeline(
 def _untraceable(model: nn.Module, meta_model: nn.Module, error: Exception) -> ModelError:
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return ModelError(
-        f"the memory of {type(model).__name__} cannot be traced without values: {_innermost_module(error, meta_model)}"
-        f": {first}; give the bytes of activations of a micro-batch with --activations"
+        f"the memory of {type(model).__name__} cannot be traced on tensors without values: "
+        f"{_innermost_module(error, meta_model)}: {first}; give the bytes of activations of a micro-batch with "
+        "--activations"
     )
 
 

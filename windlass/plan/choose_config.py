@@ -191,7 +191,7 @@ def choose_config(
             break
     if not tried:
         problems = "; ".join(dict.fromkeys(one.problem for one in walked if isinstance(one, RefusedRung)))
-        raise ConfigError(f"no stage and no tier makes this configuration one that can be trained: {problems}")
+        raise ConfigError(f"this configuration is refused at every stage and on every tier: {problems}")
     chosen = tried[-1] if tried[-1].fits else None
     return Choice(walked, chosen, min(tried, key=lambda one: sum(one.missing.values())))
 

@@ -67,22 +67,22 @@ def out_of_memory_note(failed: FailedRun) -> str:
 def actual_memory(failed: FailedRun) -> str:
     """Return a text with the memory in use at the error, its peak if known, and the limit."""
     limit = memory_limit(failed)
-    of = f" of {_size(limit)}" if limit is not None else ""
+    of = f" (limit {_size(limit)})" if limit is not None else ""
     place, emulated = device_memory(failed.device), emulated_device_memory()
     if place is not None:
         return (
-            f"{_size(place.allocated)} in use now, {_size(place.peak_allocated)} at the peak{of} on the device "
-            f"(torch's allocator holds {_size(place.reserved)})"
+            f"{_size(place.allocated)} of the device in use now, {_size(place.peak_allocated)} at the peak{of}; "
+            f"torch's allocator holds {_size(place.reserved)}"
         )
     if emulated is not None:
         return (
-            f"{_size(emulated.used)} in use{of} on the emulated device, which counts windlass' own buffers without "
+            f"{_size(emulated.used)} of the emulated device in use{of}; it counts windlass' own buffers without "
             "activations"
         )
     now, peak = resident_bytes(), peak_resident_bytes()
     if now is None or peak is None:
         return "unknown (no /proc here)"
-    return f"{_size(now)} resident now, {_size(peak)} at the peak{of} of the host for each rank"
+    return f"{_size(now)} of host memory resident now, {_size(peak)} at the peak{of}"
 
 
 def memory_limit(failed: FailedRun) -> int | None:
@@ -176,7 +176,7 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
     if not missing_bytes(plan, limits):
         lines.append(
             "the prediction fits: other programs, fragmentation, or tensors of the script take the rest; "
-            "a change that needs less:"
+            "choose a configuration that needs less than the prediction"
         )
     can_checkpoint = bool(getattr(model, "supports_gradient_checkpointing", False))
     options = {"checkpointed": checkpointed, "can_checkpoint": can_checkpoint}

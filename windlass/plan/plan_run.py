@@ -184,8 +184,8 @@ def _pipeline_step(config: Config, layout: PlannedLayout, run: RunShape, micro: 
     stages = get_pipeline_stages(layout.model)
     if not isinstance(stages, StagedModel):
         raise ModelError(
-            "the memory of a PipelineModule along pp cannot be traced; give the bytes of activations of a "
-            "micro-batch with --activations"
+            "the memory of a PipelineModule with parallel.pp above 1 cannot be traced; give the bytes of "
+            "activations of a micro-batch with --activations"
         )
     accumulation = config.resolve_batch(run.world_size, "--world-size").accumulation
     # GPipe keeps all micro-batches; other schedules keep at most as many as there are stages
@@ -214,11 +214,11 @@ def plan_notes(config: Config, run: RunShape, layout: PlannedLayout) -> list[str
     if layout.states.rank_keys:
         keys = ", ".join(layout.states.rank_keys)
         notes.append(
-            f"{layout.states.name}: the table counts {keys} on each rank, which begin with the first step that takes "
-            "local gradients; the messages of such a step are not counted"
+            f"{layout.states.name}: the table counts {keys} on each rank, although a run allocates them at the first "
+            "step that takes local gradients; the messages of such a step are not counted"
         )
     if layout.states.steps_whole:
-        notes.append(f"{layout.states.name}: the whole parameters of a step are not counted")
+        notes.append(f"{layout.states.name}: the whole parameters that a step gathers are not counted")
     if run.target.has_own_memory:
         notes.append("not counted: the CUDA context, memory of NCCL, workspaces of cuBLAS and fragmentation")
     else:

@@ -44,7 +44,9 @@ def build_from_shape(shape: str) -> nn.Module:
     """
     sizes = SHAPES.get(shape.lower())
     if sizes is None:
-        raise ModelError(f"--shape {shape!r} is unknown; give one of {', '.join(SHAPES)}, or a model's config.json")
+        raise ModelError(
+            f"--shape {shape!r} is unknown; give one of {', '.join(SHAPES)}, or a config.json as MODEL instead"
+        )
     transformers = import_transformers("models", quiet=True)
     return build_on_meta(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), shape)
 
@@ -111,8 +113,8 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
             model = make()
     except Exception as error:
         raise ModelError(
-            f"model {name!r} cannot be built without values: {_constructed_module(error)}: {_first_line(error)}; build "
-            "tensors from numbers there, or plan a model of the same sizes with --shape"
+            f"model {name!r} cannot be built without values: {_constructed_module(error)}: {_first_line(error)}; "
+            "create tensors from Python numbers in that module, or plan a model of the same sizes with --shape"
         ) from error
     own_config = getattr(model, "config", None)
     if own_config is not None and getattr(own_config, "use_cache", False):

@@ -64,7 +64,7 @@ def load_cluster(source: str, world_size: int) -> Cluster:
     try:
         data = tomllib.loads(read_regular(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not TOML: {error}") from None
+        raise ConfigError(f"{source} is not TOML: {error}; correct the file") from None
     return parse_cluster(data, source, world_size)
 
 
@@ -135,7 +135,11 @@ class _Reader:
         found = table.get(key, default)
         if not isinstance(found, str) or (choices and found not in choices):
             raise self.fail(
-                key, found, f"does not exist; write one of {', '.join(choices)}" if choices else "is not a string"
+                key,
+                found,
+                f"does not exist; write one of {', '.join(choices)}"
+                if choices
+                else "is not a string; write it in quotes",
             )
         return found
 
@@ -159,7 +163,7 @@ class _Reader:
         """Return the boolean under a key."""
         found = table.get(key, default)
         if not isinstance(found, bool):
-            raise self.fail(key, found, "is neither true nor false")
+            raise self.fail(key, found, "is not a boolean; write true or false")
         return found
 
     def rate(self, table: Mapping[str, Any], key: str, default: float | None, where: str) -> float:
@@ -216,10 +220,12 @@ class _Reader:
         part = DEVICES[name] if name is not None else DevicePart("device", {}, 1, 1.0)
         flops = table.get("flops", part.flops)
         if not isinstance(flops, dict) or not flops:
-            raise self.fail("device.flops", flops, 'is not a table by dtype; write e.g. {bf16 = "989TFLOP/s"}')
+            raise self.fail("device.flops", flops, 'is not a table of rates by dtype; write e.g. {bf16 = "989TFLOP/s"}')
         for key in flops:
             if key not in _DTYPES:
-                raise ConfigError(f"{self._source}: device.flops.{key} is not a dtype; write {', '.join(_DTYPES)}")
+                raise ConfigError(
+                    f"{self._source}: device.flops.{key} is not a dtype; write one of {', '.join(_DTYPES)}"
+                )
         memory = part.memory
         if "memory" in table:
             memory = parse_bytes(str(table["memory"]), f"{self._source}: device.memory")
@@ -287,7 +293,11 @@ class _Reader:
             raise self.fail("network.topology", topology, f"does not exist; write one of {', '.join(TOPOLOGIES)}")
         if (topology == "links") != bool(links):
             raise self.fail(
-                "network.topology", topology, "needs [[links]]" if not links else 'ignores [[links]]; write "links"'
+                "network.topology",
+                topology,
+                "needs [[links]]; add them, or write another topology"
+                if not links
+                else 'ignores [[links]]; write "links", or remove them',
             )
         shape = table.get("shape", [])
         if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
@@ -320,7 +330,7 @@ class _Reader:
             self.check_keys(row, _EXPLICIT, where)
             ends = [self._end(row, key, where, hosts, switches) for key in ("from", "to")]
             if ends[0] == ends[1]:
-                raise self.fail(f"{where}to", ends[1], "is the link's own begin; write another host or switch")
+                raise self.fail(f"{where}to", ends[1], "is the same as from; write another host or switch")
             if frozenset(ends) in pairs:
                 raise self.fail(
                     f"{where}to",
@@ -342,7 +352,8 @@ class _Reader:
         raise self.fail(
             f"{where}{key}",
             name,
-            f"leads nowhere: write a host from 'host 0' to 'host {hosts - 1}'{listed}, or add it to switches",
+            f"is neither a host nor a switch; write a host from 'host 0' to 'host {hosts - 1}'{listed}, or add it to "
+            "switches",
         )
 
     def check_connected(self, cluster: Cluster) -> None:

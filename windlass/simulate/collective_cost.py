@@ -169,14 +169,14 @@ class CollectiveCosts:
             return CollectiveCost(algorithm, tuple(self._hierarchical(pattern, operation)))
         if algorithm == "tree":
             if operation not in ("all_reduce", "broadcast"):
-                raise ConfigError(f"a tree cannot {operation}; write ring or hierarchical")
+                raise ConfigError(f"algorithm 'tree' does not apply to {operation}; write auto")
             return CollectiveCost(algorithm, (self._tree(pattern, both_ways=operation == "all_reduce"),))
         if algorithm == "pairwise":
             return CollectiveCost(algorithm, (_often(self._pairwise(pattern), 2 if operation == "all_reduce" else 1),))
         if operation == "pass_on":
             return CollectiveCost(algorithm, (self._ring(pattern, 1.0, steps=1, channels=False),))
         if operation == "all_to_all":
-            raise ConfigError("a ring cannot all_to_all; write pairwise or auto")
+            raise ConfigError("algorithm 'ring' does not apply to all_to_all; write pairwise or auto")
         one = self._ring(pattern, share, steps=n - 1)
         if operation == "broadcast":
             return CollectiveCost(algorithm, (Phase(one.latency, {k: v / share for k, v in one.loads.items()}),))
@@ -253,7 +253,10 @@ class CollectiveCosts:
         hosts = _by_host(group, self.cluster)
         local, count = len(hosts[0]), len(hosts)
         if any(len(ranks) != local for ranks in hosts) or pattern.block or pattern.stride > 1:
-            raise ConfigError("a hierarchical collective needs equally many ranks on each host; write ring")
+            raise ConfigError(
+                "algorithm 'hierarchical' needs the same number of ranks on each host, and a pattern without block and "
+                "stride; write auto"
+            )
         inside, across = RankPattern(pattern.axes, block=local), RankPattern(pattern.axes, stride=local)
         if operation == "all_to_all":
             yield _phase(self._pairwise(inside), 1.0)

@@ -102,7 +102,10 @@ class EventLoop:
         self._environment.run()
         waiting = [task for task in self.tasks if task.end < 0]
         if waiting:
-            raise ConfigError(f"{len(waiting)} tasks wait for each other, the first is {waiting[0].name!r}")
+            raise ConfigError(
+                f"{len(waiting)} tasks of the simulated step wait for each other, the first is {waiting[0].name!r}; "
+                "report this bug with the configuration and the cluster"
+            )
         return max((task.end for task in self.tasks), default=0.0)
 
     def _begin_if_ready(self, task: SimulatedTask) -> None:

@@ -55,7 +55,7 @@ def expected_goodput(
     """
     for name, value in (("device_mtbf", device_mtbf), ("checkpoint", checkpoint), ("devices", devices)):
         if not value > 0:
-            raise ConfigError(f"{name} = {value}: it must be positive")
+            raise ConfigError(f"{name} = {value} is not positive; write a number above 0")
     mtbf = device_mtbf / devices
     young = math.sqrt(2 * checkpoint * mtbf)
     daly = young * (1 + math.sqrt(checkpoint / (2 * mtbf)) / 3 + checkpoint / (18 * mtbf)) - checkpoint

@@ -164,15 +164,18 @@ def _notes(work: StepWork, cluster: Cluster) -> list[str]:
     ]
     if work.model_numel and abs(work.shape.numel - work.model_numel) > _CLOSE * work.model_numel:
         notes.append(
-            f"the model has {work.model_numel:,} parameters, and a decoder of its sizes {work.shape.numel:,}: parts of "
-            "it are unlike a decoder's, and are not simulated"
+            f"the model has {work.model_numel:,} parameters, and a decoder of its sizes has {work.shape.numel:,}: "
+            "parts of the model that differ from a decoder are not simulated"
         )
     if len(work.kinds) > 1:
-        notes.append(f"the step is one of {work.reduces_itself} whose gradients are sent as: {work.messages.kind}")
+        notes.append(
+            f"{work.reduces_itself} has several kinds of steps (--step); in this one gradients are sent as: "
+            f"{work.messages.kind}"
+        )
     elif work.reduces_itself:
         notes.append(
-            f"the step is one of {work.reduces_itself} whose gradients are reduced in full; the messages of updates "
-            "that user code registered are not simulated"
+            f"{work.reduces_itself} reduces gradients itself, with messages that are not simulated; the prediction "
+            "reduces gradients in full"
         )
     if work.shape.experts and work.grid.ep > 1:
         notes.append("tokens are spread evenly over experts")

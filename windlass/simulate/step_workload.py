@@ -169,8 +169,9 @@ def describe_step(
     zero, parallel, pipeline = config.zero_optimization, config.parallel, config.pipeline
     if grid.pp * pipeline.resolved_virtual_stages > shape.layers:
         raise ConfigError(
-            f"a pipeline of {grid.pp} stages with {pipeline.resolved_virtual_stages} parts each needs at least as many "
-            f"layers, and the model has {shape.layers}; lower parallel.pp or pipeline.virtual_stages"
+            f"a pipeline of {grid.pp} stages with {pipeline.resolved_virtual_stages} parts each needs at least "
+            f"{grid.pp * pipeline.resolved_virtual_stages} layers, and the model has {shape.layers}; lower parallel.pp "
+            "or pipeline.virtual_stages"
         )
     if grid.ep > max(1, shape.experts):
         raise ConfigError(
@@ -320,8 +321,8 @@ def _offloading(config: Config) -> Offloading:
     zero = config.zero_optimization
     if config.offload is not None:
         raise ConfigError(
-            "offload is set, and the tiers of a run are then chosen at its start, by rates and memory of its machines; "
-            "write the tiers to simulate in zero_optimization.offload_optimizer and offload_param"
+            "offload is set: a run chooses its tiers at its start, from the rates and the memory of its machines; "
+            "write the tiers to simulate in zero_optimization.offload_optimizer and offload_param instead"
         )
     states, parameters = zero.offload_optimizer, zero.offload_param
     return Offloading(

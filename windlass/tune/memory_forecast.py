@@ -128,7 +128,7 @@ def start_forecast(
                     kind = "" if isinstance(error, WindlassError) else f"{type(error).__name__}: "
                     facts.problem = facts.problem or " ".join(f"{name}: {kind}{error}".split())
             if facts.problem:
-                logger.warning("memory is not predicted: %s", facts.problem)
+                logger.warning("the memory of some configurations is not predicted; the first error: %s", facts.problem)
         write_atomically(Path(order.result), json.dumps(asdict(facts)))
 
     return predict

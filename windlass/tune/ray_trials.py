@@ -37,8 +37,8 @@ def import_ray() -> Any:
         import ray.tune
     except ImportError:
         raise ConfigError(
-            "--ray: Ray Tune is not installed; pip install 'ray[tune]', or leave the option out, and trials run here, "
-            "one after another"
+            "--ray: Ray Tune is not installed; pip install 'ray[tune]', or leave the option out to run trials "
+            "here, one after another"
         ) from None
     return ray
 
@@ -68,7 +68,7 @@ class RayTrials:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
                 f"--ray {address}: {first}; start a cluster with `ray start --head`, give its address, or leave the "
-                "option out, and trials run here, one after another"
+                "option out to run trials here, one after another"
             ) from error
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         self.hosts = len(alive)
@@ -91,7 +91,7 @@ class RayTrials:
         for found in tuner.fit():
             if found.error is None:
                 ends[found.config["call"]["result"]] = TrialEnd(**found.metrics["end"])
-        lost = TrialEnd(None, "Ray lost the trial; see the log of its cluster", False, (), 0.0)
+        lost = TrialEnd(None, "Ray returned no result of the trial; see the log of the Ray cluster", False, (), 0.0)
         return [ends.get(call.result, lost) for call in calls]
 
 

@@ -47,7 +47,10 @@ class ResultFiles:
                 try:
                     make_directory(folder)
                 except OSError as error:
-                    raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}; give another") from error
+                    raise ConfigError(
+                        f"cannot make the folder {folder} for results: {error.strerror}; choose another one (--out, or "
+                        "autotuning.results_dir and autotuning.exps_dir)"
+                    ) from error
 
     def folder_of(self, candidate: Candidate) -> Path:
         """Return the folder of a trial, and make it."""

@@ -228,8 +228,8 @@ class SearchSpace:
             count *= len(dimension.choices)
         if count > _MAX_CANDIDATES:
             raise ConfigError(
-                f"{count:,} configurations are more than the {_MAX_CANDIDATES:,} that are searched; write values "
-                'instead of "auto" at some keys'
+                f"{count:,} configurations are more than a search may have ({_MAX_CANDIDATES:,}); write one value "
+                'instead of "auto" or of a list at some keys'
             )
         keys = [dimension.key for dimension in self.dimensions]
         found: dict[Candidate, None] = {}
@@ -238,7 +238,9 @@ class SearchSpace:
             if candidate is not None and candidate not in found and self.is_valid(candidate):
                 found[candidate] = None
         if not found:
-            reasons = "; ".join(dict.fromkeys(self.refused.values())) or "no micro-batch divides the global batch"
+            reasons = "; ".join(dict.fromkeys(self.refused.values())) or (
+                "no micro-batch divides the global batch; search other micro-batches"
+            )
             raise ConfigError(f"no combination of the searched keys is a valid configuration: {reasons}")
         return list(found)
 
@@ -388,8 +390,8 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, sour
     dimensions = tuple(Dimension(key, choices[key]) for key in keys)
     if not any(len(dimension.choices) > 1 for dimension in dimensions):
         raise ConfigError(
-            'nothing is to be searched: write "auto" at the keys that may change, or a list of values, or use --search '
-            "KEY=VALUE,VALUE"
+            'nothing to search: each key has one value; write "auto" at the keys that may change, or a list of values, '
+            "or use --search KEY=VALUE,VALUE"
         )
     given = {one.key: value for one in dimensions if (value := value_at_path(raw, one.key)) in one.choices}
     return SearchSpace(
@@ -478,7 +480,8 @@ def _micro_batches(trains: tuple[int, ...], data_ranks: int, limits: SearchLimit
     if not found:
         raise ConfigError(
             f"no micro-batch from {limits.micro_min} to {limits.micro_max} divides the {max(shares, default=0)} "
-            f"samples of a rank (global batch {max(trains)} on {data_ranks} data ranks); widen the range"
+            f"samples of a rank (global batch {max(trains)} on {data_ranks} data ranks); choose a global batch that is "
+            "a multiple of the data ranks, or widen the range (autotuning.max_train_micro_batch_size_per_gpu)"
         )
     powers = [micro for micro in found if micro & (micro - 1) == 0]
     for kept in (found, powers):
@@ -508,7 +511,7 @@ def _global_batches(limits: SearchLimits, data_ranks: int, train: int) -> tuple[
     if not found:
         raise ConfigError(
             f"no global batch from {limits.train_min} to {limits.train_max} is a multiple of {data_ranks} data ranks; "
-            "widen the range"
+            "widen the range (--batch, or autotuning.max_train_batch_size)"
         )
     return tuple(found)
 

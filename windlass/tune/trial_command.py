@@ -129,13 +129,15 @@ def mapped_options(given: Mapping[str, Any], raw: dict[str, Any], source: str) -
                 f"{source}: {key} has {option!r}, which is not an option; write {key}: --OPTION of the script"
             )
         if is_section(key):
-            raise ConfigError(f"{source}: {key} is a section, which no option stands for; name a key inside of it")
+            raise ConfigError(f"{source}: {key} is a section, not a value; name a key inside of it")
         for problem in validate_config(override_keys(raw, {key: 0})).problems:
             is_inside = key.startswith(f"{problem.path}.")
             if problem.kind is ProblemKind.UNKNOWN and (is_inside or key == problem.path):
                 raise ConfigError(f"{source}: {problem.path}: {problem.message}")
             if problem.kind is ProblemKind.TYPE and is_inside:
-                raise ConfigError(f"{source}: {key} does not exist; {problem.path} has no keys inside")
+                raise ConfigError(
+                    f"{source}: {key} does not exist: {problem.path} has no keys inside; name a key that exists"
+                )
         if key in found:
             raise ConfigError(f"{source}: {key} has two options, {found[key]} and {option}; drop one")
         found[key] = option

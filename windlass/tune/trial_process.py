@@ -122,17 +122,20 @@ def _ended_with_this_process(command: Sequence[str]) -> list[str]:
 
 
 def _explain(code: int | None, error: str, limit_s: float) -> str:
-    last = f": {error}" if error else " is empty"
+    last = f"its last line: {error}" if error else "it printed nothing"
     if code is None:
-        return f"it took longer than {limit_s:g} s without the steps of a trial, and was ended; its last line{last}"
+        return (
+            f"the program took longer than {limit_s:g} s (--trial-seconds) for the steps of a trial, and was ended; "
+            f"{last}"
+        )
     if error.startswith("EOFError"):
-        return f"it asks for input, and a trial has none: {error}"
+        return f"the program reads standard input, and a trial has none; pass arguments instead: {error}"
     if code == 0:
         return (
-            "it ended without the steps of a trial: call windlass.initialize and engine.step() often enough, or set "
-            f"--warmup and --steps; its last line{last}"
+            "the program ended before the steps of a trial: call windlass.initialize, and engine.step() more often, or "
+            f"lower --warmup and --steps; {last}"
         )
-    return error or f"it ended with exit code {code} and printed nothing"
+    return error or f"the program ended with exit code {code} and printed nothing"
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:

@@ -23,7 +23,7 @@ def trial_line(record: TrialRecord) -> str:
         parts.append(f"{record.step_s * 1000:,.1f} ms a step, {record.throughput:,.2f} samples/s")
     if record.error:
         parts.append(record.error)
-    parts += [f"left a process behind, ended: {line}" for line in record.left_behind]
+    parts += [f"left a process behind, which was ended: {line}" for line in record.left_behind]
     return "; ".join(parts)
 
 
@@ -62,14 +62,16 @@ def summary_lines(outcome: TuningOutcome) -> list[str]:
     lines = []
     discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
     if discarded:
-        lines.append(f"{len(discarded)} were not run: {discarded[0].candidate.name}: {discarded[0].error}; and so on")
+        lines.append(
+            f"configurations not run: {len(discarded)}; the first, {discarded[0].candidate.name}: {discarded[0].error}"
+        )
     if outcome.refused:
         name, reason = next(iter(outcome.refused.items()))
         more = "; and so on" if len(outcome.refused) > 1 else ""
-        lines.append(f"{len(outcome.refused)} are left out, which no run can have: {name}: {reason}{more}")
+        lines.append(f"invalid configurations, left out: {len(outcome.refused)}; {name}: {reason}{more}")
     if outcome.forecast.problem:
         known = len(outcome.forecast.device_bytes)
-        lines.append(f"memory was not predicted for all configurations ({known} are): {outcome.forecast.problem}")
+        lines.append(f"memory was predicted for only {known} configurations: {outcome.forecast.problem}")
     lines += [
         f"{record.candidate.name} left a process behind, which was ended: {line}"
         for record in outcome.records
@@ -77,7 +79,7 @@ def summary_lines(outcome: TuningOutcome) -> list[str]:
     ]
     if outcome.interrupted_by is not None:
         lines.append(
-            "interrupted: the best so far is written" if outcome.best else "interrupted before a trial ended well"
+            "interrupted: the best so far is written" if outcome.best else "interrupted before a trial succeeded"
         )
     return lines
 

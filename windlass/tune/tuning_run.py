@@ -215,11 +215,14 @@ class TuningRun:
         """Return the record of a candidate that need not be run; None: run the candidate."""
         predicted, limit = self._predicted(candidate), self._limit()
         if predicted is not None and limit is not None and predicted * self._memory_ratio() > _MARGIN * limit:
-            reason = f"predicted {_mib(predicted)}, limit {_mib(limit)}"
+            reason = (
+                f"predicted memory {_mib(predicted)} (trials so far took {self._memory_ratio():.2f} times their "
+                f"prediction), limit {_mib(limit)}"
+            )
         elif candidate.get(CHECKPOINTING) and self.forecast is not None and not self.forecast.can_checkpoint:
             reason = "the model has no switch for activation checkpointing"
         elif (smaller := self._smaller_failure(candidate)) is not None:
-            reason = f"it needs no less memory than {smaller.candidate.name}: {smaller.error}"
+            reason = f"needs at least as much memory as {smaller.candidate.name}, which did not fit: {smaller.error}"
         else:
             return None
         return TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
@@ -407,7 +410,7 @@ class TuningRun:
             return replace(record, status=TrialStatus.FAILED, error=reason)
         peak = measured["peak_device"] or measured["peak_host"]
         if limit is not None and peak > limit:
-            return replace(record, status=TrialStatus.OVER, error=f"it took {_mib(peak)}, limit {_mib(limit)}")
+            return replace(record, status=TrialStatus.OVER, error=f"measured {_mib(peak)}, limit {_mib(limit)}")
         return replace(record, status=TrialStatus.SLOW if measured["ended_early"] else TrialStatus.MEASURED)
 
     def _earlier(self, candidate: Candidate, config: dict[str, Any], folder: Path) -> TrialRecord | None:
@@ -524,7 +527,7 @@ class TuningRun:
         limit = self._limit()
         if kinds <= {TrialStatus.DISCARDED, TrialStatus.MEMORY, TrialStatus.OVER}:
             planned = len(records) - len(tried)
-            lines = [f"no configuration fits: {len(tried)} were run, {planned} exceed the limit by their prediction"]
+            lines = [f"no configuration fits: {len(tried)} were run, {planned} were discarded without a run"]
             needs = [(need, record) for record in records if (need := _need(record)) is not None]
             if needs and limit is not None:
                 need, nearest = min(needs, key=lambda pair: pair[0])
@@ -540,7 +543,7 @@ class TuningRun:
         for record in tried:
             counted[record.error] = counted.get(record.error, 0) + 1
         errors = "\n".join(f"  {count} x {error}" for error, count in counted.items())
-        return f"no trial could be measured:\n{errors}\noutput of the trials is in {self.files.results}"
+        return f"no trial could be measured:\n{errors}\nsee the output of the trials in {self.files.results}"
 
 
 def _need(record: TrialRecord) -> int | None:

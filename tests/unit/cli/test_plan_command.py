@@ -135,7 +135,7 @@ def test_wrong_options_name_the_fix(model: str, tmp_path: Path) -> None:
         run(model, "--shape", "7b")
     with pytest.raises(ConfigError, match="--choose needs a limit"):
         run(model, "--choose", "--disk-space", "1T")
-    with pytest.raises(ConfigError, match="--nvme /fast: without --choose"):
+    with pytest.raises(ConfigError, match="--nvme /fast has no effect without --choose"):
         run(model, "--nvme", "/fast")
     with pytest.raises(ModelError, match="no model at .*missing"):
         run(str(tmp_path / "missing"))

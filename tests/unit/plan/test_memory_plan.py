@@ -303,7 +303,7 @@ def test_checkpointing_of_a_configuration_does_not_reach_the_next_plan() -> None
 
 
 def test_a_configuration_that_no_rung_can_train_is_an_error(two_layers: nn.Module) -> None:
-    with pytest.raises(ConfigError, match='no stage and no tier makes .* bf16.enabled = "auto"'):
+    with pytest.raises(ConfigError, match='is refused at every stage and on every tier: .*bf16.enabled = "auto"'):
         choose_config(two_layers, settings(bf16={"enabled": "auto"}), RunShape(1, 16, GPU), RankLimits(device=0))
 
 

@@ -159,5 +159,5 @@ def test_the_emulated_device_is_the_limit(llama: nn.Module, monkeypatch: pytest.
     monkeypatch.setenv("WINDLASS_EMULATE_DEVICE", "60K")
     run = failed(llama, config(stage=0), moment="load")
     text = notes.out_of_memory_note(run)
-    assert "of 0.1 MiB on the emulated device" in text and "of device memory in the" in text
+    assert "of the emulated device in use (limit 0.1 MiB)" in text and "of device memory in the" in text
     assert "cheapest change that fits: zero_optimization." in text

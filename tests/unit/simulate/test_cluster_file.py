@@ -107,11 +107,11 @@ def test_links_between_switches_with_hyphens_stay_apart(tmp_path: Path) -> None:
     [
         (
             LINKS.replace('to = "leaf"', 'to = "leaf 9"', 1),
-            "links[0].to = 'leaf 9' leads nowhere: write a host from 'host 0' to 'host 2' or one of the switches leaf, "
-            "or add it to switches",
+            "links[0].to = 'leaf 9' is neither a host nor a switch; write a host from 'host 0' to 'host 2' or one of "
+            "the switches leaf, or add it to switches",
         ),
-        (LINKS.replace('"host 2"', '"host 3"'), "links[2].to = 'host 3' leads nowhere"),
-        (LINKS.replace('"host 2"', '"leaf"'), "links[2].to = 'leaf' is the link's own begin"),
+        (LINKS.replace('"host 2"', '"host 3"'), "links[2].to = 'host 3' is neither a host nor a switch"),
+        (LINKS.replace('"host 2"', '"leaf"'), "links[2].to = 'leaf' is the same as from"),
         (
             LINKS.replace('from = "leaf"\nto = "host 2"', 'from = "host 0"\nto = "host 1"'),
             "no links lead from 'host 0' to 'host 2'",

@@ -264,7 +264,7 @@ def test_ranks_of_a_searched_axis_load_the_same_samples() -> None:
         (config(train_batch_size=[16, 1.5]), {}, "train_batch_size: 1.5 is not a batch size"),
         (config(), {"choices": {STAGE: (1, None)}}, "zero_optimization.stage: None is not a choice"),
         (config(zero_optimization={"stage": [1, [2]]}), {}, r"zero_optimization.stage: \[2\] is not a choice"),
-        (config(zero_optimization={"stage": [2]}), {}, "nothing is to be searched"),
+        (config(zero_optimization={"stage": [2]}), {}, "nothing to search"),
         (
             config(train_micro_batch_size_per_gpu="auto"),
             {"micro_min": 9},

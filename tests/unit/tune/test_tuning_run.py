@@ -102,7 +102,7 @@ def test_programs_get_a_value_for_every_list_and_the_report_names_what_is_left_o
     body = "assert {'zero_optimization.stage3_max_reuse_distance', 'bf16.enabled'} <= values.keys()\nmeasured(0.1)"
     outcome = tuning(tmp_path, body, raw=raw).run()
     assert [record.status for record in outcome.records] == [TrialStatus.MEASURED] * 3
-    assert any(line.startswith("3 are left out, which no run can have: z0_bf16: ") for line in summary_lines(outcome))
+    assert any(line.startswith("invalid configurations, left out: 3; z0_bf16: ") for line in summary_lines(outcome))
 
 
 def test_a_resumed_search_runs_trials_again_whose_files_are_damaged(tmp_path: Path) -> None:
@@ -179,10 +179,10 @@ def test_a_program_that_fails_after_its_first_forward_ends_the_search(tmp_path: 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("print('nothing to do')", "it ended without the steps of a trial.*its last line: nothing to do"),
-        ("input('name?')", "it asks for input, and a trial has none: EOFError"),
+        ("print('nothing to do')", "the program ended before the steps of a trial.*its last line: nothing to do"),
+        ("input('name?')", "the program reads standard input, and a trial has none; pass arguments instead: EOFError"),
         ("print('epoch 1', flush=True); time.sleep(60)", "longer than 1 s .* its last line: epoch 1"),
-        ("sys.exit(3)", "it ended with exit code 3 and printed nothing"),
+        ("sys.exit(3)", "the program ended with exit code 3 and printed nothing"),
     ],
 )
 def test_programs_that_cannot_be_measured(tmp_path: Path, body: str, message: str) -> None:
@@ -313,7 +313,7 @@ time.sleep(60)
     with pytest.raises(TuningError) as raised:
         tuning(tmp_path, body, raw=raw, trials=1, trial_seconds=1.0).run()
     text = str(raised.value)
-    assert "it took longer than 1 s" in text and "loading data" in text and "SIGKILL" not in text
+    assert "the program took longer than 1 s" in text and "loading data" in text and "SIGKILL" not in text
     assert "no configuration fits" not in text
 
 

@@ -108,7 +108,9 @@ def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], size: in
             flops[dtype_name(dtype)] = 2 * size**3 / _fastest(partial(torch.mm, factor, factor), device)
         except RuntimeError as error:
             first = str(error).strip().splitlines()[0]
-            raise ConfigError(f"--dtypes {dtype_name(dtype)}: {device} has no such product: {first}") from error
+            raise ConfigError(
+                f"--dtypes {dtype_name(dtype)}: {device} has no product in this dtype: {first}; leave the dtype out"
+            ) from error
     query = torch.ones(1, _HEADS, _TOKENS, _FEATURES, dtype=dtypes[0], device=device)
     attended = 4 * _HEADS * _TOKENS**2 * _FEATURES / _fastest(
         lambda: scaled_dot_product_attention(query, query, query), device

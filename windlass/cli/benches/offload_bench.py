@@ -70,7 +70,7 @@ def run_offload_bench(
         # ranks of "none" train float32, which is not comparable with bf16
         floor = {} if bf16 else {COMPUTE_ONLY: {"engine": "none"}}
         theirs, notes = (
-            _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not requested by --rivals"])
+            _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: left out by --no-rivals"])
         )
         rows, failed = measure_configs(
             {**floor, **ours}, sizes, nproc, env | deepspeed_baseline.build_tool_environment(), optional_configs=theirs

@@ -160,7 +160,9 @@ def _add_record(run: RunData, path: Path) -> None:
         elif kind == "log":
             row = (_clock(line.get("time")), str(line.get("level", "")), str(line.get("message", "")))
             run.warnings.append(row)
-    run.facts["end"] = "ended by the script" if ended else "no end was recorded: it runs, was stopped, or crashed"
+    run.facts["end"] = (
+        "ended by the script" if ended else "no end was recorded: the run continues, was stopped, or crashed"
+    )
     _add_steps(run, [steps[number] for number in sorted(steps)])
 
 
@@ -260,9 +262,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(path.read_bytes())
     except (OSError, JsonError) as error:
-        raise DataError(f"cannot read {path}: {error}; it is not a file of `windlass train`") from error
+        raise DataError(f"cannot read {path}: {error}; give --out of a run of `windlass train`") from error
     if not isinstance(value, dict):
-        raise DataError(f"{path} has no JSON object; it is not a file of `windlass train`")
+        raise DataError(f"{path} has no JSON object; give --out of a run of `windlass train`")
     return value
 
 

@@ -68,7 +68,8 @@ def build_model(
             raise ModelError(remote_code_refusal(name)) from error
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"cannot build model {name!r}: {reason}; give 'tiny', a Hugging Face config.json, a directory, or hub:NAME"
+            f"cannot build model {name!r}: {reason}; give 'tiny', 'tiny-moe', a Hugging Face config.json, a directory, "
+            "or hub:NAME"
         ) from error
     return _check_vocab_size(model, name, vocab_size)
 
@@ -83,8 +84,8 @@ def config_file(name: str) -> Path:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelError(
-            f"no model at {name!r}: {file} does not exist; give 'tiny', a Hugging Face config.json, a directory "
-            "that holds one, or hub:NAME"
+            f"no model at {name!r}: {file} does not exist; give 'tiny', 'tiny-moe', a Hugging Face config.json, a "
+            "directory that holds one, or hub:NAME"
         )
     return file
 

@@ -61,7 +61,7 @@ def generate_continuation(
             starts = (llm.tokenizer.bos_token_id, llm.tokenizer.eos_token_id, *sorted(llm.engine.eos_ids))
             ids = [token for token in starts if token is not None][:1]
         if not ids:
-            raise ConfigError("prompt (--prompt) is empty, and the tokenizer has no token for a beginning; write text")
+            raise ConfigError("prompt (--prompt) is empty, and the tokenizer has no token to start from; write text")
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
         (output,) = llm.generate([ids], params)  # the answer has at most the tokens that the prompt leaves
         if output.error is not None:

@@ -179,8 +179,8 @@ class TrainLoop:
             return
         rank, micro = first_non_finite
         raise LossError(
-            f"the loss is not finite at step {self.step + 1} (rank {rank}, micro-batch {micro + 1}); the weights were "
-            "not changed by it. Try a lower learning rate, a longer warm-up or a smaller gradient_clipping, and "
+            f"the loss is not finite at step {self.step + 1} (rank {rank}, micro-batch {micro + 1}); this step did "
+            "not change the weights. Try a lower learning rate, a longer warm-up or a smaller gradient_clipping, and "
             "continue with --resume from the last checkpoint; --debug shows more"
         )
 

@@ -81,7 +81,8 @@ def _model_with_weights(model: Any, state: Mapping[str, torch.Tensor]) -> Any:
     missing = [name for name in missing if name not in tied]
     if missing or unexpected:
         raise CheckpointError(
-            f"the weights do not fit {type(model).__name__}: missing {missing[:4]}, unexpected {list(unexpected)[:4]}"
+            f"the weights do not fit {type(model).__name__}: missing {missing[:4]}, unexpected {list(unexpected)[:4]}; "
+            "use `windlass export` on the checkpoint"
         )
     full.config.use_cache = True
     return full

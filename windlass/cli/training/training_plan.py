@@ -99,7 +99,9 @@ def read_plan(path: Path) -> TrainingPlan:
             _check_types(values)
             return TrainingPlan(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path} ({error}); it is not a run of `windlass train`") from error
+        raise CheckpointError(
+            f"cannot read {path} ({error}); give --out of a run of `windlass train`, or leave out --resume"
+        ) from error
     raise CheckpointError(
         f"{path} was written by another release (format version {version}, here {FORMAT_VERSION}); "
         "give all options again with --overwrite"
