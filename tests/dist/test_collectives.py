@@ -489,7 +489,7 @@ REFUSED = {
     "placeholder": lambda comm, t: comm.reduce(t, 0, comm.ReduceOp.UNUSED),
     "UINT64".lower(): lambda comm, t: comm.all_reduce(t.to(torch.uint64)),
     "cannot be sent": lambda comm, t: comm.broadcast(t.to_sparse(), 0),
-    "not float": lambda comm, t: comm.broadcast(1.0, 0),
+    "got a float": lambda comm, t: comm.broadcast(1.0, 0),
     "dst = 7": lambda comm, t: comm.reduce(t, 7),
     "holds nothing": lambda comm, t: comm.gather(t, None, comm.get_rank()),
     "holds 1 tensors": lambda comm, t: comm.all_gather([t], t),

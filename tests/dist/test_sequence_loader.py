@@ -285,7 +285,7 @@ def sharded_cross_entropy() -> None:
     for wrong in (moved, {"backend": "liger"}, {"reduction": "mean"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             vocab_sequence_parallel_cross_entropy(own, target[tokens], sp, tp, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rank 1 of tp_group has logits of no words"):
+    with pytest.raises(ConfigError, match="rank 1 of tp_group has logits of 0 words"):
         vocab_sequence_parallel_cross_entropy(own[..., : 6 - 6 * (rank % 2)], target[tokens], sp, tp)
 
 

@@ -115,7 +115,7 @@ def test_weights_of_a_directory_may_stay_in_a_file(tier: str, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="cannot become torch.float64"):
         engine.double()
     engine.close()
-    with pytest.raises(ConfigError, match="has closed the file"):
+    with pytest.raises(ConfigError, match="the weight file is closed"):
         engine.generate(ids, attention_mask=mask, max_new_tokens=5)
     with pytest.raises(ConfigError, match="with the model's directory"):
         windlass.init_inference(model, weights_tier=tier)
@@ -398,7 +398,7 @@ def test_a_checkpoint_gives_a_model_its_weights(
     ids, mask = padded()
     expected = model(ids, attention_mask=mask).logits.detach()
     assert torch.equal(engine(ids, attention_mask=mask).logits, expected)
-    assert ("tensors that the model lacks: ['more']" in caplog.text) == (form == "bin")
+    assert ("tensors of the checkpoint that the model lacks are ignored: ['more']" in caplog.text) == (form == "bin")
 
 
 def test_a_checkpoint_gives_any_module_its_weights(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_a_checkpoint_gives_any_module_its_weights(tmp_path: Path) -> None:
     ("description", "error", "reason"),
     [
         ({"checkpoints": ["half.pt"]}, ModelError, r"lacks 1 tensors \(scale\) of TiedNet"),
-        ({"checkpoints": ["half.pt", "wide.pt"]}, ModelError, r"other shapes of 1 tensors \(scale\)"),
+        ({"checkpoints": ["half.pt", "wide.pt"]}, ModelError, r"other shapes for 1 tensors \(scale\)"),
         ({"checkpoints": ["half.pt", "other.pt"]}, ConfigError, "have different values of first.weight"),
         ({"checkpoints": ["none.pt"]}, ModelError, "no file .*none.pt, which checkpoint lists"),
         ({"checkpoints": ["code.pt"]}, ModelError, "code.pt contains objects that are not tensors: .*state_dict"),

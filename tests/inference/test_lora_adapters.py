@@ -275,7 +275,7 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_adapters_and_stages_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="pp is 2; merge the adapter"):
+    with pytest.raises(ConfigError, match="pp is 2, but adapters are not served over pp; merge the adapter"):
         LLM("nowhere", lora={"a": "b"}, pp=2)
 
 

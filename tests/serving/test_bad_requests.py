@@ -147,7 +147,7 @@ def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, param
             "tool_choice",
             "function of the field tools",
         ),
-        ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex", "excludes"),
+        ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex", "cannot be used with tool calls"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
         *(
@@ -178,7 +178,7 @@ def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, param
         ({"modalities": ["text", "audio"]}, "modalities", "text only"),
         ({"chat_template": "x"}, "chat_template", "--chat-template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "are both true"),
         ({"echo": True}, "echo", "not supported"),
     ],
 )

@@ -63,7 +63,7 @@ def model(tmp_path: Path) -> Path:
         (["--api-key-file", "/nowhere"], "/nowhere"),
         (["--chat-template", "/nowhere"], "/nowhere"),
         (["--host", "203.0.113.1", "--port", "0"], "cannot listen on 203.0.113.1"),
-        (["--host", "no host"], "'no host' is not an address"),
+        (["--host", "no host"], "'no host' cannot be resolved"),
     ],
 )
 def test_options_are_checked_before_the_model_is_loaded(
