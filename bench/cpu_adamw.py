@@ -21,7 +21,7 @@ from rich.table import Table
 
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
-from windlass.cli.benches.deepspeed_baseline import find_build_locks
+from windlass.cli.benches.deepspeed_baseline import explain_build_lock
 from windlass.kernels.kernel_dispatch import get_active_kernel_path, list_kernel_paths
 from windlass.kernels.update_tensors import SCALE_BLOCK
 from windlass.optim import CPUAdam
@@ -170,8 +170,8 @@ def _windlass_step(
 def _deepspeed_step(arrays: Arrays) -> tuple[Callable[[], object] | None, str]:
     if importlib.util.find_spec("deepspeed") is None:
         return None, "deepspeed is not installed"
-    if locks := find_build_locks():
-        return None, f"another build holds {locks[0]}; wait for it, or delete the file if none runs"
+    if reason := explain_build_lock():
+        return None, reason
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -50,6 +50,7 @@ from windlass.zero.core.unshard_runtime import RuntimeCallbacks, UnshardRuntime
 from windlass.zero.differing_replicas import DifferingReplicas, DifferingReplicasCallbacks
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.setup.dp_group_builder import build_dp_groups
+from windlass.zero.setup.existing_states import select_local_states
 from windlass.zero.setup.model_consistency import check_same_model, check_same_units
 from windlass.zero.setup.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
 from windlass.zero.setup.unit_partition import plan_units
@@ -414,6 +415,7 @@ class ShardedModel:
 
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
         enable_fused_step(optimizer)
+        select_local_states(optimizer, self.units)
         context = UpdateContext(
             self.masters,
             self.dp_groups,

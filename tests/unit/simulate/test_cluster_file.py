@@ -139,7 +139,10 @@ def test_links_between_switches_with_hyphens_stay_apart(tmp_path: Path) -> None:
             "device.matmul_efficiency = 2 is not a number from 0 to 1",
         ),
         ("cluster = 'dgx-h100'\n[device]\nmemory = '0'", "device.memory = '0' must be above 0"),
-        ("cluster = 'dgx-h100'\n[device]\nflops = {bfloat = 1}", "device.flops.bfloat is not a dtype; write one of fp8, bf16"),
+        (
+            "cluster = 'dgx-h100'\n[device]\nflops = {bfloat = 1}",
+            "device.flops.bfloat is not a dtype; write one of fp8, bf16",
+        ),
         (
             "cluster = 'dgx-h100'\n[network]\noversubscription = 0",
             "network.oversubscription = 0.0 must be above 0",

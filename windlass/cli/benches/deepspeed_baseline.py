@@ -42,9 +42,8 @@ def unavailable_operators(*operators: str) -> dict[str, str]:
     """
     if importlib.util.find_spec("deepspeed") is None:
         return dict.fromkeys(operators, "not installed (pip install --no-build-isolation deepspeed)")
-    if locks := find_build_locks():
-        names = ", ".join(map(str, locks))
-        return dict.fromkeys(operators, f"another build holds {names}; wait for it, or delete the file if none runs")
+    if reason := explain_build_lock():
+        return dict.fromkeys(operators, reason)
     done = subprocess.run(
         [sys.executable, "-c", _BUILD_PROGRAM, *operators],
         env={**os.environ, **build_tool_environment()},
@@ -58,13 +57,18 @@ def unavailable_operators(*operators: str) -> dict[str, str]:
     return found
 
 
-def find_build_locks() -> list[Path]:
-    """Return the lock files in torch's cache of extensions. A build that was killed leaves its lock behind, and every
-    later build or load of the extension waits for the file to disappear, without a time limit."""
+def explain_build_lock() -> str:
+    """Return a text with the lock files in torch's cache of extensions; empty if there is none.
+
+    A build that was killed leaves its lock behind. Every later build or load of the extension waits for the file to
+    disappear, without a time limit.
+    """
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
+    locks = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
+    names = ", ".join(map(str, locks))
+    return f"another build holds {names}; wait for it, or delete the file if none runs" if locks else ""
 
 
 def build_tool_environment() -> dict[str, str]:

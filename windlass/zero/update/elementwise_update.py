@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -21,8 +21,6 @@ from windlass.kernels.page_sums import PageSums
 from windlass.optim.cpu_optimizer import CPUOptimizer, StateFormat
 from windlass.optim.elementwise_optimizers import SCALAR_STATES, supports_grad_scale
 from windlass.optim.native_cpu_equivalent import make_native_cpu_equivalent, updates_page_sums
-from windlass.parallel.full_parameters import select_local_shard
-from windlass.parallel.placement import Placement
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
@@ -314,27 +312,14 @@ class ElementwiseUpdate(OrdinaryUpdate):
             if not given:
                 continue
             piece, device = segment.piece, segment.tensor.device
-            placement = segment.chunk.unit.placements[piece.index]
+            shape = segment.chunk.unit.shapes[piece.index]
             for key, value in given.items():
-                part = select_part_of_state(key, value, placement)
-                if part is not None:
-                    value = part.reshape(-1)[piece.start : piece.stop].to(device, copy=True)
+                if isinstance(value, torch.Tensor) and value.shape == shape and key not in SCALAR_STATES:
+                    value = value.detach().reshape(-1)[piece.start : piece.stop].to(device, copy=True)
                     value = value.to(state_dtype(self.optimizer, value.dtype, chunk))
                 elif isinstance(value, torch.Tensor):
                     value = value.detach().clone()  # e.g. `step`: each segment has its own
                 self._inner.state[segment.tensor][key] = value
-
-
-def select_part_of_state(key: str, value: Any, placement: Placement) -> torch.Tensor | None:
-    """Return this rank's part of an existing state with one value for each element; None for any other state.
-
-    An optimizer made before tp or ep sharded the model has states of full parameters, one made afterwards of parts.
-    """
-    if not isinstance(value, torch.Tensor) or key in SCALAR_STATES:
-        return None
-    if tuple(value.shape) == placement.global_shape:
-        return select_local_shard(value.detach(), placement)
-    return value.detach() if tuple(value.shape) == placement.local_shape else None
 
 
 def _widened(chunk: UpdateChunk) -> bool:

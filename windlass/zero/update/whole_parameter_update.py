@@ -30,7 +30,7 @@ from windlass.parallel.placement import Placement, get_global_numel
 from windlass.storage.slot import Tier
 from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.elementwise_update import clone_optimizer, formats_of, select_part_of_state, state_dtype
+from windlass.zero.update.elementwise_update import clone_optimizer, formats_of, state_dtype
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession, run_pre_step_hooks
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
@@ -399,10 +399,9 @@ def _moved(state: dict[str, Any], owned: OwnedParameter, optimizer: torch.optim.
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or key in SCALAR_STATES:
             continue
-        part = select_part_of_state(key, value, owned.placement)
-        if part is not None:
-            part = part.view(owned.stepped_shape) if owned.placement.is_full else part
-            moved[key] = part.to(owned.chunk.device, state_dtype(optimizer, value.dtype, owned.chunk))
+        if value.shape == owned.parameter.shape:
+            value = value.view(owned.stepped_shape)
+            moved[key] = value.to(owned.chunk.device, state_dtype(optimizer, value.dtype, owned.chunk))
         elif value.dim() > 0:
             moved[key] = value.to(owned.chunk.device)
     return moved
