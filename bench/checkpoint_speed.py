@@ -118,7 +118,7 @@ def main(
 
 
 def _measure_raw_disk(folder: Path, nbytes: int, rounds: int) -> list[tuple[float, float]]:
-    """Return GB/s of raw writes to a new file, and of overwriting it: the best writer of each round."""
+    """Return for each round the GB/s of raw writes to a new file and of overwriting it, by the best writer."""
     nbytes = max(nbytes // _BLOCK_BYTES, 2 * _QUEUE_DEPTH) * _BLOCK_BYTES
     with DiskTier([folder], queue_depth=_QUEUE_DEPTH) as tier:
         try:
@@ -147,7 +147,7 @@ def _measure_rate(work: Any, nbytes: int) -> float:
 
 
 def _summarize(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float, again: float) -> dict[str, Any]:
-    """Return the medians over rounds of each method's slowest rank."""
+    """Return medians over the rounds of one method; a round's times are those of its slowest rank."""
     slowest = {
         key: [max(values) for values in zip(*(item[key] for item in of_ranks), strict=True)] for key in of_ranks[0]
     }

@@ -1,4 +1,4 @@
-"""Cost of the agreed order of collectives: with agreeing ranks, without agreement, and with differing ranks.
+"""Cost of the agreement on the order of collectives, for ranks that run the same modules and for ranks that differ.
 
 python bench/collective_agreement.py --ranks 2
 """
@@ -94,7 +94,7 @@ def _run_rank(rank: int, ranks: int, shape: tuple[Any, ...], init_method: str, r
         for case in cases if turn % 2 else reversed(cases):
             order.trusts = False
             taken = []
-            for step in range(-2, steps):  # two steps to record the order
+            for step in range(-2, steps):  # negative: two untimed steps, which record the order
                 number += 1
                 order.trusts = case == "agreeing, nobody asks" and step >= 0
                 dist.barrier()

@@ -42,7 +42,7 @@ def main(
         typer.Option(help="The JSON file, whose pieces are not measured again; the picture lies beside it."),
     ] = None,
 ) -> None:
-    """Run what is left of the measurement, a row and a seed at a time, then write the table and the picture."""
+    """Run the remaining pieces of the measurement, then print the table and draw the picture."""
     torch.set_num_threads(threads)
     if model not in MODELS:
         raise typer.BadParameter(f"--model {model}: there are {' and '.join(MODELS)}")
@@ -92,7 +92,7 @@ def _stored_pieces(results: Path, steps: int) -> dict[str, Any]:
 
 
 def _order(seeds: int, *, classifies: bool) -> list[Piece]:
-    """Return all pieces, the first seed of all rows first."""
+    """Return all pieces: the first seed of all rows, then the other seeds of the rows that are trained."""
     kinds: dict[str, dict[str, Any]] = {
         "language": LANGUAGE_MODELS,
         **({"classifier": CLASSIFIERS} if classifies else {}),

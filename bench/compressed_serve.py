@@ -28,7 +28,7 @@ from windlass.inference.sampling_params import SamplingParams
 _RESULTS = Path(__file__).parent / "results" / "compressed_serve.json"
 _PROMPT, _ANSWER = 16, 48
 _TRIES = 5
-# format of windlass, type of the file of llama.cpp, goal of their ratio
+# windlass's format: type of llama.cpp's file, and least ratio of windlass's rate to llama.cpp's
 _FORMATS = {
     "int8_g32": ("Q8_0", 1.0),
     "int4_g32": ("Q4_0", 1.0),
@@ -46,7 +46,7 @@ def main(
     work: Annotated[Path | None, typer.Option(help="Folder of the models, which are kept there.")] = None,
     results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS,
 ) -> None:
-    """Measure every format in turn, and write the table."""
+    """Measure every format in turn, print the table, and write the JSON."""
     folder = work or Path(tempfile.mkdtemp())
     try:
         rows = _measure(folder, formats.split(","), layers, hidden, rounds, llama_bin)
@@ -144,7 +144,7 @@ def _llama_rate(path: Path, tools: Path) -> float:
         str(_ANSWER),
     ]
     command += ["-npl", "1", "-t", count, "-tb", count, "--output-format", "jsonl"]
-    for _ in range(_TRIES):  # now and then the program ends well and prints no row
+    for _ in range(_TRIES):  # now and then the program exits with code 0 but prints no row
         found = subprocess.run(command, check=True, capture_output=True, text=True)
         lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
         speeds = [float(line["speed_tg"]) for line in lines if "speed_tg" in line]

@@ -27,7 +27,7 @@ from windlass.cli.training.run_metrics import read_rows
 
 _RESULTS = Path(__file__).parent / "results"
 SEQUENCES = 8
-"""Sequences of a step of all ranks together."""
+"""Sequences of one step on all ranks together."""
 BASE = "AdamW"
 
 
@@ -59,9 +59,10 @@ class Method:
 
 
 _AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
-"""The outer step is the mean of the replicas."""
+"""Outer optimizer that sets the parameters to the mean of the replicas."""
 _FASTER = {"outer_lr": 1.0, "outer_momentum": 0.5}
-"""A replica has a part of the sequences of a step, and Adam moves less by noisier gradients."""
+"""Outer optimizer with momentum, because a replica has only a part of a step's sequences, and Adam moves less when
+gradients are noisier."""
 _BOUNDED = {"max_update": 1.0}
 _ZERO_ONE = {"local_step_clipper": 2}
 _AFTER_ADAMW = {"start_step": 0.3}
@@ -97,7 +98,7 @@ class Run:
 
     Attributes:
         held_out: bits per byte by step.
-        commit: the measured source.
+        commit: commit of windlass that was measured.
     """
 
     method: str
@@ -221,7 +222,7 @@ def table(runs: list[Run], steps: int) -> Table:
 
 
 def draw(runs: list[Run], steps: int, path: Path) -> bool:
-    """Plot the held-out loss over the steps, the mean of the seeds. Without matplotlib, return False."""
+    """Plot the held-out loss over the steps, as the mean of the seeds. Without matplotlib, return False."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -241,7 +242,7 @@ def draw(runs: list[Run], steps: int, path: Path) -> bool:
                 label=method,
             )
     axes.set(xlabel="step", ylabel="held-out bits per byte", title="the demo's model after equal tokens")
-    # A method that diverges would hide the differences between the others.
+    # The limits of the axis, because a method that diverges would hide the differences between the others.
     begins = [
         curve[min(curve, key=lambda step: abs(int(step) - steps // 8))] for curve in (run.held_out for run in runs)
     ]

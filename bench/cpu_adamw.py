@@ -28,7 +28,8 @@ from windlass.optim import CPUAdam
 
 _RESULTS = Path(__file__).parent / "results"
 _CODED = 2 * (1 + 4 / SCALE_BLOCK)  # bytes of two 8-bit moments of one element
-# Bytes to move per element: parameter and two moments are read and written, gradient read, copy written.
+# Bytes to move per element: parameter and two moments (fp32) are read and written; an fp32 gradient is read, or (mixed)
+# a bf16 gradient is read and a bf16 copy of the parameter is written.
 _FP32, _MIXED = 28.0, 28.0
 _ROOF = "roof: four arrays in place"
 
@@ -71,7 +72,7 @@ class Arrays:
         self.parameter.grad = self.gradient
 
     def with_casts(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Step of an fp32-only optimizer: the gradient is cast up before, the parameter down after."""
+        """Return the step of an fp32-only optimizer with casts: gradient to fp32 before, parameter to bf16 after it."""
 
         def run() -> None:
             self.gradient.copy_(self.half_gradient)
@@ -179,13 +180,13 @@ def _deepspeed_step(arrays: Arrays) -> tuple[Callable[[], object] | None, str]:
         make: Any = DeepSpeedCPUAdam
         optimizer = make([arrays.parameter], lr=1e-6, weight_decay=0.01, adamw_mode=True)
         optimizer.step()
-    except Exception as error:  # its kernel is compiled now, which may raise anything
+    except Exception as error:  # the first step compiles DeepSpeed's kernel, which may raise any error
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
     return optimizer.step, ""
 
 
 def _time_interleaved(cases: dict[str, Case], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Return the median step of each case in each round; every other round runs in reverse order."""
+    """Return the median seconds of a step of each case in each round; every other round runs in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds):
         for name in list(cases)[:: -1 if number % 2 else 1]:

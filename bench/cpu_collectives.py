@@ -60,7 +60,7 @@ def _run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, init_method:
     import torch
     import torch.distributed as dist
 
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names, 2.10 only these
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 deprecates these names; 2.10 has only them
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=ranks)
     results = {}
@@ -89,7 +89,7 @@ def _time_interleaved(works: Works, rounds: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             work()
             dist.barrier()
-            if number:  # the first touches fresh pages
+            if number:  # round 0 touches fresh pages
                 times[name].append((time.perf_counter() - start) * 1e3)
     return times
 

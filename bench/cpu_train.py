@@ -49,7 +49,8 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if a target is missed.")] = False,
 ) -> None:
-    """Measure, print the tables, write the JSON. Exit code 1: losses differ, or --strict and a target missed."""
+    """Measure, print the tables, write the JSON. Exit code 1: an engine fails or its losses differ, or --strict and a
+    target is missed."""
     _set_rank_environment()
     console = bench_console()
     size = Size(hidden, layers, length, batch)
@@ -101,8 +102,8 @@ def _parse_engines(given: str | None, default: list[str] | None) -> list[str]:
 
 
 def _set_rank_environment() -> None:
-    """Set the environment of the ranks: one thread each, quiet libraries, loopback. The engine's name has the
-    transport."""
+    """Set the environment of the ranks: one thread each, quiet libraries, loopback, and no WINDLASS_TRANSPORT, because
+    the engine's name selects the transport."""
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING", TOKENIZERS_PARALLELISM="false")
     os.environ.pop("WINDLASS_TRANSPORT", None)
     if sys.platform == "linux":

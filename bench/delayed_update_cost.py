@@ -1,4 +1,4 @@
-"""Loss increase and time savings of delayed updates: `offload_optimizer.delayed_update` compared with undelayed ones.
+"""Loss increase and time savings of delayed updates (`offload_optimizer.delayed_update`) over undelayed updates.
 
 python bench/delayed_update_cost.py                                # the demo's model, 900 steps, 2 seeds: half an hour
 python bench/delayed_update_cost.py --steps 40 --seeds 1 --rounds 1 --hidden 128
@@ -29,16 +29,15 @@ from windlass.cli.training.loss_plot import smooth
 from windlass.cli.training.run_metrics import read_rows
 
 _RESULTS = Path(__file__).parent / "results"
-_EMULATED_DEVICE_ENV = {
-    "WINDLASS_EMULATE_DEVICE": "64G"
-}  # otherwise host memory would not be a separate tier, and undelayed updates would use another kernel
+# An emulated device makes host memory a separate tier; without it, undelayed updates would use another kernel.
+_EMULATED_DEVICE_ENV = {"WINDLASS_EMULATE_DEVICE": "64G"}
 _COLORS = ("#888888", "#d1495b", "#1f4e79")
 IMMEDIATE = "at once"
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """One run: the loss of each step in nats per token, and held-out bits per byte by step."""
+    """Losses of one run: nats per token of each step, and held-out bits per byte by step."""
 
     losses: list[float]
     held_out: dict[int, float]
@@ -137,7 +136,7 @@ def _time_steps(ways: dict[str, dict[str, Any]], sizes: BenchSizes) -> dict[str,
     return {
         way: {
             "seconds": rank["seconds"][way],
-            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # the last update's time
+            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # seconds of the last update
             "parameters": rank["parameters"],
         }
         for way in ways

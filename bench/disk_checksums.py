@@ -43,11 +43,12 @@ def main(
     in_update: Annotated[bool, typer.Option(help="Sum the pages of the optimizer in the update.")] = True,
     results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS,
 ) -> None:
-    """Print the ratio of each round, their median with its interval, and the CPU time of the kernel; write JSON.
+    """Print the ratios of all rounds, their median with its confidence interval, and the CPU time of the kernel; write
+    the JSON.
 
-    On a shared machine rounds differ by more than the cost to be measured. The computed cost does not: the checksummed
-    bytes of a step are counted, and the rates of the kernel and of the update are measured in CPU seconds of a thread.
-    The exit code is 1 if both exceed the target: the computed cost, and the lower end of the interval.
+    On a shared machine rounds differ by more than the cost to be measured. The computed cost varies less: the
+    checksummed bytes of a step are counted, and the rates of the kernel and of the update are measured in CPU seconds
+    of a thread. The exit code is 1 if both exceed the target: the computed cost, and the lower end of the interval.
     """
     rates, update_rate = _time_kernel(), _time_update()
     with tempfile.TemporaryDirectory(prefix="windlass-checksums-", dir=path) as folder:
@@ -63,8 +64,8 @@ def main(
         updated.clear()
         seconds = dict[bool, list[float]]({True: [], False: []})
         for _ in range(rounds):
-            # A step's last writes delay the next step, of either engine: in this order each engine follows each engine
-            # once.
+            # The last writes of a step delay the next step, of either engine. In this order each engine follows itself
+            # once and the other engine once in a round.
             for checks in (True, False, False, True):
                 seconds[checks].append(steps[checks]())
     nbytes, of_updates = sum(moved) / (2 * rounds), sum(updated) / (2 * rounds)
@@ -113,10 +114,13 @@ def main(
 
 
 def interval(values: Sequence[float]) -> tuple[tuple[float, float], float]:
-    """Return two of the values, between which the median of their distribution lies with at least 95 % confidence, for
-    any distribution, and that confidence. With fewer than six values it is lower."""
+    """Return a confidence interval of the median of the distribution that `values` are drawn from, and its confidence.
+
+    The bounds are two of the values. The confidence is at least 95 % for any distribution, but lower with fewer than
+    six values.
+    """
     count, ordered = len(values), sorted(values)
-    outside, number = 0.0, 0  # probability that at most `number` of `count` draws lie below the median
+    outside, number = 0.0, 0  # probability that fewer than `number` draws lie below the median, or above it
     while True:
         more = outside + 2 * math.comb(count, number) / 2**count
         if more > 0.05 or number >= (count - 1) // 2:
@@ -185,7 +189,7 @@ def _make_step(
 
 
 def _time_update() -> float:
-    """Return the bytes of an update of Adam, divided by the CPU seconds that their checksums add to it."""
+    """Return the bytes that an Adam update reads and writes, divided by the CPU seconds that their checksums add."""
     numel = _UPDATE_NUMEL
     record = torch.zeros(12 * numel, dtype=torch.uint8)
     record = record[-record.data_ptr() % 4096 :][: 12 * numel - 4096]

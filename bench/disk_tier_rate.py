@@ -58,8 +58,8 @@ class RawDirectIo:
         self._ring = self._start_ring()
 
     def timed_works(self, write: bool, word: str) -> Works:
-        """Return the transfer by threads, one block each, and by a bare ring if the kernel has one, with all blocks
-        submitted at once."""
+        """Return two transfers of the file: by threads, with one block each at a time, and, if the kernel has io_uring,
+        by a bare ring to which all blocks are submitted at once."""
         ring: Works = {f"raw ring {word}": partial(self._move_by_ring, write)} if self._ring is not None else {}
         return {f"raw threads {word}": partial(self._move_by_threads, write)} | ring
 
@@ -123,7 +123,7 @@ class TierRequests:
         self._offsets = range(0, nbytes, self._buffers[0].numel())
 
     def move_all(self, write: bool) -> None:
-        """Transfer with at most four requests in flight, one per buffer, as in a step: read, update, write."""
+        """Read or write all bytes with at most four requests in flight, one per buffer."""
         move = self.tier.write if write else self.tier.read
         under_way: dict[int, Pending] = {}
         for number, place in enumerate(self._offsets):
@@ -188,7 +188,8 @@ def main(
 
 
 def _time_interleaved(works: Works, rounds: int) -> Times:
-    """Return the seconds of each in each round. Every other round is reversed; round 0 only fills the files."""
+    """Return the seconds of each transfer in each round. Every other round runs in reverse order; round 0 only fills
+    the files."""
     times: Times = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items() if number % 2 == 0 else reversed(works.items()):
@@ -200,7 +201,7 @@ def _time_interleaved(works: Works, rounds: int) -> Times:
 
 
 def _ratios_to_raw(times: Times) -> dict[str, float]:
-    """Return the median over rounds of the rate relative to the faster raw one of the same round."""
+    """Return for each transfer the median over rounds of its rate over that of the faster raw transfer in the round."""
     ratios = {}
     for name, result in times.items():
         word = name.rpartition(" ")[2]

@@ -12,7 +12,7 @@ import torch
 
 # Numbers of `enum ggml_type`.
 _TYPES = {"Q8_0": 8, "Q4_0": 2, "Q4_K": 12, "Q2_K": 10, "TQ2_0": 35, "TQ1_0": 34, "Q1_0": 41}
-_REPACKED = ("Q4_0", "Q4_K", "Q2_K")  # on x86
+_REPACKED = ("Q4_0", "Q4_K", "Q2_K")  # types that ggml repacks on x86
 _pointer = ctypes.c_void_p
 _size = ctypes.c_size_t
 _long = ctypes.c_int64

@@ -73,7 +73,7 @@ def write_gguf(folder: Path, config: Any, weights: dict[str, Any]) -> Path:
 
 
 def quantize(path: Path, kind: str, tools: Path) -> Path:
-    """Return the file in another format of llama.cpp, e.g. `q8_0`, made by its own tool."""
+    """Convert the file to another format of llama.cpp, e.g. `q8_0`, by llama.cpp's tool, and return the new file."""
     if kind == "f32":
         return path
     target = path.with_name(f"{kind}.gguf")

@@ -3,7 +3,7 @@
     python bench/gpu_quant.py                                     # needs a CUDA device and Triton; about 3 GiB
     python bench/gpu_quant.py --device cpu --outputs 96 --features 64 --rows 1,3 --cold 0
 
-The second line is a functional test: on a CPU nothing of this is measured, since the kernels are those of a GPU.
+The second line is a functional test: its times mean nothing, because the kernels run only on a GPU.
 
 bf16          torch's `F.linear`, the baseline.
 FORMAT        the layer in the format, by the Triton kernel: bf16 inputs, not rounded.
@@ -11,9 +11,10 @@ FORMAT, torch the same without the kernel: rows are unpacked and multiplied by t
 _scaled_mm    torch's product of float8 by float8 (compute capability 8.9 and above). Inputs are rounded to float8,
               which is part of the time and shows in the error: another computation than that of the layer.
 
-Weights are cold: products go round copies that are larger than the device's cache together, and all products of a turn
-are one CUDA graph, so that no launch from Python is measured. The roof of a product is the larger of two times: its
-bytes at the rate of a copy, and its FLOPs at the rate of a bf16 product, both measured in the same run.
+Weights are cold: each product of a turn uses another copy, and the copies together are larger than the device's cache.
+All products of a turn are one CUDA graph, so that no launch from Python is measured. The roof of a product is the
+larger of two times: its bytes at the rate of a copy, and its FLOPs at the rate of a bf16 product, both measured in the
+same run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Contender:
     name: str
     products: list[Product]
     weight_bytes: int
-    weight: torch.Tensor  # float32, of the first copy
+    weight: torch.Tensor  # values of the weight in float32
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Trial:
     """Measurements of a contender at a number of rows.
 
     Attributes:
-        seconds: Time of a product in each turn.
-        roof: the least seconds of its bytes and FLOPs.
+        seconds: time of a product in each turn.
+        roof: lower bound of the time of a product, by its bytes and its FLOPs.
         error: norm of the difference from the product in float64, relative to that product.
     """
 
@@ -160,7 +161,7 @@ def _layer(name: str, packed: PackedWeight) -> PackedLinear:
 
 
 def _by_torch(layer: PackedLinear, input: torch.Tensor) -> torch.Tensor:
-    """Return the product of a layer as it is where the kernel does not run."""
+    """Return the product of a layer without the kernel: torch unpacks the rows and multiplies."""
     with mock.patch("windlass.kernels.device_matmul.runs_kernels", lambda device: False):
         output: torch.Tensor = layer(input)
     return output

@@ -79,7 +79,7 @@ def main(
         for llm in llms.values():
             llm.close()
     free(place)
-    kv = 2 * config.num_key_value_heads * _HEAD_FEATURES * layers * 2  # bytes of a token
+    kv = 2 * config.num_key_value_heads * _HEAD_FEATURES * layers * 2  # bytes of one token's keys and values
     roof = {count: count * read / (weights + count * kv * (prompt + answer / 2)) for count in counts}
     table = Table("requests", "roof tok/s", *rates)
     for count in counts:
@@ -150,7 +150,7 @@ def _same_tokens(llms: list[LLM], prompt: int, vocabulary: int) -> bool:
 
 
 def _decode(llm: LLM, count: int, prompt: int, answer: int, vocabulary: int) -> float:
-    """Return tokens a second from the first token of the last request on."""
+    """Return the tokens a second that are generated once every request has its first token."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     for number, ids in enumerate(_prompts(count, prompt, vocabulary)):

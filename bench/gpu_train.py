@@ -32,8 +32,8 @@ from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 
 _RESULTS = Path(__file__).parent / "results"
-_TARGET_RATIO = 1.03  # times the step of `master`
-_LOSS_TOLERANCE = 0.02  # relative; bf16 keeps 8 bits
+_TARGET_RATIO = 1.03  # largest step time, as a multiple of that of `master`
+_LOSS_TOLERANCE = 0.02  # allowed relative difference of losses; bf16 keeps 8 bits
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class EngineTrial:
     parameters: int
     seconds: list[float]
     master_seconds: list[float]
-    ratios: list[float]  # by round
+    ratios: list[float]  # ratio of each round
     losses: list[float]
     master_losses: list[float]
     peak_bytes: int | None
 
     @property
     def ratio(self) -> float:
-        """Median over rounds."""
+        """Median over rounds of the step time relative to `master`'s."""
         return statistics.median(self.ratios)
 
     @property
@@ -153,7 +153,8 @@ def _describe_loss_equality(trials: list[EngineTrial]) -> str:
 
 
 def _flops_per_step(parameters: int, shape: Shape) -> float:
-    """Return the FLOPs of a step: 6 per token and parameter (without the embedding), plus 6 length x hidden a layer."""
+    """Return the FLOPs of a step: for each token 6 per parameter (without the embedding) and 6 x length x hidden per
+    layer."""
     products = parameters - shape.vocabulary * shape.hidden
     tokens = shape.batch * shape.length
     return 6.0 * tokens * (products + shape.layers * shape.length * shape.hidden)

@@ -49,7 +49,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the files in --results. [trainer-RANKS]")] = "",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Run each variant alternately, print the table, write the JSON and the picture."""
+    """Run the variants alternately, print the table, write the JSON and the picture."""
     console = bench_console()
     work = {"ranks": ranks, "hidden_size": hidden_size, "layers": layers, "length": length, "steps": steps}
     ways: list[tuple[str, int | None]] = [("plain", None)]
@@ -90,7 +90,7 @@ def _row_label(way: str, stage: int | None) -> str:
 
 
 def _run_once(folder: Path, way: str, stage: int | None, work: dict[str, Any]) -> dict[str, Any]:
-    """Run one variant in fresh processes. Return the results of rank 0, with the slowest rank's steps."""
+    """Run one variant in fresh processes. Return the results of rank 0, with each step's time on its slowest rank."""
     (folder / "work.json").write_text(json.dumps({**work, "stage": stage}))
     env = {**os.environ, **build_tool_environment(), "OMP_NUM_THREADS": str(threads_per_rank(work["ranks"]))}
     env |= {"WINDLASS_LOG_LEVEL": "WARNING", "DS_ACCELERATOR": "cpu", "DS_LOG_LEVEL": "error", "HF_HUB_OFFLINE": "1"}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Load = Sequence[tuple[list[int], int]]
-"""Prompts, and tokens of their answers."""
+"""Prompts, each with the number of tokens of its answer."""
 
 
 class Server:
@@ -39,7 +39,7 @@ class Server:
                 path = "/ready" if "serve" in command else "/health"
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2):
                     return
-            except OSError:  # not listening, or 503 while the model is loaded
+            except OSError:  # the server does not listen yet, or returns 503 while it loads the model
                 time.sleep(0.2)
         raise SystemExit(f"{command[0]} is not ready; see {log}")
 
@@ -51,7 +51,7 @@ class Server:
         return {name.partition("{")[0]: float(value) for name, _, value in pairs}
 
     def resident(self) -> dict[str, int]:
-        """Return resident bytes: all, and those that belong to no file."""
+        """Return resident bytes: all (`VmRSS`), and those of anonymous pages (`RssAnon`)."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")}
@@ -73,7 +73,7 @@ def run_clients(
 
     Args:
         at_full_load: called twice: after as many answers as there are clients, and before the last request is sent.
-            All clients have a request in between.
+            Between the two calls every client has a request.
     """
     places = iter(enumerate(load))
     marks = {2 * clients - 1, len(load) - 1}
@@ -82,7 +82,7 @@ def run_clients(
     errors: list[Exception] = []
 
     def client() -> None:
-        for number, (prompt, tokens) in places:  # threads may share the iterator of a list
+        for number, (prompt, tokens) in places:  # all threads share this iterator, which the GIL makes safe
             try:
                 if number in marks:
                     at_full_load()
@@ -116,7 +116,7 @@ def _ask(port: int, model: str, prompt: list[int], tokens: int) -> list[float]:
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0}
     body |= {"ignore_eos": True}
     if model != "windlass":
-        body["cache_prompt"] = False  # llama-server's name; windlass refuses fields that it does not know
+        body["cache_prompt"] = False  # field of llama-server; windlass refuses unknown fields
     times = [time.perf_counter()]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})

@@ -40,7 +40,7 @@ class KillPlan:
     Attributes:
         file_calls: number of file-system calls after which the victim kills itself (and the others); None: killed after
             `seconds`.
-        seconds: time after the first steps.
+        seconds: time from the first steps to the kill.
     """
 
     victim: str
@@ -60,8 +60,8 @@ class KillPlan:
 
 
 def make_kill_plans(rounds: int, seed: int, launchers: int, at_calls_only: bool) -> list[KillPlan]:
-    """Return the rounds: half of them kill at a file-system call in a save, half at a time; `launchers` of them kill a
-    launcher."""
+    """Return the plan of each round. About `launchers` rounds kill a launcher after some seconds. Of the others, those
+    with odd numbers (all, if `at_calls_only`) kill ranks at a file-system call, the rest after some seconds."""
     chance, made = random.Random(seed), list[KillPlan]()
     for number in range(rounds):
         victim = "launcher" if number % max(rounds // max(launchers, 1), 1) == 0 and launchers else "one rank"
@@ -69,7 +69,7 @@ def make_kill_plans(rounds: int, seed: int, launchers: int, at_calls_only: bool)
             victim = "all ranks"
         aimed = victim != "launcher" and (number % 2 == 1 or at_calls_only)
         rank, calls, seconds = chance.randrange(RANKS), chance.randrange(_MAX_FILE_CALLS), chance.uniform(0.0, 1.0)
-        calls = calls if rank == 0 else calls // 6  # the others only write their files
+        calls = calls if rank == 0 else calls // 6  # ranks other than 0 only write their files
         made.append(KillPlan(victim, rank, calls if aimed else None, seconds))
     return made
 
@@ -85,7 +85,8 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "chaos",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Kill, check, print the table, write the JSON. Exit code 1: more was lost than the steps since the last save."""
+    """Kill, check, print the table, write the JSON. Exit code 1: a checkpoint does not load, a finished save is
+    missing, old staging directories remain, or a loss differs from that of an undisturbed run."""
     torch.set_num_threads(1)
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
     console, result = bench_console(), list[dict[str, Any]]()
@@ -189,7 +190,8 @@ def _wait_for_steps(folder: Path, before: list[int]) -> None:
 
 
 def _inspect_folder(folder: Path, before: list[int], drafts: set[str]) -> dict[str, Any]:
-    """Return the files and processes left after a round, and those of them that should not exist."""
+    """Return the steps and checkpoints that are left after a round, and the problems: a checkpoint that does not load,
+    a finished save that is missing, staging directories of an earlier round."""
     saved, problems = folder / "saved", list[str]()
     marks = [read_marks(folder, rank)[before[rank] :] for rank in range(RANKS)]
     steps = [int(line[2]) + 1 for line in marks[0] if line[1] == "step"]
@@ -209,7 +211,7 @@ def _inspect_folder(folder: Path, before: list[int], drafts: set[str]) -> dict[s
         problems.append(f"a save of step {promised} was reported as finished, but the latest checkpoint is {kept}")
     if any(line[1] == "done" for line in marks[0]) and (old := drafts & _staging_checkpoints(folder)):
         problems.append(f"staging directories of an earlier round still exist: {sorted(old)}")
-    begun = int(next((line[2] for line in marks[0] if line[1] == "up"), kept))  # the run may have ended before
+    begun = int(next((line[2] for line in marks[0] if line[1] == "up"), kept))  # the kill may come before the line `up`
     return {
         "in_save": _save_in_progress(saves),
         "began_at": begun,

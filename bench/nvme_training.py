@@ -1,4 +1,5 @@
-"""Training of a model whose states are several times larger than the memory of its ranks, with a check of that limit.
+"""Training of a model whose states are several times larger than the memory of its ranks, with a check of the
+memory limit.
 
 python bench/nvme_training.py --path /mnt/nvme
 """

@@ -43,7 +43,8 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "parallel",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Run these parts, print tables, write the JSON and the picture; the exit code is 1 if bytes or losses differ."""
+    """Run the chosen parts, print tables, write the JSON and the picture. The exit code is 1 if bytes or losses differ,
+    or with --strict if a step takes longer than torch's."""
     parts = choose_names(only, BENCH_PARTS, ",")
     if samples % 2:
         raise typer.BadParameter(f"--samples {samples} can't be halved; write an even number")
@@ -59,7 +60,7 @@ def main(
         loads["link"] = [Load(samples, tokens, parse_bytes(rate.strip(), "--links")) for rate in links.split(",")]
     for axis, each in loads.items():
         if axis not in TIMED_AXES:
-            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # shared memory has no link to pace; the axes before used it
+            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # shared memory, which the axes before use, has no link to pace
         races = [_time_methods(axis, load, rounds, steps, console) for load in each]
         result[axis] = (
             method_comparison.plain(races[0])
@@ -91,7 +92,7 @@ def _time_methods(axis: str, load: Load, rounds: int, steps: int, console: Conso
     race = method_comparison.race(axis, load, rounds, steps, console.print)
     console.print(method_comparison.table(race))
     for line in method_comparison.notes(race):
-        console.print(line, soft_wrap=True, markup=False)  # an error may have brackets
+        console.print(line, soft_wrap=True, markup=False)  # the text of an error may contain brackets
     return race
 
 

@@ -30,12 +30,12 @@ from windlass.parallel.pipeline.stage_transfers import StageTransfers
 from windlass.parallel.pipeline.transfer_order import add_transfers
 
 _RESULTS = Path(__file__).parent / "results"
-_TOLERANCE = 0.05  # relative to the formula's value
+_TOLERANCE = 0.05  # allowed deviation, relative to the formula's value
 
 
 @dataclass(frozen=True)
 class ScheduleSetting:
-    """One measurement."""
+    """Schedule, and its numbers of ranks, of micro-batches and of stages on each rank (`each`)."""
 
     schedule: ScheduleName
     ranks: int
@@ -48,12 +48,12 @@ class ScheduleSetting:
 
 @dataclass
 class DelayClock:
-    """Seconds that this rank's layers took."""
+    """Timer that sums the seconds of this rank's layers."""
 
     busy: float = 0.0
 
     def wait(self, seconds: float) -> None:
-        """Sleep; ranks need no core of their own for that."""
+        """Sleep, so that ranks need no core of their own."""
         start = time.perf_counter()
         while (left := start + seconds - time.perf_counter()) > 0:
             time.sleep(max(0.0, left - 0.0005) or 0.0001)
@@ -125,7 +125,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "pipeline_bubble",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Measure every schedule, print a table, write the JSON; exit code 1 if one deviates by more than 5 %."""
+    """Measure every schedule, print a table, write the JSON; exit code 1 if one is more than 5 % off its formula."""
     from torch.multiprocessing.spawn import spawn
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
@@ -172,7 +172,7 @@ def _run_rank(
         passing = StageTransfers(mesh.pp, torch.device("cpu"))
         batch = (torch.zeros(8), torch.zeros(()))
         shortest: tuple[float, float] | None = None
-        for _ in range(1 + steps):  # the first one exchanges shapes
+        for _ in range(1 + steps):  # the first run exchanges shapes
             _clock.busy = 0.0
             dist.barrier()
             start = time.perf_counter()

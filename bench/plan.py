@@ -40,8 +40,8 @@ def main(
     gpu: Annotated[bool, typer.Option("--gpu", help="Rows of one rank on a GPU, into plan_gpu.json.")] = False,
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Measure these rows, print every row and its miss, and write plan.json. The exit code is 1 if one misses by more
-    than 10 %."""
+    """Measure the chosen rows, print all rows with their errors, and write plan.json (with --gpu: plan_gpu.json). The
+    exit code is 1 if a prediction is wrong by more than 10 %."""
     if gpu and not predict and not torch.cuda.is_available():
         raise typer.BadParameter("torch finds no CUDA device here; run on a host with a GPU", param_hint="--gpu")
     start, _, stop = rows.partition(":")
@@ -81,9 +81,9 @@ def _predict(case: MemoryCase) -> int:
 
 
 def _measure(case: MemoryCase) -> int:
-    """Return the mean over ranks of the peak: a page that ranks share counts by parts in each of them.
+    """Return the mean of the ranks' peaks, in which each rank counts its part of the pages that several ranks map.
 
-    Of a pipeline it is the peak of the stage that needs most.
+    For a pipeline, return the largest peak of a rank.
     """
     env = {"OMP_NUM_THREADS": "1", "WINDLASS_LOG_LEVEL": "ERROR"}
     with RankPool(partial(MemoryRank, case), case.ranks, label=case.name, env=env) as ranks:

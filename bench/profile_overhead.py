@@ -78,7 +78,7 @@ def costs_when_off() -> tuple[float, float]:
 
 
 def share_when_off(categories: list[str], steps: int, costs: tuple[float, float], step: float) -> dict[str, float]:
-    """Return the ranges and waits of a step, and the share of a step that they cost without a recorder.
+    """Return the numbers of ranges and waits in a step, and the share of a step that they cost without a recorder.
 
     Args:
         categories: Categories of windlass' own events in `steps` recorded steps.

@@ -4,8 +4,9 @@ python bench/quant.py                    # 4096 -> 11008 and 768 -> 3072 at 1, 1
 python bench/quant.py --shapes 768x3072 --rows 1 --formats int4_g128 --peers ""
 python bench/quant.py --path AVX2        # windlass with another instruction set
 
-`A8`: inputs rounded to int8. Up to 16 rows a call goes through as many copies of the layer as `--cold` megabytes hold,
-after a read of 128 MiB. All take turns; a figure is the best of its rounds, since other processes only ever add time.
+`A8`: inputs rounded to int8. With up to 16 rows, a call computes as many copies of the layer as `--cold` megabytes
+hold, after a read of 128 MiB. All contenders take turns; a figure is the best of its rounds, because other processes
+only ever add time.
 `of read` is GB/s over that of a read loop in the same run, `error` is |y - y_fp32| / |y_fp32| for Gaussian weights and
 inputs. Rivals that are not installed are named and left out: `pip install onnx onnxruntime torchao llama-cpp-python`
 (ggml).
@@ -46,9 +47,10 @@ class Contender:
     """Copies of a layer of one kind.
 
     Attributes:
-        layers: each computes the same from an input.
+        layers: copies of the layer, all with the same weight.
         nbytes: bytes of the weight of a copy.
-        copies: number of copies of the layer that a call with few rows of one of `layers` computes.
+        copies: number of copies that one call of an entry of `layers` computes if the input has few rows; ggml computes
+            all its copies in one graph.
     """
 
     layers: list[Layer]
@@ -223,7 +225,8 @@ def _onnx_session(kind: str, tensors: dict[str, Any], shape: torch.Size, more: d
     model = helper.make_model(graph, opset_imports=opset, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # or its threads spin beside the next rival
+    # Otherwise its threads spin while the next rival runs.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 

@@ -3,7 +3,7 @@
 python bench/serve.py                                  # a few minutes, 4 GB
 python bench/serve.py --llama-bin llama/bin            # needs the package gguf
 
-All contenders run alternately in one run. The roofs are measured in it too: memory by a plain read loop on all threads,
+All contenders run alternately in one run, which also measures the roofs: memory by a plain read loop on all threads,
 arithmetic by a 2048^3 product, the better of MKL's and oneDNN's. The greedy tokens of windlass and transformers are
 compared first. Servers get the same mixed load from the same clients over HTTP. Where a figure has a goal, it is
 printed beside it.
@@ -47,13 +47,13 @@ _CACHE_TOKENS = 32_768
 _MIXED_REQUESTS = 24
 _KV_BYTES = 16 * 12 * 2 * 4 * 64 * 4  # bytes of a block: tokens, layers, keys and values, heads, features, fp32
 _MIXED_CLIENTS = (8, 32)
-_LONG_LOAD = 8  # requests of each client, of which the middle is measured, while all clients have a request
+_LONG_LOAD = 8  # requests of each client; the middle of the load is measured, while every client has a request
 _LLAMA_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
 
 
 @dataclass
 class Measurement:
-    """Rates of one contender in tokens per second, one per round, and the CPU share of other processes."""
+    """Rates of one contender in tokens per second, and the cores that other processes used, both for each round."""
 
     unit: str
     rates: list[float] = field(default_factory=list)
@@ -87,7 +87,7 @@ def main(
             f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
         forms = weights.split(",")
-        # inputs in the format of the weights, as llama.cpp's
+        # inputs have the format of the weights, as in llama.cpp
         engines = {
             form: LLM(
                 folder,
@@ -138,7 +138,7 @@ def main(
             measured[label].other_cores.append(_other_cores(*before))
         for llm in engines.values():
             llm.close()
-        runs.clear()  # they refer to the engines
+        runs.clear()  # its functions refer to the engines
         engines.clear()
         over_http = _measure_servers(Path(folder), Path(llama_bin) if llama_bin else None, files) if servers else {}
     read, product = statistics.median(reads), statistics.median(flops)
@@ -172,7 +172,7 @@ def main(
     shares = {label: rates[label] / roof for label, roof in roofs.items() if roof}
     figures = _goals(rates, shares, statistics.median(outside), over_http)
     if "windlass fp32, mixed" in rates:
-        # a bound of every engine: prompts and answers at the rate of the product
+        # bound for every engine: all tokens of prompts and answers at the rate of the product
         load = _mixed_load()
         answers = sum(answer for _, answer in load)
         tokens = answers + sum(len(prompt) for prompt, _ in load)
@@ -281,7 +281,7 @@ def _compare_tokens(model: Any, llm: LLM) -> None:
 
 
 def _decode(llm: LLM, count: int) -> float:
-    """Return the rate of steps in which every request gets one token."""
+    """Return the tokens a second of the median step in which every request gets one token."""
     engine = llm.engine
     for number in range(count):
         engine.add_request(f"decode-{number}", _prompt(_PROMPT, random.getrandbits(32)), _greedy(_ANSWER))
@@ -310,14 +310,15 @@ def _mixed_load(count: int = _MIXED_REQUESTS) -> list[tuple[list[int], int]]:
 
 
 def _equal_answers() -> list[tuple[list[int], int]]:
-    """Return the mixed load with answers of their mean length, since transformers accepts one for all requests."""
+    """Return the mixed load with answers of their mean length, because transformers accepts one length for all
+    requests."""
     load = _mixed_load()
     answer = sum(length for _, length in load) // len(load)
     return [(prompt, answer) for prompt, _ in load]
 
 
 def _mixed(llm: LLM, load: list[tuple[list[int], int]], at_a_time: int = _MIXED_REQUESTS) -> float:
-    """Return the generated tokens per second of prompts with the lengths of their answers."""
+    """Return the generated tokens per second of a load of prompts and answer lengths, `at_a_time` requests at once."""
     llm.reset_prefix_cache()
     engine = llm.engine
     began, added, generated = time.perf_counter(), 0, 0
@@ -431,7 +432,7 @@ def _measure_server(
         before = server.metrics() if model == "windlass" else {}
         began = _cpu_seconds(), time.perf_counter()
         found = run_clients(server.port, model, load, clients)
-        found["other"] = _other_cores(*began)  # includes the server
+        found["other"] = _other_cores(*began)  # cores of the server are included
         if before:
             after, seconds = server.metrics(), time.perf_counter() - began[1]
             found["overhead"] = _outside(before, after, seconds)
@@ -455,7 +456,7 @@ def _measure_server(
 
 
 def _outside(before: dict[str, float], after: dict[str, float], seconds: float) -> float:
-    """Return the part of the time with requests, between two readings of a server's metrics, that it did not spend in
+    """Return the part of the time with requests, between two readings of a server's metrics, that was not spent in
     forwards.
     """
     names = "windlass:forward_seconds_total", "windlass:idle_seconds_total"
@@ -480,7 +481,8 @@ def _roofs() -> tuple[float, float]:
 
 
 def _product_seconds(dtype: torch.dtype) -> list[float]:
-    """Return times of square products by MKL (in fp32) and by oneDNN with a packed weight, which is faster on some."""
+    """Return times of square products by MKL (in fp32) and by oneDNN with a packed weight, which is faster on some
+    CPUs."""
     square, seconds = torch.randn(_ROOF_SIDE, _ROOF_SIDE).to(dtype), []
     packed = torch.ops.mkldnn._reorder_linear_weight(square) if torch.backends.mkldnn.is_available() else None
     for _ in range(4):

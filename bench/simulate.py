@@ -47,12 +47,13 @@ CALIBRATION = (
     "8B, 8 H100, compiled",
     "8B, 32 H200, compiled, FP8",
 )
-"""Runs that decide the share of its rates that a device reaches in training, one for each device and framework."""
-LARGE = 10_000  # devices of a step whose simulation is to take less than a minute
+"""Runs that calibrate the share of a device's rates that training reaches, one for each device and framework."""
+LARGE = 10_000  # devices from which the table states the time of simulating a step
 _LENGTH = 8192  # tokens of a sample
 # tokens of the global batch, by number of devices
 _TOKENS = {8: 2**20, 64: 2**20, 512: 2**22, 4096: 2**24, 16_384: 2**24}
-_MTBF_HOURS, _RESTART = 50_000.0, 600.0  # assumed for a device with its share of host and network
+# Assumed hours between two failures of a device with its share of host and network, and seconds of a restart.
+_MTBF_HOURS, _RESTART = 50_000.0, 600.0
 
 
 def main(
@@ -62,8 +63,8 @@ def main(
     links: Annotated[str, typer.Option(help="Bytes a second of each connection in the part links.")] = "100M,50M,25M",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Run these parts, print their tables with every miss, and write simulate.json, which keeps the other parts, and
-    the rows of measured parts that are not run now."""
+    """Run the chosen parts, print their tables with every miss, and write simulate.json, which keeps the other parts,
+    and the rows of measured parts that are not run now."""
     chosen = [name.strip() for name in part.split(",")]
     wrong = [name for name in chosen if name not in PARTS]
     if wrong:

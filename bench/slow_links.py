@@ -60,7 +60,7 @@ class Timing:
         received: bytes that a rank received; with two hosts, bytes that one host received from the other.
         free: seconds of the same step on a link without limit.
         compute: seconds of forward and backward without the method.
-        commit: the measured source.
+        commit: commit of windlass that was measured.
     """
 
     name: str
@@ -119,7 +119,7 @@ def main(
         missing = rows.missing(method, rates)
         if missing and not 0 < pieces < time.monotonic() - begin:
             timings = time_method(method, missing, cycles, size, rows.timings, in_spaces=not refused)
-            with closing(timings):  # ends the ranks
+            with closing(timings):  # closing the generator ends the ranks
                 for timing in timings:
                     rows.add(timing)
                     if 0 < pieces < time.monotonic() - begin:
@@ -149,7 +149,7 @@ class Rows:
     """Timings in a file.
 
     Attributes:
-        setting: values that are equal for all of them, by key of the file.
+        setting: values that are equal for all timings, by key of the file.
     """
 
     path: Path
@@ -157,7 +157,7 @@ class Rows:
     timings: list[Timing] = field(default_factory=list)
 
     def read(self) -> None:
-        """Take the rows of earlier calls.
+        """Read the rows of earlier calls.
 
         Raises:
             BadParameter: the rows were measured with another setting.
@@ -218,7 +218,7 @@ def time_method(
     """Train with one method, and yield its timing at each rate.
 
     Args:
-        before: earlier rows, with that of this method without a limit unless `rates` begins with it.
+        before: earlier rows, with the row of this method without a limit, unless `rates` begins with 0 (no limit).
         in_spaces: hosts are network namespaces.
     """
     count, commit = cycles * PERIODS.get(method, 1), run_facts()["commit"]
@@ -255,9 +255,9 @@ def received_over_link(method: str, by_rank: list[float]) -> float:
 
 
 def factor(timing: Timing, timings: list[Timing]) -> float | None:
-    """Return how many times as long the base takes on the same link; None if it was not timed.
+    """Return the step time of the base over that of `timing`, on the same link; None if the base was not timed.
 
-    The base is DistributedDataParallel, and stage 3 of the methods on two hosts.
+    The base is DistributedDataParallel, or for methods on two hosts stage 3.
     """
     name = HOSTED_BASE if timing.name in HOSTED else BASE
     base = next((item for item in timings if item.name == name and item.link == timing.link), None)
@@ -278,7 +278,7 @@ def missed_goals(timings: list[Timing]) -> list[str]:
 
 
 def table(chosen: list[Timing], timings: list[Timing]) -> Table:
-    """Return a table of some timings, compared with the bases among all."""
+    """Return a table of the timings in `chosen`, compared with their bases in `timings`."""
     title = f"a step of ranks with 1 thread: {RANKS}, or {HOSTED_RANKS} on two hosts ({', '.join(HOSTED)})"
     made = Table(title=title, title_justify="left")
     made.add_column("", no_wrap=True)
@@ -302,7 +302,7 @@ def table(chosen: list[Timing], timings: list[Timing]) -> Table:
 
 
 def numel_of(method: str, layers: int) -> str:
-    """Return the number of parameters of a method's model as text."""
+    """Describe a method's model by its number of parameters and its dtype."""
     dtype = "bf16" if method in HOSTED else "fp32"
     return f"a Llama of {sizes_of(method, layers).shape().numel / 1e6:.1f}M parameters in {dtype}"
 

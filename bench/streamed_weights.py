@@ -1,8 +1,9 @@
 """Decoding with weights that stay in a file, for a model several times larger than the memory that the process may use.
 
 Each step reads all weights of products once, whatever its batch, so the roof of tokens a second is `batch x read rate /
-bytes`, and never more than the products of the batch take. The read rate is that of plain direct I/O on the same file,
-measured alternately with the steps; for weights in host memory it is a plain read loop on all threads.
+bytes`, but at most the rate at which products can be computed (in fp32). The read rate is that of plain direct
+I/O on the same file, measured alternately with the steps; for weights in host memory it is that of a plain read loop on
+all threads.
 
 python bench/streamed_weights.py --path /mnt/nvme
 """
@@ -38,7 +39,7 @@ _MALLOC_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
 }
 _VOCABULARY = 2048
-_PROMPT, _ANSWER = 3, 40  # tokens
+_PROMPT, _ANSWER = 3, 40  # numbers of tokens
 _LEAST_RATIO = 3.0
 _READ_BYTES = 2 << 30
 _SIDE = 1024  # rows and columns of the timed matrices
@@ -105,7 +106,7 @@ def main(
 
 
 def _run_child(folder: Path, work: dict[str, Any]) -> dict[str, Any]:
-    """Run this script in a process of its own, which has its own limit; return what it measured."""
+    """Run this script in a process of its own, which has its own limit; return its measurements."""
     (folder / "work.json").write_text(json.dumps(work))
     environment = {**os.environ, **_MALLOC_ENVIRONMENT}
     done = subprocess.run([sys.executable, __file__, "--measure", str(folder)], check=False, env=environment)
@@ -153,7 +154,7 @@ def _write_model(folder: Path, hidden: int, layers: int) -> int:
 
 
 def _random(shape: Any, generator: Any) -> Any:
-    """Return uniform numbers of the usual deviation, which are drawn faster than normal ones."""
+    """Return uniform numbers with a standard deviation of 0.02, because normal ones take longer to draw."""
     import torch
 
     return torch.empty(shape).uniform_(-0.035, 0.035, generator=generator)
@@ -226,7 +227,7 @@ def _decode(llm: Any, batch: int, steps: int) -> float:
         engine.add_request(f"{number}", [(7 * number + place) % _VOCABULARY for place in range(_PROMPT)], params)
     while engine.stats().num_waiting or not all(sequence.has_sampled for sequence in engine._table.running.values()):
         engine.step()
-    engine.step()  # the first one of this batch size
+    engine.step()  # the first step of this batch size
     before, began = engine.stats().step_tokens, time.perf_counter()
     for _ in range(steps):
         engine.step()
@@ -240,7 +241,8 @@ def _decode(llm: Any, batch: int, steps: int) -> float:
 
 
 def _disk_reader(file: Path, nbytes: int) -> Callable[[], float]:
-    """Return a function that reads the file by plain direct I/O of the same blocks and depth, in bytes a second."""
+    """Return a function that reads the file by plain direct I/O of the same blocks and depth, and returns bytes a
+    second."""
     from windlass.storage.direct_file_reader import DirectFileReader
 
     reader = DirectFileReader(file)
@@ -263,14 +265,14 @@ def _disk_reader(file: Path, nbytes: int) -> Callable[[], float]:
 
 
 def _memory_reader() -> Callable[[], float]:
-    """Return a function that reads memory on huge pages by a plain loop on all threads, in bytes a second."""
+    """Return a function that reads memory on huge pages by a plain loop on all threads, and returns bytes a second."""
     import torch
 
     from windlass.kernels.huge_pages import empty_on_huge_pages
     from windlass.kernels.inference_path import get_inference_path
 
     path = get_inference_path()
-    assert path.module is not None  # streamed weights need it too
+    assert path.module is not None  # streamed weights need the native kernels too
     native = path.module
     memory = empty_on_huge_pages((_READ_BYTES,), torch.uint8).fill_(1)
 

@@ -28,7 +28,7 @@ from windlass.cli.benches.rank_pool import RankPool
 
 _RESULTS = Path(__file__).parent / "results"
 AT_MOST, BETWEEN = 1.0, 1 / 1.2
-"""Targets: largest step relative to the best setting by hand, within the needs of one setting, and between two."""
+"""Targets: largest ratio of the step to that of the best setting by hand, for limits by one setting and between two."""
 _NOISE = 0.03  # differences of medians that do not count
 _LOSS_TOLERANCE = 1e-5
 _RESERVE = 0.1  # share of its bytes that a setting by hand is given in addition
@@ -106,8 +106,8 @@ class Row:
         used: Peak bytes of the chosen tiers.
         best: The fastest of the settings by hand that fit.
         seconds: Median step of each setting; of the chosen tiers by the label "auto".
-        target: Largest ratio. In the middle between two settings it is at least what the fastest setting without a
-            limit takes, because nothing is faster.
+        target: Largest ratio. Between two settings it is at least the ratio of the fastest setting without a limit,
+            because nothing is faster.
     """
 
     limit: str
@@ -167,7 +167,8 @@ def compared(
 
 
 def limits_of(needs: Mapping[str, Need]) -> dict[str, Need]:
-    """Return the limits by label: the need of each setting by hand with a reserve, and the middle of two of them."""
+    """Return the limits by label: the need of each setting by hand with a reserve, and between each two
+    neighbours their middle."""
     more = 1 + _RESERVE
     wide = {label: Need(int(need.device * more), int(need.host * more)) for label, need in needs.items()}
     found = {}

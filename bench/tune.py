@@ -38,7 +38,7 @@ _HERE = Path(__file__).parent
 REGRET, SHARE = 0.05, 0.25
 QUANTILES = (0.3, 0.7)
 """Limits of memory: in the widest gap of the peaks of all configurations near these quantiles."""
-_NEAR = 4  # ranks of the peaks around a quantile: peaks of one configuration differ by 1 to 3 % between two runs
+_NEAR = 4  # positions around a quantile in the sorted peaks, which differ by 1 to 3 % between two runs
 _RANKS = 2
 _WARMUP, _STEPS = 1, 5
 _DRIFT = 0.03  # allowed relative difference of peaks from the exhaustive data, which set the limit
@@ -159,11 +159,11 @@ def _limit(peaks: list[int], quantile: float) -> int:
 
 def _search(name: str, steps: int, rows: dict[str, Any], quantile: float) -> dict[str, Any]:
     measured = {key: row for key, row in rows.items() if "step_s" in row}
-    # A search reports its own times, so the chosen configuration is judged by those of the exhaustive measurement.
+    # A search measures times of its own, but its choice is judged by the times of the exhaustive measurement.
     limit = _limit([row["peak_host"] for row in measured.values()], quantile)
     with tempfile.TemporaryDirectory() as place:
         run = _tuning(name, Path(place), replace(_settings(Path(place), steps), memory=limit))
-        begin = time.monotonic()  # with the predictions between trials
+        begin = time.monotonic()  # the time includes predictions between trials
         outcome = run.run()
         seconds = time.monotonic() - begin
     best = min((key for key, row in measured.items() if row["peak_host"] <= limit), key=lambda k: measured[k]["step_s"])

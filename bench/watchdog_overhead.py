@@ -106,7 +106,7 @@ def _run_rank(rank: int, layers: int, rounds: int, steps: int, in_turns: bool, r
     ratios, own, wall, seconds = [], 0.0, 0.0, []
     slowest = torch.tensor(turn())
     dist.all_reduce(slowest)
-    turns = 1 + int(3.0 / (slowest.item() / dist.get_world_size() * steps))  # for three heartbeats
+    turns = 1 + int(3.0 / (slowest.item() / dist.get_world_size() * steps))  # three seconds, for three heartbeats
     for _ in range(rounds):
         without = 0.0
         if in_turns:

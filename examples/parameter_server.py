@@ -4,7 +4,7 @@
     windlass run --servers 2 --workers 4 examples/parameter_server.py --mode synchronous --out runs/ps
     python examples/parameter_server.py --plot --out runs/ps      # both curves of held-out loss over time
 
-Worker 3 takes `--slow` times as long for a step as the others. A synchronous update waits for it; asynchronous ones
+Worker 3 takes `--slow` times as long for a step as the others. Synchronous updates wait for worker 3; asynchronous ones
 do not.
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
     model = CharacterModel()
     settings = parameter_server.ParameterServerSettings(mode=args.mode)
     worker = parameter_server.start(model, lambda parameters: torch.optim.Adagrad(parameters, lr=0.02), settings)
-    if worker is None:  # a server, and all workers have left
+    if worker is None:  # this process was a server, and all workers have left
         return
     data = text()
     train, held_out = data[:-8192], data[-8192:]

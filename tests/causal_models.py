@@ -1,4 +1,4 @@
-"""Tiny causal language models of transformers with random weights, grouped by the kind of their layers."""
+"""Tiny causal language models of transformers with random weights, with and without a tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 41  # prime, so that no number of ranks divides it
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """Return the model of this name with `changes` to its configuration. Its biases and norms are random too."""
+    """Return the model `name` with `changes` to its configuration. Noise makes its biases and norms random too."""
     torch.manual_seed(seed)
     model = CAUSAL[name](**changes)
     with torch.no_grad():
@@ -69,13 +69,13 @@ CAUSAL: dict[str, Callable[..., nn.Module]] = {
     # models with a tensor-parallel plan in transformers
     "llama": _family("LlamaForCausalLM", _ROTARY),
     "qwen3": _family("Qwen3ForCausalLM", {**_SIZED, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    "phi3": _family("Phi3ForCausalLM", _ROTARY),  # queries, keys and values fused, gate and up too
+    "phi3": _family("Phi3ForCausalLM", _ROTARY),  # fused queries, keys and values; fused gate and up
     "glm": _family("GlmForCausalLM", _SIZED),
     "gemma2": _family("Gemma2ForCausalLM", _SIZED),  # scaled embeddings, capped logits
     "gemma3": _family("Gemma3ForCausalLM", _SIZED, "Gemma3TextConfig"),
     "cohere": _family("CohereForCausalLM", {**_ROTARY, "use_qk_norm": True}),  # norms with weights for each head
-    "olmo2": _family("Olmo2ForCausalLM", _ROTARY),  # norms over all heads
-    "gpt_neox": _family("GPTNeoXForCausalLM", {**_ROTARY, "num_key_value_heads": 4}),  # fused head by head
+    "olmo2": _family("Olmo2ForCausalLM", _ROTARY),  # query and key norms over all heads
+    "gpt_neox": _family("GPTNeoXForCausalLM", {**_ROTARY, "num_key_value_heads": 4}),  # QKV fused head by head
     "mixtral": _family("MixtralForCausalLM", {**_ROTARY, **_EXPERTS, "output_router_logits": True}),
     "granitemoe": _family("GraniteMoeForCausalLM", {**_ROTARY, **_EXPERTS}),
     "qwen2_moe": _family(
@@ -114,14 +114,14 @@ CAUSAL: dict[str, Callable[..., nn.Module]] = {
             "linear_value_head_dim": 8,
         },
     ),
-    # models without such a plan, whose graph is traced
-    "gpt2": _family("GPT2LMHeadModel", {**_OLD, **_QUIET, "n_embd": 24, "n_head": 3}),  # Conv1D; tied
+    # models without a tensor-parallel plan in transformers: windlass traces their graph
+    "gpt2": _family("GPT2LMHeadModel", {**_OLD, **_QUIET, "n_embd": 24, "n_head": 3}),  # Conv1D layers; tied head
     "opt": _family("OPTForCausalLM", {**_ROTARY, "ffn_dim": 40, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bert": _family(
         "BertLMHeadModel",
         {**_ROTARY, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
-    "bloom": _family("BloomForCausalLM", {**_OLD, "hidden_size": 32}),  # a bias for each head
+    "bloom": _family("BloomForCausalLM", {**_OLD, "hidden_size": 32}),  # an attention bias for each head (ALiBi)
     "mpt": _family("MptForCausalLM", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}),
     "falcon": _family("FalconForCausalLM", {**_ROTARY, "num_kv_heads": 4}),  # one key head, fused with all queries
     "gpt_bigcode": _family("GPTBigCodeForCausalLM", {**_OLD, **_QUIET}),
@@ -139,12 +139,12 @@ CAUSAL: dict[str, Callable[..., nn.Module]] = {
             "attention_dropout": 0.0,
         },
     ),
-    "gpt_oss": _family("GptOssForCausalLM", {**_SIZED, **_EXPERTS}),  # sinks, and experts with biases
+    "gpt_oss": _family("GptOssForCausalLM", {**_SIZED, **_EXPERTS}),  # attention sinks, and experts with biases
 }
 
 
 def language(seed: int, samples: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
-    """Return ids `[samples, length]` and the same as labels, some of which are ignored."""
+    """Return random ids `[samples, length]`, and labels equal to the ids; the first three of sample 0 are ignored."""
     ids = torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, :3] = -100
@@ -152,6 +152,6 @@ def language(seed: int, samples: int = 2, length: int = 7) -> dict[str, torch.Te
 
 
 def build_longer(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """Build a model for inference that takes 96 tokens, where its configuration has a limit."""
+    """Build a model in eval mode for sequences of up to 96 tokens."""
     key = {"gpt2": "n_positions", "gptj": "n_positions", "gpt_bigcode": "n_positions", "mpt": "max_seq_len"}
     return build(name, seed, **{key.get(name, "max_position_embeddings"): 96, **changes}).eval()

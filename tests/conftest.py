@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process with its threads can't fork ranks safely
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process with the threads of tokenizers cannot fork ranks safely
 for _name in ("WINDLASS_DEBUG", "WINDLASS_TRANSPORT", "WINDLASS_LOG_LEVEL", "LOGLEVEL"):
     os.environ.pop(_name, None)
 
@@ -32,7 +32,7 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_I
 
 # Ranks share few cores here. By the default policy the receiver of a message preempts its sender, which often holds a
 # lock of gloo's connection at that moment; gloo's event loop then spins until the sender runs again, for a third of all
-# processor time. Under SCHED_BATCH a thread that wakes up waits for its turn. Threads and processes inherit it.
+# processor time. Under SCHED_BATCH a thread that wakes up waits for its turn. Threads and processes inherit the policy.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_new_modules() -> None:
-    """Exclude what the tests before this file imported."""
+    """Exclude modules that earlier test files imported from garbage collection."""
     if len(sys.modules) > _modules_at_freeze + 50:
         _freeze()
 

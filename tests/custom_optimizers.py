@@ -8,7 +8,7 @@ import torch
 
 
 class Foreign(torch.optim.Optimizer):
-    """Optimizer that updates each parameter with a gradient by `rule`, which subclasses define, with its `state`."""
+    """Optimizer that updates each parameter with a gradient by `rule`, which subclasses define."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

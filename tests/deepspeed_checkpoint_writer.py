@@ -1,4 +1,4 @@
-"""Writer of the directories that DeepSpeed 0.19 writes, without DeepSpeed, for tests."""
+"""Writer of checkpoints in the format of DeepSpeed 0.19, without DeepSpeed, for tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trained:
 
 @contextmanager
 def deepspeed_classes() -> Iterator[dict[str, type]]:
-    """Return the classes that are pickled under DeepSpeed's names."""
+    """Make classes importable under DeepSpeed's names, for pickling. Yield the classes by name."""
     names = {
         "LossScaler": "deepspeed.runtime.fp16.loss_scaler",
         "DynamicLossScaler": "deepspeed.runtime.fp16.loss_scaler",
@@ -72,7 +72,7 @@ def deepspeed_classes() -> Iterator[dict[str, type]]:
 
 
 def write(directory: Path, tag: str, state: Trained, *, stage: int, ranks: int, sub_group: int = 1 << 30) -> Path:
-    """Write `state` as DeepSpeed would at this stage on `ranks` ranks, with `latest`.
+    """Write `state` as DeepSpeed would at this stage on `ranks` ranks, and the file `latest`.
 
     Args:
         sub_group: largest number of elements of a flat buffer at stage 3.

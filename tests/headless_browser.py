@@ -15,7 +15,7 @@ _OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debuggi
 
 
 class DevTools:
-    """Connection to a page. `problems` collects its exceptions, and its log: errors, and requests that were blocked."""
+    """Connection to a page. `problems` collects the page's exceptions and log entries: errors and blocked requests."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -46,7 +46,7 @@ class DevTools:
 
 @contextlib.asynccontextmanager
 async def open_page(url: str, folder: Path, seconds: float = 60.0) -> AsyncIterator[DevTools]:
-    """Open a page in a new browser whose profile lies in `folder`. Needs Chromium in PATH."""
+    """Open a page in a new browser with its profile in `folder`. Needs Chromium or Chrome in PATH."""
     import aiohttp
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")

@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models of transformers, with random weights and routers that are not indifferent."""
+"""Tiny mixture-of-experts models of transformers, with random weights large enough for distinct routing scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class HfExperts:
-    """Model family: its configuration class, and the settings of a small model beside `_SIZES`."""
+    """Model family: its configuration class and model class, and the settings of a small model beside `_SIZES`."""
 
     config: str
     model: str
@@ -43,7 +43,7 @@ class HfExperts:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    # smaller values would make routers nearly indifferent and gradients nearly zero
+                    # smaller values would make routing scores nearly equal and gradients nearly zero
                     parameter.normal_(std=0.25)
                 elif "norm" not in name:
                     parameter.normal_(std=0.1)

@@ -62,7 +62,7 @@ def language(place: Place) -> Batch:
 
 
 def output_loss(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Return the loss of a transformers model, which returns a ModelOutput."""
+    """Train a micro-batch of a transformers model, which returns a ModelOutput, and return the loss."""
     loss = call(**batch).loss
     backward(loss)
     return loss.detach()

@@ -1,4 +1,4 @@
-"""The oracle: trains in plain PyTorch, in one process, the model that W ranks should train together."""
+"""The oracle: training in plain PyTorch, in one process, with the result that an engine on W ranks should have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.models import Place, Specimen, cast
 
-SEED = 1000  # rank r builds its model from seed SEED + r; the engine must start from rank 0's
+SEED = 1000  # rank r builds its model from seed SEED + r; the engine must start from rank 0's model
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Recipe:
     Attributes:
         precision: "fp32", or "bf16" or "fp16" for a 16-bit model with fp32 accumulation and fp32 master weights.
         delayed_from: first step whose update reaches the model only at the end of the next step; None: never.
-        finished_after: steps from `delayed_from` on whose update reaches the model at once all the same.
-        summed: a step's gradient is the sum over ranks of each rank's mean over its micro-batches.
+        finished_after: steps from `delayed_from` on that nevertheless update the model at once.
+        summed: True if a step's gradient is the sum over ranks of each rank's mean over its micro-batches.
     """
 
     ranks: int = 2
@@ -50,13 +50,13 @@ class Recipe:
 class Trace:
     """Results of training.
 
-    Gradients are full, unclipped and averaged over the global batch; None if a parameter has none.
+    Gradients are full, unclipped and averaged over the global batch; None for a parameter without gradient.
 
     Attributes:
         losses, grads, norms: `losses[step][rank][micro]`, `grads[step][name]`, `norms[step]`.
         params: master weights after the last step.
         model: values with which the model computes.
-        buffers: those of rank 0.
+        buffers: buffers of rank 0.
     """
 
     losses: list[list[list[float]]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Trace:
 
 
 def build(specimen: Specimen, rank: int = 0) -> nn.Module:
-    """Return the specimen as rank `rank` builds it, from a seed of its own."""
+    """Build the specimen from the seed of rank `rank`."""
     torch.manual_seed(SEED + rank)
     return specimen.build()
 
@@ -90,10 +90,11 @@ def train(
     """Train the specimen on the global batch of `ranks x accumulation` micro-batches a step.
 
     The gradient of a step is the mean over all its micro-batches: added in their order, as one process does, or with
-    `by_rank` that of the means of each rank, as DistributedDataParallel does. Both are plain PyTorch, and they differ
-    by rounding. Gradients of a 16-bit model are taken micro-batch by micro-batch in 16 bits, widened, and averaged in
-    fp32; clipping and the step see the fp32 sum and the fp32 master weights, which start from the values before the
-    model was cast and of which it holds a rounded copy. Buffers follow DDP: each rank's forward starts from rank 0's.
+    `by_rank` the mean of each rank's mean, as DistributedDataParallel does. Both are plain PyTorch, and they differ by
+    rounding. Gradients of a 16-bit model are computed for each micro-batch in 16 bits, widened, and averaged in fp32.
+    Clipping and the step use the fp32 mean and fp32 master weights. Master weights start from the values before the
+    cast to 16 bits; the model holds a rounded copy. Buffers follow DDP: each rank's forward starts from rank 0's
+    buffers.
     """
     model = build(specimen) if model is None else model
     if recipe.precision == "fp32" and recipe.delayed_from is None:
@@ -147,7 +148,7 @@ def _micro_batch(model: nn.Module, specimen: Specimen, recipe: Recipe, place: Pl
 
 
 def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | None], parts: int) -> None:
-    """Add each parameter's gradient, weighted by one micro-batch's share, to its fp32 sum, and clear it."""
+    """Add each parameter's gradient, weighted by one micro-batch's share, to its fp32 sum, and clear the gradient."""
     for index, (_, parameter) in enumerate(named):
         if parameter.grad is None:
             continue
@@ -202,9 +203,9 @@ def relative_error(
     """Return the largest relative error of any tensor, and its name.
 
     The error of a tensor is |found - wanted| / max(|wanted|, rms * sqrt(numel)), with | | the 2-norm and rms that of
-    all wanted elements together: relative to the tensor itself, or to one of typical elements if this one is smaller.
-    A tensor present on one side only is an infinite error. |reordered - wanted| is not counted as an error: what the
-    order of a sum changes in plain PyTorch, which is more than rounding errors of `wanted` where its terms cancel.
+    all wanted elements together: relative to the tensor itself, or to a tensor of typical elements if that is larger.
+    A tensor present on one side only is an infinite error. `reordered` has the wanted values from sums in another order
+    in plain PyTorch. |reordered - wanted|, which is large where terms cancel, is subtracted from the error.
     """
     if found.keys() != wanted.keys():
         return float("inf"), f"names {sorted(found.keys() ^ wanted.keys())} on one side only"

@@ -15,7 +15,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool
     """Return rows that together cover every pair of values that some allowed row can have.
 
     Greedy: each row starts from the first pair not yet covered and takes, factor by factor, the value that covers most.
-    `allowed` also sees partial rows, and must judge them by the factors they have.
+    `allowed` also gets partial rows, and must judge them by the factors they have.
     """
     names = list(factors)
     left = _all_pairs(factors, names, allowed)

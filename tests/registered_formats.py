@@ -1,4 +1,4 @@
-"""Weight formats as a user writes them, whose tensors have other names and shapes than those of windlass."""
+"""Weight formats as a user may register them. Their tensors have other names and shapes than windlass's formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, RowTe
 
 
 class Nibbles:
-    """Two codes a byte and a scale of each row, without optional members."""
+    """Format with two 4-bit codes a byte and a scale of each row, without the optional members of a format."""
 
     name = "my4"
 
@@ -54,7 +54,7 @@ class Nibbles:
 
 
 class HalvedNibbles(Nibbles):
-    """The low bits of a row's bytes are its first half, so that some bytes hold scattered features."""
+    """Format whose bytes hold a feature of the row's first half (low bits) and one of its second half (high bits)."""
 
     name = "my4_halves"
 
@@ -67,7 +67,7 @@ class HalvedNibbles(Nibbles):
 
 
 class OneScale:
-    """Bytes and one scale of the whole matrix, a tensor without dimensions."""
+    """Format with a byte for each weight and one scale of the whole matrix, a tensor without dimensions."""
 
     name = "my8"
 
@@ -91,7 +91,7 @@ class OneScale:
 
 
 class Signs(OneScale):
-    """Codes -1, 0 and 1."""
+    """Format with the codes -1, 0 and 1, and one scale of the whole matrix."""
 
     name = "my1"
 
@@ -101,7 +101,7 @@ class Signs(OneScale):
 
 
 class RowScales(RowTensors, OneScale):
-    """Bytes and a scale of each row, which are joined."""
+    """Format with a byte for each weight and a scale of each row, and the optional members of `RowTensors`."""
 
     name = "my8_rows"
 
@@ -120,7 +120,7 @@ class RowScales(RowTensors, OneScale):
 
 
 class WrongForm(OneScale):
-    """Format whose `file_form` is not what it packs."""
+    """Format whose `file_form` lacks a tensor that `pack` returns."""
 
     name = "my8_wrong"
 

@@ -50,7 +50,7 @@ _RULES: dict[str, Any] = {
     **dict.fromkeys(("zero_expert_num", "linear_num_key_heads", "max_window_layers"), 2),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "rotary_dim", "mamba_dt_rank", "time_step_rank"), 4),
     **dict.fromkeys(("adapter_rank", "gated_norm_rank", "hc_lowrank", "prompt_length"), 4),
-    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 16),  # with few heads many scores are zero, which ties
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 16),  # with fewer heads, many scores are 0 and tie
     **dict.fromkeys(("sliding_window", "attention_window_size", "sliding_window_size"), 7),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("context_length", "original_max_position_embeddings"), 128),
@@ -227,10 +227,10 @@ def _make_values(
 
 
 def _cycle_layer_types(default: Any, known: set[str], layers: int) -> dict[str, list[str]]:
-    """Return lists of layers that have each type of the class."""
+    """Return the lists of layer types for `layers` layers, which repeat the types in the default configuration."""
     found = {}
     orders: dict[str, Callable[[list[str]], list[str]]] = {"layer_types": list, "mlp_layer_types": sorted}
-    for name, order in orders.items():  # dense layers come first
+    for name, order in orders.items():  # `sorted` puts dense layers first
         types = getattr(default, name, None)
         if name in known and isinstance(types, (list, tuple)):
             kinds = list(dict.fromkeys(types))

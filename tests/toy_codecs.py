@@ -1,4 +1,4 @@
-"""Three lossy codecs, of the kinds that compressed collectives transport, for tests only."""
+"""Three lossy codecs for tests, of the kinds that compressed collectives use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Additional specimens: unusual code of users that is still correct.
+"""Models with unusual but correct user code.
 
-They cover what `models` does not: tables with sparse gradients, full `nn.Transformer`s, user-defined hooks, containers
-that torch does not know, inner loops with second derivatives, and parameters that modules pass to each other.
+They cover cases that `models` lacks: tables with sparse gradients, full `nn.Transformer`s, user-defined hooks,
+containers that torch does not traverse, inner loops with second derivatives, and parameters that modules pass to each
+other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.models import VOCABULARY, WIDTH, Block, Regressor, Specimen, cross_en
 
 
 class SparseTables(nn.Module):
-    """Model of tables with sparse gradients, one of them used twice. The oracle can clip only `sparse=False`."""
+    """Model of tables with sparse gradients, one of them used twice. The oracle needs `sparse=False` to clip."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class WholeTransformer(nn.Module):
 
 
 class Gated(nn.Module):
-    """Model with a GRU in two directions and two layers: sixteen flat weights."""
+    """Model with a bidirectional GRU of two layers, which has sixteen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class Gated(nn.Module):
 
 
 def old_weight_norm() -> nn.Module:
-    """Apply the hook-based weight norm: a pre-hook computes the weight and sets it on the module."""
+    """Return a model with the hook-based weight norm: a pre-hook computes each weight and sets it on its module."""
     model = Regressor()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and still in use
@@ -82,7 +83,7 @@ class GeneratorBlock(Block):
 
 
 class Generators(nn.Module):
-    """Model that passes generators to its blocks, whose tensors cannot be found in advance."""
+    """Model that passes generators to its blocks. Hooks cannot find the tensors in a generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ Pair = namedtuple("Pair", "a b")
 
 @dataclasses.dataclass
 class Bag:
-    """Dataclass that holds a leaf, a parameter and None."""
+    """Dataclass with a tensor, and optionally a dict with a parameter."""
 
     h: Tensor
     extra: Any = None
@@ -124,7 +125,7 @@ class KeywordBlock(Block):
 
 
 class Keywords(nn.Module):
-    """Model that returns every kind of container, with a leaf that needs a gradient inside one."""
+    """Model with blocks that pass every kind of container, the first with a leaf tensor that requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class Keywords(nn.Module):
 
 
 class OwnLinear(torch.autograd.Function):
-    """Autograd function that keeps the weight on its context, not by `save_for_backward`."""
+    """Autograd function that stores the weight as an attribute of its context, not by `save_for_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class WithoutCall(Regressor):
 
 
 class InnerLoop(nn.Module):
-    """Model with one step of inner training by `functional_call`, whose outer gradient has second derivatives."""
+    """Model with one inner training step by `functional_call`. The outer gradient has second derivatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +250,7 @@ class PassesParameters(nn.Module):
 
 
 def hooked() -> nn.Module:
-    """Register user-defined hooks that read weights in the forward (pre and post) and in the backward."""
+    """Return a model with user-defined hooks that read weights before and after the forward and in the backward."""
     model = Regressor(3)
     first, second, third = model.blocks
     first.register_forward_hook(lambda module, args, out: out * 1.5 + module.up.weight.sum() * 0.01)
@@ -261,7 +262,7 @@ def hooked() -> nn.Module:
 
 
 class Target(Regressor):
-    """Model that runs part of the forward under `no_grad`, with the blocks that it trains."""
+    """Model that runs its blocks twice: under `no_grad` for a target, and with gradients."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -271,7 +272,7 @@ class Target(Regressor):
 
 
 class Forces(Regressor):
-    """Model whose prediction is the gradient of its output with respect to the input, as forces of an energy."""
+    """Model that predicts the gradient of its output with respect to the input, like forces from an energy."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -280,7 +281,7 @@ class Forces(Regressor):
 
 
 class CheckpointedClosure(Regressor):
-    """Model that recomputes a closure, which reads a weight of another module."""
+    """Model that recomputes a closure that reads the head's weight."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = checkpoint(self.blocks[0], x, use_reentrant=False)
@@ -309,13 +310,13 @@ class Transformed(nn.Module):
 
 
 class Ledger:
-    """Losses that blocks leave here, in a slot."""
+    """Object that holds the losses of blocks in a slot (`__slots__`), not in `__dict__`."""
 
     __slots__ = ("losses",)
 
 
 class HidingBlock(Block):
-    """Block that returns a detached tensor, and leaves its graph where only the caller finds it."""
+    """Block that returns a detached tensor, and passes a loss with its graph to a callback."""
 
     def forward(self, x: Tensor, leave: Any) -> Tensor:
         out = super().forward(x.detach())
@@ -353,7 +354,7 @@ class Scripted(Regressor):
 
 
 class ManySmall(nn.Module):
-    """Model of hundreds of parameters with one element each."""
+    """Model with 200 parameters of one to three elements beside its head."""
 
     def __init__(self) -> None:
         super().__init__()

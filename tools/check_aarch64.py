@@ -3,7 +3,7 @@
 python tools/check_aarch64.py                # all sources; `pip install ziglang` first
 python tools/check_aarch64.py low_bit_set    # some of them
 
-Nothing is linked or kept: objects show that the code of ARM is well-formed and that the assembler takes its
+The objects are deleted and not linked: they only prove that the sources compile and that the assembler accepts the
 instructions. The exit code is 1 if a source does not compile, and 2 if the compiler is missing.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parents[1] / "windlass" / "kernels" / "native"
 _TARGET = "aarch64-linux-gnu.2.28"
-# Sources that are compiled once for each instruction set; on ARM for one.
+# Sources that are compiled once for each instruction set, and the only set on ARM.
 _SETS = {"instruction_set": "kBaseline", "inference_set": "kInferenceBaseline", "low_bit_set": "kLowBitBaseline"}
 
 
@@ -40,7 +40,7 @@ def main(names: list[str]) -> int:
 
 
 def _compile(source: Path) -> str | None:
-    """Return the compiler's messages, or None if there are none."""
+    """Return the compiler's messages if the source does not compile, else None."""
     command = [sys.executable, "-m", "ziglang", "c++", "-target", _TARGET, "-std=gnu++20", "-O1", "-fPIC"]
     command += ["-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unused-function", "-ffp-contract=off"]
     if source.stem in _SETS:

@@ -1,6 +1,6 @@
-"""Draw the pictures of docs/guides/parallel.md and write its generated table, from the formulas alone.
+"""Draw the pictures of docs/guides/parallel.md and write its generated table, both computed from formulas.
 
-`python tools/draw_parallel_guide.py` writes them; with `--check` it only reports whether the table is out of date.
+`python tools/draw_parallel_guide.py` writes both; with `--check` it only reports whether the table is out of date.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fill_layout_table(text: str) -> str:
 
 
 def make_figures() -> Iterator[tuple[str, Any]]:
-    """Return the figures by file name."""
+    """Yield the file name and the figure of each picture."""
     yield "parallel-cuts.png", _draw_shards()
     yield "parallel-bytes.png", _draw_axis_bytes()
     yield "parallel-length.png", _draw_sequence_lengths()
@@ -49,7 +49,7 @@ def make_figures() -> Iterator[tuple[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or check the files. Return the exit code."""
+    """Write the files, or check the table. Return the exit code."""
     text = GUIDE.read_text("utf-8")
     if "--check" in arguments:
         if stale := fill_layout_table(text) != text:
@@ -172,7 +172,7 @@ def _draw_sequence_lengths() -> Any:
 
 
 def _draw_schedules() -> Any:
-    """Draw the schedule of a pipeline of four ranks and eight micro-batches, with equal stages."""
+    """Draw each pipeline schedule for four ranks and eight micro-batches, with equal stages."""
     figure, panels = _new_figure(11, 6.2, len(SCHEDULES), 1, sharex=True)
     ranks, micros = 4, 8
     colours = {

@@ -31,9 +31,9 @@ class FileFacts:
     Docstrings and `if TYPE_CHECKING:` run nothing and are left out.
 
     Attributes:
-        names: dotted names that are imported, used or started, or that a string holds.
+        names: dotted names that the file imports, uses, starts as programs, or has in strings.
         tokens: words of strings that may be names of files or folders, or patterns of names.
-        whole: imported names that are used without an attribute. A module among them may be asked for any of its names.
+        whole: imported names that are used without an attribute. Any name of such a module may be used.
         walks_python: True if the file walks packages or lists all `*.py`.
         lazy: lazily imported name -> its dotted name, if the file is a package with such names.
     """
@@ -49,13 +49,13 @@ def facts_of_files(root: Path, files: list[str], cache: Path | None = None) -> d
     """Return the facts of every file of `files`, relative to `root`, that is Python or a page.
 
     Args:
-        cache: file that keeps the facts of unchanged files between calls, by the hashes of their texts.
+        cache: file that keeps the facts of unchanged files between calls, with the hash of each file's text.
     """
     kept = _load(cache) if cache is not None else {}
     results: dict[str, FileFacts] = {}
     hashes: dict[str, str] = {}
     collects = gc.isenabled()
-    gc.disable()  # syntax trees hold no cycles, and collections during their construction double its time
+    gc.disable()  # syntax trees have no cycles, and garbage collection doubles the time of parsing
     try:
         for file in files:
             if file.endswith((".py", ".md")):
@@ -224,7 +224,7 @@ def _absolute(file: str, node: ast.ImportFrom) -> str:
 
 
 def _version() -> str:
-    """Return the hash of this file: facts that older code wrote are not read."""
+    """Return the hash of this file, so that cached facts of an older version are not used."""
     return hashlib.sha1(Path(__file__).read_bytes(), usedforsecurity=False).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Writes the table of docs/collectives.md: operations by back end and device, where all back ends are available."""
+"""Write the table of docs/collectives.md: operations by back end and device, as if all back ends were available."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Write the generated part of docs/compat.md: every DeepSpeed name, and its counterpart in windlass.
 
-`python tools/generate_compat_docs.py` writes it; with `--check` it only reports whether it is out of date.
+`python tools/generate_compat_docs.py` writes the page; with `--check` it only reports whether the page is out of date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write the generated parts of docs/config.md and docs/composition.md, and docs/ds_config.schema.json.
 
-`python tools/generate_config_docs.py` writes them; with `--check` it only lists those that are out of date.
+`python tools/generate_config_docs.py` writes the files; with `--check` it only lists the files that are out of date.
 """
 
 from __future__ import annotations

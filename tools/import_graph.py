@@ -1,4 +1,4 @@
-"""Graph of the files that each file of the repository reads: imports, names in strings, scripts, programs and data."""
+"""Graph of the files that each file of the repository uses: imports, names in strings, scripts, programs and data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMPORT_ROOTS = ("", "bench", "tools")
 class ImportGraph:
     """Edges from each file to the files that it imports, starts or reads.
 
-    The graph has too many edges rather than too few: a name in a string counts as an import of what it names. Paths are
+    The graph has too many edges rather than too few: a dotted name in a string counts as an import. Paths are
     relative to the root, with slashes.
 
     Args:
@@ -62,7 +62,7 @@ class ImportGraph:
         result = self._implied_edges(file) if file.endswith(".py") else set()
         for name in facts.names:
             result |= self._resolve(file, name)
-        for name in facts.whole:  # a lazy module passed as a value: any of its names may be used
+        for name in facts.whole:  # any name of a lazy module that is passed as a value may be used
             module = name.replace(".", "/") + "/__init__.py"
             for target in self._lazy.get(module, {}).values():
                 result |= self._resolve(file, target)
@@ -99,7 +99,7 @@ class ImportGraph:
                 results.add(package)
                 following = parts[index + 1] if index + 1 < len(parts) else ""
                 target = self._lazy.get(package, {}).get(following) if lazy else None
-                if target is not None:  # `windlass.initialize` is in `windlass.initialize`: not lazy a second time
+                if target is not None:  # e.g. `windlass.initialize` names itself: no second lookup
                     return results | self._resolve_under(root, ".".join([target, *parts[index + 2 :]]), lazy=False)
             elif at not in self._folders:
                 return results

@@ -1,8 +1,8 @@
-"""Make a virtual environment on top of another one, over whose packages its own take precedence.
+"""Make a virtual environment on top of another one. Its own packages take precedence over those below.
 
     python tools/make_layered_venv.py BELOW TARGET [REQUIREMENT | --upgrade]...
 
-Clients of DeepSpeed are installed into the new environment as the requirements need them. torch stays that of BELOW.
+Clients of DeepSpeed are installed into the new environment as the requirements need them. The torch of BELOW is used.
 """
 
 from __future__ import annotations

@@ -51,18 +51,18 @@ class GpuLayout:
 
     @property
     def idle_fraction(self) -> float:
-        """Fraction of a step in which ranks of a pipeline wait, under 1F1B with equal stages."""
+        """Fraction of a step in which a pipeline rank is idle, under 1F1B with equal stages."""
         return compute_bubble_fraction("1f1b", self.grid.pp, self.workload.micro_batches)
 
     def state_bytes(self, model: ModelShape) -> float:
-        """Return the bytes of parameters (2), gradients (4), masters and Adam's moments (12) per element."""
+        """Return a rank's bytes of parameters (2 an element), gradients (4), and master weights with moments (12)."""
         dense, experts = max((count_local_parameters(model, self.grid, p) for p in range(self.grid.pp)), key=sum)
         cut = self.grid.dp_shard * self.grid.ep * self.grid.sp
         cuts = [cut if self.zero_stage >= first else 1 for first in (3, 2, 1)]
         return (dense + experts) * sum(size / ranks for size, ranks in zip((2, 4, 12), cuts, strict=True))
 
     def received_bytes(self, model: ModelShape) -> dict[tuple[str, bool], int]:
-        """Return the bytes that a rank receives in a step, by axis and True if they cross nodes."""
+        """Return the bytes that a rank receives in a step, by axis and by whether they leave the node."""
         stages = [compute_step_volumes(model, self.grid, self.workload, pipe) for pipe in range(self.grid.pp)]
         most = max(stages, key=lambda found: sum(sum_bytes_by_axis(found).values()))
         totals: dict[tuple[str, bool], int] = {}
@@ -72,7 +72,7 @@ class GpuLayout:
         return totals
 
     def leaves_node(self, volume: CommVolume) -> bool:
-        """Return True if the sending ranks lie on several nodes."""
+        """Return True if the ranks of the collective are on several nodes."""
         axes: tuple[str, ...] = (volume.axis,)
         if volume.axis == "data":
             replicas = ("dp_replicate",) if volume.operation == "replicate" or not self.zero_stage else ()
@@ -113,7 +113,7 @@ class LayoutBytes:
 
     @property
     def cross_node_bytes(self) -> int:
-        """Bytes that cross nodes."""
+        """Received bytes that leave the node."""
         return sum(nbytes for (_, leaves), nbytes in self.received_bytes.items() if leaves)
 
 
@@ -123,7 +123,7 @@ def layout_bytes(model: ModelShape, gpus: int) -> list[LayoutBytes]:
 
 
 def layout_table() -> str:
-    """Return the numbers behind the bars as Markdown."""
+    """Return the numbers of the bars as a Markdown table."""
     lines = [
         "| GPUs | layout | " + " | ".join(f"{name}: states, received, of it across" for name in MODEL_TITLES.values())
     ]
@@ -140,7 +140,7 @@ def layout_table() -> str:
 
 
 def format_gb(nbytes: float) -> str:
-    """Format bytes as gigabytes, with as many digits as matter."""
+    """Format bytes as gigabytes, with one decimal below 100 GB."""
     return f"{nbytes / 1e9:,.1f}" if nbytes < 1e11 else f"{nbytes / 1e9:,.0f}"
 
 

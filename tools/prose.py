@@ -3,9 +3,9 @@
     python tools/prose.py [PATH ...]
 
 Checks the first word of every docstring (of attributes too) and comment, that each entry of a docstring's `Args:` has a
-line of its own and begins with a noun, as each of `Raises:` does, retired words in docstrings, comments, messages and
-Markdown pages, and names of classes that occur twice in the package. Prints `path:line: reason` for each finding and
-exits with 1 if there is any.
+line of its own and begins with a noun, that each entry of `Raises:` names its subject, retired words in docstrings,
+comments, messages and Markdown pages, and names of classes that occur twice in the package. Prints `path:line: reason`
+for each finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_VERB = re.compile(
 )
 # A comment begins with the noun that it describes: "# limit for each server", not "# of each server".
 _NO_NOUN = re.compile(r"#\s(of|that|which|whose|(?:above|after|by|for|from|in|on|to|with) which)\b")
-# So does an entry of `Args:`: "folder: folder of the files", not "folder: of the files".
+# An entry of `Args:` also begins with a noun: "folder: folder of the files", not "folder: of the files".
 _BARE_ENTRY = re.compile(r"(?m)^ *[`\w, *]+: (?:see )?(of|by|from|to|what|whether|who|how|which|where)\b(?! default\b)")
 # An entry of `Raises:` names its subject: "the file is damaged", not "it is damaged".
 _NO_SUBJECT = re.compile(r"(?m)^ *\w+: (it|they|none|that|one(?! of\b)|there (?:is|are) none)\b")
@@ -251,7 +251,7 @@ def _problems(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     for old in _RETIRED_CODE.finditer(source):
         word = old[1] or old[2]
         yield source.count("\n", 0, old.start()) + 1, f"{word!r}: {_CURRENT_CODE[word]}"
-    if _ANY_RETIRED.search(source) is None:  # most files: to find their comments takes long
+    if _ANY_RETIRED.search(source) is None:  # most files end here, because finding their comments takes long
         return
     for line, text in [*docstrings, *_comments(source), *_messages(tree)]:
         if _ANY_RETIRED.search(text) is None:
@@ -281,12 +281,12 @@ def examine_files(files: list[Path], cache: Path) -> dict[Path, Report]:
     """Examine files, except those whose text an earlier call has examined.
 
     Args:
-        cache: keeps the reports of unchanged files between calls, by the hashes of their texts.
+        cache: file that keeps the reports of unchanged files between calls, with the hash of each file's text.
     """
     kept = _load(cache)
     reports: dict[Path, Report] = {}
     entries: dict[str, Any] = {name: entry for name, entry in kept.items() if Path(name).exists()}
-    gc.disable()  # syntax trees hold no cycles, and collections during their construction take long
+    gc.disable()  # syntax trees have no cycles, and garbage collection while parsing takes long
     for path in files:
         text = path.read_bytes()
         digest = hashlib.sha1(text, usedforsecurity=False).hexdigest()
@@ -307,13 +307,13 @@ def examine_files(files: list[Path], cache: Path) -> dict[Path, Report]:
 def _load(cache: Path) -> dict[str, Any]:
     try:
         content = json.loads(cache.read_text())
-    except (OSError, ValueError):  # none yet, or cut off by a full disk
+    except (OSError, ValueError):  # no cache yet, or a cache that a full disk truncated
         return {}
     return dict(content["files"]) if content["version"] == _version() else {}
 
 
 def _version() -> str:
-    """Return the hash of this file: reports that other rules gave are not read."""
+    """Return the hash of this file, so that cached reports of other rules are not used."""
     return hashlib.sha1(Path(__file__).read_bytes(), usedforsecurity=False).hexdigest()
 
 

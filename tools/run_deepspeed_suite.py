@@ -1,4 +1,4 @@
-"""Runs DeepSpeed's own unit tests on CPU, once on DeepSpeed and once on the stand-in, and compares the outcomes.
+"""Run DeepSpeed's own unit tests on CPU, once on DeepSpeed and once on the stand-in, and compare the outcomes.
 
     python tools/run_deepspeed_suite.py CHECKOUT --reference PYTHON [--out DIR] [--cases N] [--files PATTERN ...]
 
@@ -6,7 +6,7 @@ CHECKOUT is a checkout of DeepSpeed's repository (only its `tests/` is used), PY
 has DeepSpeed and no windlass. The stand-in runs under the interpreter that runs this script. Both environments need
 pytest. Outcomes are appended to DIR as they come, and a second run continues where the first one ended.
 
-The tests run in a copy of `tests/` that lies beside no DeepSpeed, and the stand-in in strict mode (docs/compat.md). A
+The tests run in a copy of `tests/` without DeepSpeed beside it, and the stand-in in strict mode (docs/compat.md). A
 test counts when DeepSpeed itself passes it. This file is also the pytest plugin that records outcomes inside both runs,
 so it imports only the standard library.
 """
@@ -56,7 +56,7 @@ EXCLUDED_FILES = {
     "unit/v1/ops/*": "CUDA kernels",
     "unit/v1/pin_memory/*": "kernels for pinned memory",
 }
-"""Files that are not selected, with the subsystem of DeepSpeed that each tests and windlass does not have."""
+"""Excluded test files, with the subsystem of DeepSpeed that each tests and that windlass does not have."""
 
 FORKSERVER_PRELOAD = (
     "torch",
@@ -111,7 +111,7 @@ def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Record an outcome: of the call, or of a setup or teardown that did not pass."""
+    """Record the outcome of the call, and of a setup or teardown that did not pass."""
     if report.when == "call" or report.outcome != "passed":
         entry = {"test": report.nodeid, "outcome": report.outcome, "when": report.when}
         if report.outcome == "failed":
@@ -154,7 +154,7 @@ class TestSide:
             "DS_UNITTEST_TIMEOUT": "90",
             "WINDLASS_DEEPSPEED_STRICT": "1",
             "DEEPSPEED_SUITE_RECORD": str(self.file),
-            # A folder for this side alone: kernels are rebuilt whenever another environment used the folder in between.
+            # Each side has its own folder: kernels are rebuilt whenever another environment has used the folder.
             "TORCH_EXTENSIONS_DIR": str(out / "extensions" / name),
             "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join([*first, here, str(tests), *_python_path()]),
@@ -231,12 +231,12 @@ class TestSide:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 for lock in Path(self.environment["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
-                    lock.unlink()  # left by a compilation that was killed; every later one would wait for it
+                    lock.unlink()  # lock of a killed compilation: later compilations would wait for it
         result = self.outcomes()
         left = [test for test in tests if "outcome" not in result.get(test, {})]
         begun = [test for test in left if test in result]
         if left:
-            blamed = begun or left  # no test has begun: their files cannot be imported
+            blamed = begun or left  # if no test has begun, the files cannot be imported
             with open(self.file, "a") as file:
                 why = "hung, or the process died" if begun else "not collected: see the log"
                 for test in blamed:
@@ -264,7 +264,7 @@ def select_tests(collected: Sequence[dict[str, Any]], cases: int, patterns: Sequ
         count = min(cases, len(tests))
         chosen += [tests[-1 - number * (len(tests) - 1) // max(count - 1, 1)] for number in range(count)]
     ranks = {entry["test"]: entry["ranks"] for entry in collected}
-    # The quick ones first; the others in an order that mixes the files, so that an unfinished run is a fair sample.
+    # Tests without ranks are first. The order of the others mixes the files, so that a partial run is a fair sample.
     return sorted(chosen, key=lambda test: (ranks[test] > 0, ranks[test] and hashlib.sha1(test.encode()).digest()))
 
 

@@ -15,10 +15,10 @@ from tools.import_graph import ImportGraph
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".pytest_cache" / "file_facts.json"
-# A change here reaches every test: what is installed, how tests run.
+# Files that affect the installed packages or the way tests run: a change of them reaches every test.
 REACHES_ALL = ("pyproject.toml", "Makefile", "constraints.txt", "requirements.lock", ".ci/run")
 NATIVE = ("windlass/kernels/native/", "CMakeLists.txt", "windlass/kernels/")
-# No test reads these, unless it names them.
+# Files that count as read only by tests that name them.
 PROSE = {".md", ".png"}
 PROSE_NAMES = {".gitignore", ".gitattributes", "LICENSE", ".pre-commit-config.yaml"}
 
@@ -28,7 +28,7 @@ def select_tests(root: Path, files: list[str], changed: set[str], cache: Path | 
 
     Args:
         root: folder of the repository.
-        files: every file of it, relative to `root`.
+        files: all files of the repository, relative to `root`.
         changed: files that were changed, added or deleted, relative to `root`.
         cache: file that keeps the facts of unchanged files between calls.
     """

@@ -1,2 +1,2 @@
-"""Parts of the training benchmark. Reading order: job, worker (one rank), plan, floor, measure,
-targets, show, growth."""
+"""Parts of the benchmarks. Those of the training benchmark (cpu_train.py), in reading order: job, worker (one rank),
+plan, floor, measure, targets, show, growth."""

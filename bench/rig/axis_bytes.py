@@ -1,4 +1,4 @@
-"""Ranks that train one step on each mesh and return the bytes that its axes moved."""
+"""Ranks that train two steps on each mesh, and return the bytes that its axes moved in the second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rig.axis_cases import LENGTH, MICRO_BATCHES, SAMPLES, Case, Line, Moved, co
 from rig.models import build, samples
 
 Say = Callable[[str], None]
-Told = tuple[int, int, Moved]  # case, pipeline stage, and bytes moved
+Told = tuple[int, int, Moved]  # number of the case, pipeline stage, and bytes moved
 
 
 def count(cases: Sequence[Case], say: Say) -> list[Line]:
@@ -72,7 +72,7 @@ def moved_by(case: Case) -> tuple[int, Moved]:
     moved = {name: dict(axis.traffic.bytes_moved) for name, axis in engine.mesh.axes.items() if axis.size > 1}
     report = engine.report()
     moved["data"] = dict(report["bytes_moved"])
-    # with replicas the axis also sums partial gradients and norms, which no formula includes
+    # Without replicas, `replicate` counts only sums of gradients over other axes, which no formula includes.
     if case.grid.dp_replicate == 1:
         moved["data"].pop("replicate", None)
     pipe = engine.mesh.pp.index

@@ -16,17 +16,17 @@ EXPERTS = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=96, vocab
 """Each token chooses every expert, so that routing is even, as the formula assumes."""
 
 SAMPLES, LENGTH, MICRO_BATCHES, FLOAT, COUNT = 2, 32, 2, 4, 8
-_DATA = ("data", "experts")  # the transport counts these groups as one operation
-# names of the formulas -> names of the counters
+_DATA = ("data", "experts")  # axes of the formulas that the transport counts together
+# names of tensors in the formulas of pp -> names of the counters
 _PASSED = {"activations": "activations", "gradients of activations": "gradients"}
 
 Moved = dict[str, dict[str, int]]
-"""Bytes by axis and operation; of ZeRO's collectives the axis is `data`."""
+"""Bytes by axis and operation; ZeRO's collectives have the axis `data`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Mesh and settings of one case. The remaining ranks are data-parallel.
+    """Mesh and settings of one case. Ranks that `axes` leaves over are data-parallel.
 
     Attributes:
         axes: the section `parallel`.

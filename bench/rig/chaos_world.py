@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import windlass
 import windlass.checkpoint.collective_transfer
-import windlass.initialize  # imported now, otherwise every forked rank would import them
+import windlass.initialize  # imports both modules now; otherwise every forked rank would
 
 RANKS = 2
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +27,7 @@ CALLS = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "mkdir")
 
 @dataclass(frozen=True)
 class Fate:
-    """Planned end of a world: after a number of file-system calls, a rank or all ranks are killed."""
+    """Planned end of a world: `rank` kills itself, or (`everybody`) all ranks, after `calls` file-system calls."""
 
     rank: int
     calls: int
@@ -143,7 +143,7 @@ class World:
         return self.running()
 
     def kill(self, pids: set[int]) -> None:
-        """Kill those of these processes that run, by SIGKILL."""
+        """Send SIGKILL to the processes of `pids` that still run."""
         for pid in pids & self.running():
             os.kill(pid, signal.SIGKILL)
 

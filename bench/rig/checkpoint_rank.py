@@ -20,7 +20,8 @@ import windlass
 from windlass.cli.benches.bench_engines import import_deepspeed
 
 Wait = Callable[[], None]
-Save = Callable[[Path], Wait]  # returns once training may continue; its result waits until all data is durable
+# Function that returns once training may continue; its result is a function that waits until all data is durable.
+Save = Callable[[Path], Wait]
 
 
 def ways(engine: Any, tensors: dict[str, torch.Tensor], rival: Any | None) -> dict[str, Save]:
@@ -194,7 +195,7 @@ def main(folder: Path) -> None:
     saves = {name: save for name, save in ways(engine, tensors, rival).items() if name in work["names"]}
     results: dict[str, dict[str, list[float]]] = {}
     trial = Trial(folder, step, work["steps"])
-    for number in range(work["rounds"] + 1):  # the first warms up
+    for number in range(work["rounds"] + 1):  # the first round warms up
         for name, save in saves.items() if number % 2 == 0 else reversed(saves.items()):
             into: dict[str, list[float]] = {
                 key: [] for key in ("seconds", "blocked", "steps", "plain_steps", "plain_step")

@@ -11,7 +11,7 @@ def choose_names(text: str, names: Collection[str], separator: str) -> list[str]
     """Return the names that `text` lists, in the order of `names`.
 
     Raises:
-        BadParameter: there is no such name.
+        BadParameter: `text` lists a name that is not in `names`.
     """
     requested = {word.strip() for word in text.split(separator)}
     if missing := requested - set(names):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# trains on `[batch, length]` tokens; returns the loss without synchronizing
+# Function that trains on `[batch, length]` tokens, and returns the loss without synchronizing.
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -16,7 +16,7 @@ DENSE = Sizes(hidden=384, layers=6, heads=6, intermediate=1024, vocabulary=8192)
 EXPERTS = Sizes(hidden=256, layers=4, heads=4, intermediate=512, vocabulary=4096, experts=8, chosen=2)
 RANKS, FLOAT = 2, 4
 _PASSES = 4  # memory passes of a byte over loopback: read and written on its way into the kernel, and out of it
-_ADAM_BYTES = 28  # per parameter: reads parameter, gradient and two moments, writes all but the gradient
+_ADAM_BYTES = 28  # bytes per parameter: reads parameter, gradient and two moments, writes all but the gradient
 
 EXPLANATION = (
     "forward and backward of half the batch by one rank alone, times (m + p - 1) / m where m micro-batches pass p "
@@ -90,10 +90,10 @@ _FIELDS = {
     ),
 }
 FIELDS = {axis: {item.name: item for item in (TrainingMethod(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
-"""Methods by axis, including the compute alone."""
+"""Methods by axis; the first one of each is `none`, the compute alone."""
 
 SIZES = {axis: EXPERTS if axis == "ep" else DENSE for axis in FIELDS}
-"""Sizes of the common model."""
+"""Sizes of the model that the methods of an axis train, by axis."""
 
 
 @dataclass(frozen=True)

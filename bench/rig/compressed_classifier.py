@@ -1,8 +1,9 @@
-"""Classifier of texts with twelve layers, trained here, and its forms of one and two bits with fewer layers.
+"""Classifier of texts with twelve layers, trained here, and its compressed forms: binary or ternary, some with fewer
+layers.
 
-The texts are pieces of the standard library's sources, and the classes its packages. The matrices and all embeddings
-have one scale a row; the other tensors (biases, norms and the head) are rounded to 16 bits before the accuracy is
-taken.
+The texts are pieces of the standard library's sources, and the classes are its packages. In a compressed form, the
+matrices and all embeddings have one scale a row; the other tensors (biases, norms and the head) are rounded to bfloat16
+before the accuracy is measured.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _bert(layers: int, vocabulary: int) -> Any:
 
 
 def _round_wide_tensors(model: nn.Module) -> None:
-    """Round the parameters of layers without a format to the values of bfloat16."""
+    """Round all parameters except the weights with a format to the values of bfloat16."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if name != "weight" or not hasattr(module, "compression"):
@@ -178,7 +179,8 @@ def _accuracy(model: Any, texts: tuple[Tensor, Tensor]) -> float:
 
 
 def _file_bytes(model: nn.Module, name: str | None) -> int:
-    """Return the bytes of a file with all tensors: matrices and embeddings in a format, the rest in bfloat16."""
+    """Return the bytes of a file with all tensors: matrices and embeddings in the format `name`, the rest in bfloat16;
+    None: all in their own dtypes."""
     tensors: dict[str, Tensor] = {}
     packed = {} if name is None else {
         f"{layer}.weight": module
@@ -199,7 +201,7 @@ def _file_bytes(model: nn.Module, name: str | None) -> int:
 
 
 def _texts(tokenizer: Path) -> tuple[int, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the vocabulary's size, and ids and classes of pieces to train on and of held-out files."""
+    """Return the vocabulary's size, and ids and classes of pieces to train on and of (at most 1024) held-out pieces."""
     encoder, root = load_tokenizer(tokenizer), Path(sysconfig.get_paths()["stdlib"])
     files: dict[str, list[str]] = {}
     for source in find_sources(["stdlib"]):

@@ -53,9 +53,9 @@ class CompressedForm:
         share: length of the training with distillation, as a share of the original training; 0: none.
         rate: learning rate of the training with distillation.
         section: techniques of `compression_training` beside the format.
-        layers: blocks that stay, those whose removal costs least; 0: all.
+        layers: number of blocks that stay once those whose removal costs least are removed; 0: all.
         sparsity: method that sets half of the weights to 0 without training.
-        prune: units that are removed by activations.
+        prune: share of the units of each kind to remove, chosen by activations.
     """
 
     goal: str
@@ -105,7 +105,7 @@ LANGUAGE_MODELS: dict[str, CompressedForm] = {
 
 
 def train_base(folder: Path, steps: int, model: str) -> Path:
-    """Return the folder of the trained model of `MODELS`, which `windlass train` makes at the first call."""
+    """Return the folder of a trained model of `MODELS`; the first call trains it, as `windlass train` does."""
     from windlass.cli.training.stop_signals import StopSignals
     from windlass.cli.training.train_options import TrainOptions, make_training_plan
     from windlass.cli.training.train_rank import train_on_rank
@@ -157,7 +157,7 @@ def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[
 
 
 def _shrink(whole: Any, form: CompressedForm, held_out: HeldOutSet, base: Path) -> Any:
-    """Return the pruned, sparse or whole model, which is trained or only rounded afterwards."""
+    """Return the model with fewer blocks, sparse or pruned; the whole model if the form has none of these."""
     if form.layers:
         return _drop_layers(whole, form.layers, held_out)
     if form.sparsity is not None:
@@ -191,7 +191,7 @@ def _block_layers(model: Any) -> list[nn.Linear]:
 
 
 def _bits_of(model: nn.Module, held_out: HeldOutSet, base: Path) -> float:
-    """Return the loss of the trained model, which is measured once."""
+    """Return the held-out loss of the trained model: measured at the first call, then read from a file."""
     known = base / "bits.json"
     if not known.is_file():
         known.write_text(json.dumps(bits_per_byte(model, held_out)))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _BYTES = 4  # size of a float32
-_ADAM_BYTES = 28  # per parameter: reads parameter, gradient and two moments, writes all but the gradient
+_ADAM_BYTES = 28  # bytes per parameter: reads parameter, gradient and two moments, writes all but the gradient
 _PASSES = 4  # memory passes of a byte over loopback: read and written on its way into the kernel, and out of it
 
 EXPLANATION = (

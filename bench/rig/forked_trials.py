@@ -1,4 +1,4 @@
-"""Trials in forks of this process, which has imported everything: they cost their steps and little else."""
+"""Trials in forks of this process, which has imported everything, so that a trial costs little more than its steps."""
 
 from __future__ import annotations
 

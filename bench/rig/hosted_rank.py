@@ -38,8 +38,8 @@ class HostedRank(SlowLinkRank):
     """Worker of a `RankPool` for a method of `HOSTED`.
 
     Args:
-        spaces: names of the hosts' network namespaces; None: all ranks are in that of this process, and their
-            connections with the other host are paced, each to an equal share.
+        spaces: names of the hosts' network namespaces; None: all ranks are in the namespace of this
+            process, and their connections with the other host are paced, each to an equal share.
     """
 
     def __init__(self, job: Job, spaces: tuple[str, ...] | None, rank: int, meeting: str) -> None:
@@ -63,7 +63,7 @@ class HostedRank(SlowLinkRank):
         return pace(-(-rate // PER_HOST), self._crossing())
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Train. The bytes are those that this rank received from the other host."""
+        """Train; `bytes` of the result counts only bytes that this rank received from the other host."""
         crossing = self._crossing()
         before = received_bytes(crossing)
         found = self.timed_steps(count)

@@ -14,7 +14,7 @@ from typing import Any
 from windlass.observe.memory_usage import proportional_bytes
 
 _EVERY_SECONDS = 0.4  # each sample makes the kernel walk all pages
-_VOCABULARY = 256  # bytes
+_VOCABULARY = 256  # one token for each value of a byte
 
 
 class Watch:
@@ -123,7 +123,7 @@ def _config(work: dict[str, Any]) -> dict[str, Any]:
             "stage": 3,
             "offload_optimizer": {**away, "gradient_device": "nvme"},
             "offload_param": away,
-            # By default a billion parameters may stay gathered, more than this model has.
+            # By default a billion parameters may stay unsharded, more than this model has.
             "stage3_max_live_parameters": 4 * block,
             "stage3_max_reuse_distance": block,
             "stage3_prefetch_bucket_size": 2 * block,

@@ -40,7 +40,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Job:
-    """One engine on some ranks; `engine` is a name of `windlass.cli.benches.bench_engines.make`."""
+    """Work of some ranks. For a `Worker`, `engine` is a name of `windlass.cli.benches.bench_engines.make_engine`."""
 
     engine: str
     ranks: int

@@ -48,7 +48,7 @@ def resident_bytes(file: Any) -> int:
 
 
 class LengthRank(Worker):
-    """Worker of a `RankPool` for a row of `rig.techniques`, which the job names."""
+    """Worker of a `RankPool` for the row of `rig.techniques` that the job's `engine` names."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)
@@ -95,7 +95,7 @@ class LengthRank(Worker):
         return {**results, "peak": peak.here - self._base, "resident": peak.resident - self._base}
 
     def _waiting(self) -> int:
-        """Return the bytes in host memory, if that is separate from the device's."""
+        """Return the bytes of activations that are offloaded to host memory at present."""
         return sum(keeper.counters.stored_bytes["cpu"] for keeper in self._keepers)
 
     def _remember(self, kind: Any) -> None:

@@ -25,7 +25,7 @@ Found = dict[str, list[Point]]
 EQUAL_LOSS = 1e-5
 _MIB = 1 << 20
 _COLORS = [f"C{number}" for number in range(10)] + ["#1b1b1b", "#b8860b", "#006d5b"]
-_EMULATED = "64G"  # a device with separate memory that never fills: offloaded data leaves it
+_EMULATED = "64G"  # memory of the emulated device: it never fills, and offloaded data leaves it
 # Freed memory returns to the system at once, so that resident bytes are those in use.
 _MALLOC = {
     "WINDLASS_KEEP_FREED_MEMORY": "0",
@@ -61,8 +61,8 @@ def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -
 
 @contextmanager
 def _environment(name: str) -> Iterator[None]:
-    """Set the environment of ranks that start inside. Their files are in the working directory: a temporary folder may
-    be memory."""
+    """Set the environment of ranks that start inside. Their files are in the working directory, because the system's
+    temporary folder may be in memory."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="windlass-bench-", dir=".") as folder:
         os.environ.update(_MALLOC, WINDLASS_BENCH_FILES=str(Path(folder).resolve()))
@@ -76,7 +76,7 @@ def _environment(name: str) -> Iterator[None]:
 
 
 def losses_apart(found: Mapping[str, Sequence[Point]]) -> float:
-    """Return the relative difference of the losses of the first length from those without any technique."""
+    """Return the largest relative difference of a row's loss from the first row's, at the first length."""
     losses = [points[0].loss for points in found.values()]
     return max((abs(item - losses[0]) / abs(losses[0]) if math.isfinite(item) else math.inf) for item in losses)
 

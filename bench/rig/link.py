@@ -12,13 +12,13 @@ from contextlib import closing
 from pathlib import Path
 
 _SO_MAX_PACING_RATE = 47  # Linux's number; Python has no name for it
-_FREE = -1  # the largest unsigned 32-bit number, which means no limit, as a signed number
+_FREE = -1  # no limit: the largest unsigned 32-bit number, as a signed number
 _BYTES_RECEIVED = 128  # offset in the kernel's struct tcp_info
 _INFO_SIZE = 256
 _FEW_BYTES = 64 << 10
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
-"""Address and port of the own and of the other end of a connection."""
+"""Address and port of a connection's own end, and of its other end."""
 
 
 def pace(rate: int, among: Collection[Ends] | None = None) -> int:
@@ -60,8 +60,8 @@ def received_by_connection() -> dict[Ends, int]:
 
 
 def require_one_link(received: Collection[int]) -> None:
-    """Check that one connection carried all bytes but 1 %, since each connection is paced by itself: a second one that
-    carries more would add its rate to that of the link.
+    """Check that one connection carried all bytes but 1 % (or 64 KiB). Each connection is paced by itself, so a second
+    one that carries more would add its rate to that of the link.
 
     Args:
         received: bytes of each connection.
@@ -86,7 +86,7 @@ def _connections() -> Iterator[tuple[socket.socket, Ends | None]]:
                 continue
             found = socket.socket(fileno=os.dup(number))
         except OSError as error:
-            if error.errno != errno.EBADF:  # closed meanwhile: the descriptor of the folder itself is listed too
+            if error.errno != errno.EBADF:  # EBADF: closed meanwhile, as the descriptor of the listed folder itself
                 raise
             continue
         with closing(found):
@@ -97,6 +97,6 @@ def _connections() -> Iterator[tuple[socket.socket, Ends | None]]:
 def _ends(connection: socket.socket) -> Ends | None:
     try:
         (here, port), (there, other) = connection.getsockname()[:2], connection.getpeername()[:2]
-    except OSError:  # it listens
+    except OSError:  # a listening socket has no peer
         return None
     return (here, port), (there, other)

@@ -17,7 +17,7 @@ from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
 EQUAL_LOSS = 1e-5
 _WATCHED_STEPS = 2
-_SPARE = 0.8  # fraction of the free memory; the rest is for growth
+_SPARE = 0.8  # fraction of the free memory that a group may take; the rest is for growth
 _UNKNOWN_MEMORY = 8 << 30
 
 
@@ -31,20 +31,20 @@ class Result:
     memory_kind: str = ""
     memory: list[int] = field(default_factory=list)  # the peak of each rank, above the baseline
     footprint: int = 0  # bytes of all ranks, baseline included
-    first_losses: list[float] = field(default_factory=list)  # in fresh processes, mean over ranks
-    losses: list[float] = field(default_factory=list)  # in the timed rounds, including the untimed first step of each
+    first_losses: list[float] = field(default_factory=list)  # losses in fresh processes, mean over ranks
+    losses: list[float] = field(default_factory=list)  # losses in the timed rounds, with the untimed first steps
     loss_apart: float | None = None  # largest difference from the reference, over all steps
     rounds: list[list[float]] = field(default_factory=list)  # timed steps
-    base_rounds: list[list[float]] = field(default_factory=list)  # those of `BASE` in the same rounds
+    base_rounds: list[list[float]] = field(default_factory=list)  # timed steps of `BASE` in the same rounds
     compute: list[float] = field(default_factory=list)  # forward and backward of timed steps
-    between: list[float] = field(default_factory=list)  # from the end of a step to the start of the next
+    between: list[float] = field(default_factory=list)  # seconds from the end of a step to the start of the next
     traffic: dict[str, Any] | None = None
-    floor: float | None = None  # seconds
-    floor_ratio: float | None = None  # over the step of `BASE` in the same group
+    floor: float | None = None  # lower bound of a step, in seconds
+    floor_ratio: float | None = None  # floor over the step of `BASE` in the same group
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median seconds of a step."""
         return statistics.median(self.steps)
 
     @property
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def base_median(self) -> float:
-        """Seconds of a step of `BASE` in the same rounds."""
+        """Median seconds of a step of `BASE` in the same rounds."""
         return statistics.median(seconds for item in self.base_rounds for seconds in item)
 
     @property
@@ -69,12 +69,12 @@ class Result:
 
     @property
     def share_of_floor(self) -> float | None:
-        """Floor over the step, both as multiples of `BASE`, which may be in several groups."""
+        """Floor over the step, both as multiples of the step of `BASE`, which is measured in every group anew."""
         return None if self.floor_ratio is None else self.floor_ratio / self.ratio
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Largest peak memory of any rank."""
+        """Largest peak memory of a rank, in bytes for each parameter of the model."""
         return max(self.memory) / self.parameters
 
 
@@ -87,7 +87,7 @@ class Measured:
     results: dict[str, Result]
     reference: str | None  # the engine whose losses the others must have
     groups: list[list[str]] = field(default_factory=list)
-    roofs: list[Roofs] = field(default_factory=list)  # one for each group
+    roofs: list[Roofs] = field(default_factory=list)  # peak rates, one entry for each group
 
     @property
     def unequal(self) -> list[str]:
@@ -168,7 +168,7 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
             before, rounds_before = len(results[BASE].compute), len(results[BASE].rounds)
             roofs = _roofs(pools[BASE])
             _rounds(pools, results, effort)
-            # this group's rounds only: the machine may change
+            # only the rounds of this group, because the speed of the machine may change
             compute = statistics.median(results[BASE].compute[before:])
             base = statistics.median(s for item in results[BASE].rounds[rounds_before:] for s in item)
             for name, pool in pools.items():
@@ -191,7 +191,7 @@ def _rounds(pools: dict[str, RankPool], results: dict[str, Result], effort: Effo
     for number in range(effort.rounds):
         of_round = {}
         for name in turn(list(pools), number):
-            result = pools[name].ask("steps", count=effort.steps + 1)  # the first finds cold caches
+            result = pools[name].ask("steps", count=effort.steps + 1)  # the first step finds cold caches
             of_round[name] = _slowest(result, "seconds")[1:]
             results[name].compute += _slowest(result, "compute")[1:]
             results[name].between += _slowest(result, "between")[1:]

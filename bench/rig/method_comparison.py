@@ -35,7 +35,7 @@ class Outcome:
         busy: CPU seconds of a rank in each timed step, as the mean over ranks.
         losses: loss of the whole batch, for each step.
         failure: reason for a missing time.
-        apart: largest difference of its losses from the reference's; None if there is no other to compare.
+        apart: largest relative difference of the losses from the reference's; None if they are not compared.
         floor: lower bound of a step in seconds.
         memory: bytes of the rank with the largest memory, between steps; None if it cannot be measured.
     """
@@ -93,7 +93,7 @@ class Comparison:
         return statistics.median(result) if result else None
 
     def rival(self, name: str) -> str | None:
-        """Return the fastest of its rivals that ran."""
+        """Return the fastest rival of `name` that ran."""
         ran = [item for item in FIELDS[self.axis][name].rivals if item in self.outcomes and self.outcomes[item].rounds]
         return min(ran, key=lambda one: self.outcomes[one].median) if ran else None
 
@@ -109,8 +109,8 @@ class Comparison:
 
 
 def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Comparison:
-    """Run the methods of an axis in turn. A method that fails, or whose losses differ from the reference's, has no
-    time."""
+    """Run the methods of an axis in turn. A method that fails, or whose first losses differ from the reference's, is
+    not timed."""
     result = Comparison(axis, load, {name: Outcome(name) for name in FIELDS[axis]})
     pools: dict[str, RankPool] = {}
     try:
@@ -172,7 +172,7 @@ def _timed(pool: RankPool, found: Comparison, steps: int) -> None:
 
 
 def compare(found: Comparison) -> None:
-    """Record the difference of each method's losses from the reference's."""
+    """Record the largest difference of each method's losses from the reference's."""
     reference = found.outcomes[REFERENCE].losses
     for name, item in found.outcomes.items():
         way = FIELDS[found.axis][name]

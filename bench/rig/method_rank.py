@@ -20,7 +20,7 @@ def pin(rank: int) -> None:
 
 
 class MethodRank(Worker):
-    """Worker of a `RankPool` for a training method, which the job names as AXIS/NAME."""
+    """Worker of a `RankPool` for the training method that the job's `engine` names as AXIS/NAME."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)
@@ -39,7 +39,7 @@ class MethodRank(Worker):
         return {}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Train on command.
+        """Train `count` steps.
 
         Returns:
             For each step its seconds from a barrier until this rank has the loss as a number, the CPU seconds of this

@@ -105,7 +105,8 @@ def _windlass(model: nn.Module, stage: int, shape: Shape) -> tuple[Step, Callabl
 
 
 def _master(model: nn.Module) -> Step:
-    """Step fp32 copies: gradients are cast to fp32 before clipping, the result is cast back."""
+    """Return a step that updates fp32 copies: gradients are cast to fp32 before clipping, and the copies are cast
+    back."""
     wide = [p.detach().float().clone() for p in model.parameters()]
     _narrow(model)
     narrow = list(model.parameters())
@@ -130,7 +131,7 @@ def _master(model: nn.Module) -> Step:
 
 
 def _narrow(model: nn.Module) -> None:
-    """Cast only parameters: position tables keep their precision, as under windlass."""
+    """Cast only the parameters to bf16: buffers such as position tables keep their precision, as under windlass."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
 

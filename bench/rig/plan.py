@@ -30,5 +30,6 @@ def groups(engines: Sequence[str], needs: Mapping[str, int], budget: int) -> lis
 
 
 def turn(group: Sequence[str], number: int) -> list[str]:
-    """Return the order within a round. Every other round is reversed, so that drift of the machine affects all."""
+    """Return the order within a round. Every other round is reversed, so that drift of the machine affects all
+    engines."""
     return list(group) if number % 2 == 0 else list(reversed(group))

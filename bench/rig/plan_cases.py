@@ -14,7 +14,7 @@ class MemoryCase:
 
     Attributes:
         family: llama, gpt2, opt, neox or mixtral.
-        tier: Tier of optimizer states: device, cpu or nvme. On a CPU, host memory is the device's.
+        tier: Tier of optimizer states: device, cpu or nvme. On a CPU, `cpu` is the memory of the device.
         axis: Axis of `parallel` along which all ranks divide the model, its experts or its sequences; empty: data
             parallelism.
         reuse: Value of `stage3_max_reuse_distance`; None: the default, which keeps small models unsharded.
@@ -128,7 +128,7 @@ CASES = (
     MemoryCase("llama", 0, axis="pp", accumulation=4),
     MemoryCase("gpt2", 1, "bf16", axis="pp", accumulation=4, micro=2, length=512),
 )
-"""35 rows; the models have 17 to 25 million parameters, so that buffers and activations are most of the memory."""
+"""35 rows; the models have 18 to 28 million parameters, so that buffers and activations are most of the memory."""
 
 _ON_GPU: dict[str, Any] = {"device": "cuda", "transport": "auto", "ranks": 1, "micro": 8, "length": 512}
 GPU_CASES = (
@@ -141,4 +141,4 @@ GPU_CASES = (
     MemoryCase("neox", 3, tier="cpu", **_ON_GPU),
     MemoryCase("neox", 1, "bf16", checkpointing=True, **_ON_GPU),
 )
-"""Rows of one rank on a GPU, whose memory is not the host's."""
+"""Rows of one rank on a GPU, which has memory of its own."""

@@ -22,7 +22,7 @@ class PublishedRun:
     """Run and its published figure.
 
     Attributes:
-        row: Number of the claim in the project's list.
+        row: Number of the published claim; several runs may share it.
         framework: Program that trained the model.
         source: Paper or page.
         figure: Published value, in `unit`.

@@ -1,4 +1,4 @@
-"""Trials that answer from recorded ones: a search is replayed without a program, in milliseconds."""
+"""Trials with recorded results: a search is replayed without running the training program, in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from windlass.tune.search_space import Candidate
 from windlass.tune.step_ranking import StepRanking
 from windlass.tune.trial_process import TrialEnd
 
-_FORECAST_S = 1.5  # added to the first trial, which predicts the memory of all candidates
-_FORECAST_BYTES = 20 << 20  # added to its peak
+_FORECAST_S = 1.5  # seconds added to the first trial, which predicts the memory of all candidates
+_FORECAST_BYTES = 20 << 20  # bytes added to the peak of the first trial
 _BATCH = 32  # arbitrary: all candidates of a replay have one global batch
 
 
@@ -152,7 +152,7 @@ def permute_stages(table: Mapping[str, RecordedTrial], seed: int) -> dict[str, R
     groups: dict[str, dict[str, list[str]]] = {}
     for name in table:
         stage, _, rest = name.partition("_")
-        # Only stage 3 has a reuse distance: each of its configurations takes part in its own group.
+        # Only stage 3 has a reuse distance, so a group may have several configurations of stage 3.
         groups.setdefault(rest.partition("_reuse")[0], {}).setdefault(stage, []).append(name)
     order: dict[str, str] = {}
     stages = sorted({name.partition("_")[0] for name in table})

@@ -15,9 +15,9 @@ SAMPLES, LENGTH = 1, 256
 WIRE_ELEMENTS = 2_400_000
 """Elements of the timed reductions and gathers of data ranks."""
 LARGE_ELEMENTS = 12_000_000
-"""Elements of each tensor of the timed operation that no cache serves."""
+"""Elements of each tensor of the timed operation on tensors that fit into no cache."""
 ONE_STAGE = ", one stage"
-"""Ends the names of what is timed while one stage of a pipeline works and the others wait."""
+"""Suffix of the names of times that are measured while one stage of a pipeline works and the others wait."""
 KERNELS = ("products", "attention", "elementwise", "large tensors")
 
 
@@ -83,8 +83,8 @@ class MeasuredMachine:
         memory_rate: Bytes a second of elementwise operations on activations.
         state_rate: Bytes a second of elementwise operations on tensors too large for a cache.
         wire: Rate and latency of windlass's reductions and gathers over gloo, among the data ranks.
-        axes: Rate and latency along each other axis: of all-reduces of activations for tp, their exchange for sp, their
-            messages for pp.
+        axes: Rate and latency along each other axis: of all-reduces of activations for tp, of all-to-alls for sp, of
+            messages between stages for pp.
     """
 
     product_rate: float
@@ -102,7 +102,8 @@ class MeasuredMachine:
         the time that kernels and collectives take while the other stages wait.
         """
         work, stages = measured_work(), case.axes.get("pp", 1)
-        alone = min(1.0, (stages - 1) / case.micro_batches)  # part of a stage's micro-batches that no other overlaps
+        # Part of a stage's micro-batches that overlap with no other stage's.
+        alone = min(1.0, (stages - 1) / case.micro_batches)
         mixed = {
             name: value + alone * (seconds.get(f"{name}{ONE_STAGE}", value) - value) for name, value in seconds.items()
         }
@@ -139,7 +140,7 @@ def measured_work() -> dict[str, float]:
 
 
 def _measured_axes(case: TimedCase) -> list[tuple[str, int, float]]:
-    """Return each measured axis, its number of ranks, and how many steps of its latency a timed operation takes."""
+    """Return each measured axis, its number of ranks, and the number of latencies that a timed operation takes."""
     sizes = {axis: case.axes.get(axis, 1) for axis in ("tp", "sp", "pp")}
     data = case.ranks // (sizes["tp"] * sizes["pp"])
     # A ring all-reduce has 2 (n - 1) steps; the wire is timed over a reduction and a gather.

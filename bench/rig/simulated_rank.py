@@ -41,8 +41,8 @@ class TimedRank:
         pace(link)
 
     def measure(self, case: TimedCase) -> dict[str, list[float]]:
-        """Return the seconds of kernels, and of collectives in the groups of the case's mesh, several times. All ranks
-        do the same. Collective."""
+        """Return several times the seconds of kernels, and of collectives in the groups of the case's mesh, on all
+        ranks at once, and for a pipeline also on its first stage alone. Collective."""
         tokens, hidden, inner = SAMPLES * LENGTH, MODEL.hidden, MODEL.intermediate
         x, up, down = torch.randn(tokens, hidden), _weight(inner, hidden), _weight(hidden, inner)
         x.requires_grad_()
@@ -75,7 +75,7 @@ class TimedRank:
         return {**found, **self._measure_links(case)}
 
     def _crowds(self, case: TimedCase) -> dict[str, bool]:
-        """Return the sets of ranks that work at the same time, and whether this rank is one of them.
+        """Return the suffix of each set of ranks that work at the same time, and whether this rank is one of them.
 
         Stages of a pipeline that wait leave their share of the cores to the others.
         """
@@ -124,7 +124,7 @@ class TimedRank:
         return works
 
     def _wire(self, group: Any, elements: int) -> Callable[[], None]:
-        """Return a reduction and a gather of the data ranks, as the engine makes them."""
+        """Return a function that reduces and gathers among the data ranks, as the engine does."""
         from windlass.comm.choose_transport import choose_transport
         from windlass.comm.transport import BufferRequest, WireOptions
 
@@ -144,7 +144,7 @@ class TimedRank:
         return both
 
     def _seconds(self, work: Callable[[], Any], calls: int = 1) -> list[float]:
-        """Return the seconds of one of `calls` calls in a row, several times, from a barrier on."""
+        """Return several times the mean seconds of `calls` calls in a row, which start at a barrier."""
         from windlass.comm.rank_group import world_group
 
         times = []
@@ -177,7 +177,7 @@ class TimedRank:
         return [max(0.0, together - alone) for together, alone in pairs]
 
     def train(self, case: TimedCase) -> list[float]:
-        """Return the seconds of each timed step, from a barrier until this rank has finished. Collective."""
+        """Return the seconds of each timed step, from a barrier until all ranks have finished. Collective."""
         import windlass
         from windlass.comm.rank_group import world_group
 

@@ -42,7 +42,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Optimizer and stage by name of the method; an empty entry is torch's DistributedDataParallel."""
 PERIODS = {"0/1 adam": HELD, "diloco": INNER_STEPS, "diloco, overlapped": INNER_STEPS}
-"""Steps of a method's cycle, of which one sends a message; others send in every step."""
+"""Steps of a method's cycle; methods without an entry send the same in every step."""
 _WARM = {"0/1 adam": 2 * HELD, "diloco": INNER_STEPS, "diloco, overlapped": INNER_STEPS}
 _FIRST_STEPS = 3
 
@@ -118,7 +118,7 @@ class SlowLinkRank(Worker):
         self._dist.barrier()
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         set_traffic_observer(None)
-        if self._job.engine == "ddp":  # an all-reduce, by its least volume
+        if self._job.engine == "ddp":  # least volume of an all-reduce, because DDP has no traffic counter
             received = [count * 2 * 4 * self._numel * (RANKS - 1) // RANKS]
         return {"seconds": seconds, "busy": busy, "bytes": sum(received)}
 

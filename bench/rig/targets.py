@@ -19,7 +19,8 @@ MEMORY = {"windlass-1-shm": 15.0, "windlass-2-shm": 13.0, "windlass-3-shm": 11.0
 
 
 def speed_target(measured: Measured, engine: str) -> float | None:
-    """Return the maximum step time of `engine`, as a multiple of `none`; None without target or rival."""
+    """Return the maximum step time of `engine`, as a multiple of `none`; None without a target, or if the
+    rival was not timed."""
     if not _promised(measured):
         return None
     if engine in SPEED:

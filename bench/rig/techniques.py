@@ -33,8 +33,8 @@ class Techniques:
     inputs: Literal["device", "cpu", "nvme"] = "device"
 
     def section(self) -> dict[str, Any]:
-        """Return the section `parallel` of windlass. It has no key for the folder of files: they are with the other
-        state on disk."""
+        """Return the section `parallel` of windlass. The section has no key for a folder of files, so it leaves out
+        inputs to files, which `LengthRank.build` offloads."""
         section: dict[str, Any] = {"sp": self.sp}
         section |= {"tiled_mlp": TILE} if self.tiled_mlp else {}
         section |= {"tiled_loss": TILE} if self.tiled_loss else {}
@@ -106,7 +106,7 @@ def search(measure: Callable[[int], Point], cap: int, *, first: int, most: int, 
 
 
 def fitting(points: Sequence[Point], cap: int) -> list[Point]:
-    """Return the points within the cap, up to the first that is not."""
+    """Return the points that are shorter than the first point over the cap."""
     least = min((item.length for item in points if item.peak > cap), default=None)
     return [item for item in points if least is None or item.length < least]
 

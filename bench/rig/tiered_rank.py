@@ -51,7 +51,7 @@ class TieredRank:
         device = emulated_device_memory()
         assert device is not None  # `start_tiered_ranks` sets its environment
         self._device = device
-        self._device.peak = self._device.used  # without the model as it was built
+        self._device.peak = self._device.used  # restart the peak after the construction
 
     def train(self, steps: int) -> dict[str, list[float]]:
         """Train. Return the seconds of each step on this rank."""
@@ -73,8 +73,8 @@ class TieredRank:
         return found
 
     def tiers(self) -> dict[str, Any]:
-        """Return the peak bytes on the device since the construction, those of slots on the other tiers and of staging
-        buffers, the loss of the second step, and the number of parameters."""
+        """Return the peak bytes on the device since the construction, the bytes of slots on the other tiers (host: with
+        the peak of staging buffers), the loss of the second step, and the number of parameters."""
         found: dict[str, Any] = {"device": self._device.peak, "host": 0, "nvme": 0}
         for (_, tier), size in self._engine.report()["slots"].items():
             if tier != "device":

@@ -1,4 +1,4 @@
-"""Rank of transformers' Trainer on a small Llama, plain or under DeepSpeed; writes seconds of steps, and losses."""
+"""Rank of transformers' Trainer on a small Llama, with or without DeepSpeed; writes the seconds and losses of steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock(TrainerCallback):
-    """Recorder of the seconds of each step, and of the Trainer's logs."""
+    """Recorder of the seconds of each step, and of the losses in the Trainer's logs."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []

@@ -15,7 +15,8 @@ from rig.models import Sizes, build
 
 LR, DECAY = 1e-4, 0.01
 Step = Callable[[torch.Tensor], torch.Tensor | None]
-"""Trains on this rank's tokens `[samples, length]`; returns the loss of the batch or of this rank's part, or None."""
+"""Function that trains on this rank's tokens `[samples, length]`, and returns the loss of the batch or of this rank's
+part, or None."""
 
 
 def make(one: TrainingMethod, sizes: Sizes, load: Load) -> Step:
@@ -103,7 +104,7 @@ def _tensor(one: TrainingMethod, model: Any, load: Load) -> Step:
     parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
     cut = [p for p in model.parameters() if isinstance(p, DTensor)]
     full = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    optimizer = _adamw([{"params": cut}, {"params": full}])  # one fused step takes either kind
+    optimizer = _adamw([{"params": cut}, {"params": full}])  # a fused step takes one kind of tensor for each group
     return _plain(model, optimizer, loss_parallel if cut_loss else nullcontext)
 
 

@@ -1,5 +1,4 @@
-"""Two hosts on one machine: network namespaces that a pair of virtual interfaces connects, whose rate the kernel
-limits."""
+"""Two hosts on one machine: network namespaces, connected by a pair of virtual interfaces with a limited rate."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from types import TracebackType
 
 INTERFACE = "wl0"
 _CLONE_NEWNET = 0x40000000
-_BURST = 64 << 10  # bytes that may pass at once; at higher rates a hundredth of a second's
+_BURST = 64 << 10  # least bytes that may pass at once; at higher rates, the bytes of a hundredth of a second
 
 
 def why_no_hosts() -> str | None:

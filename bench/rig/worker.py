@@ -51,7 +51,8 @@ class Worker:
         return {"parameters": parameters}
 
     def steps(self, count: int) -> dict[str, list[float]]:
-        """Train. Return for each step its seconds, those of its compute and before it, and this rank's loss."""
+        """Train. Return for each step its seconds, the seconds of its forward and backward (`compute`), the seconds
+        since the step before it (`between`), and this rank's loss."""
         results: dict[str, list[float]] = {"seconds": [], "compute": [], "losses": [], "between": []}
         ended = time.perf_counter()
         for _ in range(count):
@@ -71,7 +72,7 @@ class Worker:
         return results
 
     def memory(self) -> dict[str, Any]:
-        """Return the peak bytes since `build` and the kind of the counter, and stop sampling."""
+        """Stop sampling. Return the peak bytes since `build`, the baseline below them, and the kind of the counter."""
         assert self._watch is not None
         return {"kind": self._watch.counter_name, "base": self._watch.baseline_bytes, "peak": self._watch.stop()}
 

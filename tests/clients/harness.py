@@ -1,8 +1,8 @@
 """Runs unmodified clients that are installed somewhere else, plainly, and with windlass as DeepSpeed.
 
 A client NAME is found by two variables: WINDLASS_CLIENT_NAME, a checkout of its repository, and
-WINDLASS_CLIENT_NAME_PYTHON, the interpreter of a virtual environment with its requirements. One over this project's is
-made by `python tools/make_layered_venv.py .venv DIR REQUIREMENT...`.
+WINDLASS_CLIENT_NAME_PYTHON, the interpreter of a virtual environment with the client's requirements.
+`python tools/make_layered_venv.py .venv DIR REQUIREMENT...` makes such an environment on top of this project's.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Client:
         seconds: float = 1500,
         **env: str,
     ) -> str:
-        """Run a script over `ranks` ranks, or plainly (0), and return what it printed.
+        """Run a script over `ranks` ranks, or plainly (0), and return its output.
 
         Args:
-            path: folders in which modules are looked for first.
+            path: folders that are searched first for modules.
             stands_in: `import deepspeed` imports windlass; by default True with ranks.
             classic: start ranks by the `deepspeed` command, which passes `--local_rank` to scripts.
             folder: working directory; by default the checkout.
@@ -88,12 +88,12 @@ def client(name: str, repository: str, needs: str, environ: Mapping[str, str] = 
 
 
 def words(number: int, length: int) -> str:
-    """Return a text of `count` words, which differs for each number."""
+    """Return `length` random words, drawn with `number` as the seed."""
     return " ".join(random.Random(number).choices(TEXT.split(), k=length))
 
 
 def tiny_llama(folder: Path) -> None:
-    """Save a Llama with random weights and its tokenizer; weights are so large that a few steps change its losses."""
+    """Save a tokenizer and a Llama with random weights, so large that a few steps change the losses."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -27,7 +27,7 @@ LOCAL = Path(__file__).parent / "local"
 PLAIN = Path(__file__).parent / "plain"
 NUMBER = r"(-?\d+\.\d+(?:e-?\d+)?)"
 
-# The network of the CIFAR script in plain PyTorch, in one process that computes the ranks' parts of a batch in turn.
+# Training of the CIFAR script's network in plain PyTorch. One process computes the ranks' parts of a batch in turn.
 STEPS = 24
 BATCH = 16
 CIFAR = """
@@ -82,13 +82,13 @@ def run(examples: Client, tmp_path: Path) -> Run:
 
 
 def numbers(printed: str, line: str) -> list[float]:
-    """Return the numbers in a pattern's groups, in order."""
+    """Return the numbers that the groups of the pattern `line` match, in order."""
     result = re.findall(line, printed)
     return [float(number) for item in result for number in (item if isinstance(item, tuple) else (item,))]
 
 
 def check(found: list[float], wanted: list[float], count: int, tolerance: float = 1.01e-4) -> None:
-    """Assert that both lists have `count` equal numbers, which are not constant."""
+    """Assert that both lists have the same `count` numbers within the tolerance, more than half of them distinct."""
     print(f"found {found}, plainly {wanted}")
     assert len(wanted) == count and len(set(wanted)) > count / 2 and all(map(math.isfinite, wanted))
     assert found == pytest.approx(wanted, abs=tolerance, rel=tolerance)
@@ -98,7 +98,7 @@ def check(found: list[float], wanted: list[float], count: int, tolerance: float 
 @pytest.mark.parametrize("ranks", [2])  # on one rank the order of the rows does not depend on the seed
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_cifar_trains_as_in_plain_pytorch(examples: Client, tmp_path: Path, stage: int, ranks: int) -> None:
-    """Law: the first rank's losses, to the three decimals that the script prints."""
+    """Law: the first rank's losses equal the plain ones, to the three decimals that the script prints."""
     script = examples.folder / "training" / "cifar" / "cifar10_deepspeed.py"
     options = ("--epochs", 1, "--log-interval", 1, "--dtype", "fp32", "--stage", stage)
     pictures = {"PICTURES": str(STEPS * BATCH)}
@@ -118,7 +118,8 @@ GAN = rf"Loss_D: {NUMBER} Loss_G: {NUMBER} D\(x\): {NUMBER} D\(G\(z\)\): {NUMBER
 def test_a_gan_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, clips: bool, ranks: int) -> None:
     """Law: two engines, where one's gradients go through the other's model, print what the plain counterpart prints.
 
-    The script's own configuration clips to norm 1, as DeepSpeed does by default; the plain counterpart does not.
+    A configuration without `gradient_clipping` clips to norm 1, so it is compared with the same script under
+    `plain/deepspeed`. A configuration without clipping is compared with `gan_baseline_train.py`.
     """
     config = {"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": 0.0002, "betas": [0.5, 0.999]}}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config if clips else {**config, "gradient_clipping": 0}))
@@ -128,15 +129,18 @@ def test_a_gan_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, clips: bool,
     printed = run(*deepspeed, ranks=ranks, **pictures)
     twin = deepspeed if clips else ("training/gan/gan_baseline_train.py", *options)
     plain = run(*twin, ranks=int(clips), plain=True, **pictures)
-    steps = list(dict.fromkeys(re.findall(GAN, printed)))  # every rank prints them: all have the same pictures
+    steps = list(dict.fromkeys(re.findall(GAN, printed)))  # all ranks print the same lines
     check([float(number) for step in steps for number in step], numbers(plain, GAN), 4 * 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_hello_deepspeed_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, ranks: int) -> None:
-    """Law: a BERT in bf16 at stage 1 with its optimizer on the host. On two ranks it does not save: each rank names the
-    folder by its own clock, and windlass refuses to save one checkpoint in two folders."""
+    """Law: a BERT in bf16 at stage 1, with its optimizer on the host, has the plain losses.
+
+    Two ranks save no checkpoint: each rank names the folder by its own clock, and windlass refuses to save one
+    checkpoint in two folders.
+    """
     roberta(tmp_path / "tokenizer")
     for place in ("ours", "plain"):
         wikitext(tmp_path / place / "wikitext")
@@ -246,7 +250,7 @@ SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_sc
 def test_chat_reward_model_trains_as_in_plain_pytorch(
     run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int
 ) -> None:
-    """Law: step 2 of DeepSpeed-Chat in bf16 has the plain mean loss of each epoch, and the plain scores around each."""
+    """Law: step 2 of DeepSpeed-Chat in bf16 has the plain loss of each epoch, and the plain scores before and after."""
     model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
     options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-3, "--num_padding_at_beginning", 0)
@@ -285,7 +289,7 @@ def test_chat_rlhf_trains_as_in_plain_pytorch(
 
 
 def critic(chat: Path) -> Path:
-    """Save a reward model with random weights, as step 2 does."""
+    """Save a reward model with random weights in the files that step 2 writes. Return the folder."""
     import torch
     from safetensors.torch import load_file
 
@@ -305,7 +309,7 @@ def critic(chat: Path) -> Path:
 
 
 def opt(folder: Path) -> None:
-    """Save an OPT with random weights, and a tokenizer by the files that OPT has."""
+    """Save an OPT with random weights, and a tokenizer in the same files as OPT's."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -319,7 +323,7 @@ def opt(folder: Path) -> None:
 
 
 def roberta(folder: Path) -> None:
-    """Save a tokenizer with RoBERTa's special tokens, at their numbers."""
+    """Save a tokenizer whose first tokens are RoBERTa's special tokens."""
     special = {
         "bos_token": "<s>",
         "pad_token": "<pad>",

@@ -1,4 +1,4 @@
-"""diffusers' text-to-image training with LoRA, unmodified: windlass as DeepSpeed has the losses without DeepSpeed.
+"""diffusers' text-to-image training with LoRA: its losses with windlass as DeepSpeed are those without DeepSpeed.
 
 Versions: the script of diffusers 58eb52c, with diffusers 0.42.1, transformers 5.23.0, accelerate 1.15.0, peft 0.21.2,
 torchvision 0.28.0.
@@ -22,7 +22,7 @@ NEEDS = "diffusers ftfy pillow torchvision (a CPU build)"
 STEPS = 5
 BATCH = 4
 
-# Saves a Stable Diffusion with random weights; run by the client's interpreter, which has diffusers.
+# Program that saves a Stable Diffusion with random weights. The client's interpreter, which has diffusers, runs it.
 MODEL = """
 import json, string, sys
 import torch
@@ -124,7 +124,7 @@ def losses(diffusers: Client, folder: Path, config: str | None, ranks: int) -> l
         launcher += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port())
         started: tuple[object, ...] = (*launcher, "--use_deepspeed", "--deepspeed_config_file", f"{config}.json")
         here.run(*started, script, *spoken, stands_in=True, **env)
-    else:  # `accelerate launch --cpu` starts one process with any options
+    else:  # `accelerate launch --cpu` starts only one process
         started = ("-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", free_port())
         here.run(*started, script, *spoken, ACCELERATE_USE_CPU="true", **env)
     events = EventAccumulator(str(next(out.glob("logs/*/events*")).parent))

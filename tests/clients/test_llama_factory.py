@@ -91,7 +91,7 @@ def comparison(factory: Client, folder: Path) -> Comparison:
         }
         if config is not None:
             settings["deepspeed"] = str(factory.folder / "examples" / "deepspeed" / CONFIGS[config])
-        file = folder / f"{name}.yaml"  # JSON is YAML; its reader of .json files fails
+        file = folder / f"{name}.yaml"  # JSON is YAML; LLaMA-Factory fails to read .json files
         file.write_text(json.dumps(settings))
         path = (folder / "path", factory.folder / "src")
         factory.run("src/train.py", file, ranks=ranks, path=path, DISABLE_VERSION_CHECK="1")

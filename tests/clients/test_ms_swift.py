@@ -56,7 +56,7 @@ def comparison(swift: Client, folder: Path) -> Comparison:
             "train_dataloader_shuffle": False,
             "split_dataset_ratio": 0,
             "torch_dtype": "float32",
-            "fp16": False,  # else float32 means fp16: weights of fp16 in DeepSpeed, autocast without it
+            "fp16": False,  # default with float32: True, fp16 weights under DeepSpeed, but autocast without DeepSpeed
             "bf16": False,
             "lora_dropout": 0,  # each rank would draw its own masks
             "max_length": 64,

@@ -20,7 +20,7 @@ NEEDS = "sentence-transformers"
 STEPS = 5
 BATCH = 8
 
-# The program of its documentation, for a model that this file writes.
+# Program from the documentation of sentence-transformers, for the model that `make` writes.
 SCRIPT = """
 import json, sys
 import torch
@@ -121,7 +121,7 @@ def losses(sentences: Client, folder: Path, loss: str, config: str | None, ranks
 
 @pytest.fixture(scope="module")
 def plain(sentences: Client, folder: Path) -> Callable[[str, int], list[float]]:
-    """Return the losses without DeepSpeed, by loss and number of ranks."""
+    """Return the losses without DeepSpeed, by loss function and number of ranks."""
     return functools.cache(lambda loss, ranks: losses(sentences, folder, loss, None, ranks))
 
 

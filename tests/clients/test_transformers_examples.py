@@ -27,7 +27,7 @@ NEEDS = (
 STEPS = 5
 BATCH = 4
 
-# A metric of the name that the scripts load from the hub. Its values are not used.
+# Metric in place of those that the scripts load from the hub. Its values are not used.
 METRIC = """
 import datasets
 import evaluate
@@ -104,7 +104,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def make_glue(folder: Path) -> None:
-    """Write a BERT without the head that the script trains, which the script initializes randomly."""
+    """Write a BERT without a classification head: the script adds a head with random weights."""
     from transformers import BertModel
 
     text_model(folder / "model", BertModel(tiny_bert()))
@@ -199,7 +199,7 @@ def make_images(folder: Path) -> None:
 
 
 def draw_images(folder: Path) -> None:
-    """Write 24 pictures of three classes, a folder each."""
+    """Write 24 pictures of three classes, with one folder for each class."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -337,7 +337,7 @@ SCRIPTS = {
         {"train_dir": "images", "remove_unused_columns": False, "label_column_name": "label"},
     ),
     "speech": Script("speech-recognition/run_speech_recognition_ctc.py", make_speech, SPEECH),
-    # At stage 3 transformers runs, and uses, the layers that LayerDrop leaves out.
+    # At stage 3 transformers runs the layers that LayerDrop skips, and uses their outputs.
     "layerdrop": Script(
         "speech-recognition/run_speech_recognition_ctc.py", make_speech, {**SPEECH, "layerdrop": 0.4}, ("z2",)
     ),
@@ -401,7 +401,7 @@ def losses(examples: Client, folder: Path, name: str, config: str | None, ranks:
     spoken = [word for option, value in options.items() for word in (f"--{option}", value)]
     path = examples.folder / "examples" / "pytorch" / script.path
     here = replace(examples, folder=folder)
-    # The caches of the hub and of datasets are in the folder, so that runs share no files and leave none behind.
+    # The hub's cache, which holds the model, and the run's own cache are in the folder, so that no files stay behind.
     home = {"HF_HOME": folder / f"home-{config}-{ranks}", "HF_HUB_CACHE": folder / "hub"}
     env = {name: str(value) for name, value in {**home, "NLTK_DATA": folder / "nltk_data"}.items()}
     if config is not None:

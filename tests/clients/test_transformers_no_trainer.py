@@ -1,4 +1,4 @@
-"""transformers' example scripts without its Trainer, by `accelerate launch`: windlass has the losses without DeepSpeed.
+"""transformers' example scripts without its Trainer: losses with windlass as DeepSpeed are those without DeepSpeed.
 
 Versions: the scripts of transformers d6a6c82 (5.0.0.dev0), with transformers 5.23.0, accelerate 1.15.0, datasets 5.2.0,
 evaluate 0.4.6.
@@ -27,7 +27,7 @@ from tests.clients.test_transformers_examples import (
 from tests.ports import free_port
 
 EPOCHS = 4
-# The scripts do not clip gradients; Accelerate and DeepSpeed do where the configuration leaves it to them.
+# The scripts do not clip gradients. Accelerate and DeepSpeed may clip them, unless the configuration sets 0.
 AUTO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 HOST = {"device": "cpu", "pin_memory": False}
 CONFIGS = {
@@ -121,10 +121,10 @@ def losses(examples: Client, folder: Path, name: str, config: str | None, ranks:
         launcher += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port())
         started: tuple[object, ...] = (*launcher, "--use_deepspeed", "--deepspeed_config_file", f"{config}.json")
         here.run(*started, path, *spoken, stands_in=True, **env)
-    else:  # `accelerate launch --cpu` starts one process with any options
+    else:  # `accelerate launch --cpu` starts only one process
         started = ("-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", free_port())
         here.run(*started, path, *spoken, ACCELERATE_USE_CPU="true", **env)
-    # The hyperparameters lie in files of their own, in folders below.
+    # TensorBoard files of the hyperparameters are in subfolders.
     events = EventAccumulator(str(next(out.glob("*_no_trainer/events*"))))
     events.Reload()
     return [event.value for event in events.Scalars("train_loss")]

@@ -34,7 +34,7 @@ def options(out: Path, ranks: int) -> dict[str, Any]:
 
 
 def conversations() -> list[tuple[str, str, str]]:
-    """Return a question, its answer and a rejected answer for each row of the steps, all of equal length."""
+    """Return a question of 4 words, an answer and a rejected answer of 6 words for each row of the steps."""
     return [(words(n, 4), words(n + 3, 6), words(n + 9, 6)) for n in range(STEPS * BATCH)]
 
 
@@ -42,7 +42,7 @@ class Comparison:
     """Losses of a client's runs. The plain runs are made once.
 
     Args:
-        run: trains the named case with a configuration on `ranks` ranks, or plainly with None and 0.
+        run: function (case, configuration, ranks) that trains; configuration None and ranks 0: without DeepSpeed.
     """
 
     def __init__(self, run: Callable[[str, str | None, int], Losses]) -> None:
@@ -53,7 +53,7 @@ class Comparison:
         """Compare the losses of both runs to four decimals.
 
         Raises:
-            AssertionError: the losses differ, or the plain losses are constant.
+            AssertionError: the losses differ, or two consecutive plain losses are equal.
         """
         expected, actual = self.plain(name), self.run(name, config, ranks)
         print(f"{name} {config} on {ranks}: {actual}, plainly {expected}")

@@ -34,7 +34,7 @@ def start(script: str | Path, *arguments: object, ranks: int = 1, stands_in: boo
 
 
 def launch(script: str | Path, *arguments: object, ranks: int = 1, stands_in: bool = True, seconds: float = 300) -> str:
-    """Do the same by `windlass run`, as users do (0 ranks: by Python, without launcher).
+    """Run a script like `start`, but by `windlass run`, as users do (0 ranks: by Python, without launcher).
 
     Raises:
         AssertionError: the script failed. The message holds the end of its output.

@@ -1,7 +1,7 @@
 """Ranks of client scripts, forked from a process that has imported the clients.
 
 An import of transformers' Trainer takes longer than most of the runs. `python -m tests.compat.forked_ranks` imports it
-once; for each request it forks a process that imports what the script imports, and from that one the ranks.
+once. For each request it forks a process, which imports the script's modules and then forks the ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _serve() -> None:
         importlib.import_module(name)
     import windlass
 
-    windlass.initialize  # noqa: B018  (imported when it is asked for)
+    windlass.initialize  # noqa: B018  (its first access imports the modules)
     gc.freeze()
     for line in sys.stdin.buffer:
         fields, seconds = json.loads(line)
@@ -128,7 +128,7 @@ def _run_ranks(request: Request) -> NoReturn:
         child, status = os.wait()
         ranks.remove(child)
         codes[child] = os.waitstatus_to_exitcode(status)
-        if codes[child]:  # as the launcher does: its peers would wait for it
+        if codes[child]:  # as the launcher does: the other ranks would wait for the failed one
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
     (outputs / "codes").write_text(json.dumps(list(codes.values())))

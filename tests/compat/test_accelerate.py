@@ -1,4 +1,4 @@
-"""Tests that accelerate over DeepSpeed configurations trains as plain PyTorch, at every stage."""
+"""Tests that accelerate with DeepSpeed configurations trains as plain PyTorch, at every stage."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _plain(scheduled: bool = False) -> dict[str, Any]:
     return results
 
 
-# In `make test` one rank has a case of each kind; two ranks have all, for stages that differ in what they shard.
+# Cases of `make test`: three on one rank; every kind of case on two ranks, though not at every stage.
 _QUICK = {
     1: ("stage-3", "dummy-2", "two-2"),
     2: [name for name in _CASES if name not in ("stage-1", "dummy-0", "accumulated-1", "accumulated-2", "two-3")],
@@ -89,7 +89,7 @@ def _rows(names: list[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def result_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
-    """Return the results of a case. One run computes all quick cases, another one the others."""
+    """Return the results of a case by name and ranks. One run computes all quick cases, another run all slow ones."""
     out = tmp_path_factory.mktemp("accelerate")
     results: dict[tuple[int, bool], Told] = {}
 

@@ -39,7 +39,7 @@ def launched(script: Path, *arguments: object, ranks: int = 1) -> str:
 
 
 def numbers(said: str) -> Numbers:
-    """Return the numbers of every line of losses, rates and perplexities."""
+    """Return the numbers of every line with a loss, a rate, a perplexity or an accuracy."""
     lines = [line for line in said.splitlines() if re.match(r"(step \d|\[ *\d+, |ppl:|accuracy)", line)]
     return [tuple(re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", line)) for line in lines]
 
@@ -73,9 +73,9 @@ def plainly(script: Path, *arguments: object) -> str:
 
 @pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
 def test_hello_world_trains_as_plain_pytorch_and_resumes(launches: bool, tmp_path: Path) -> None:
-    """Two ranks print plain PyTorch's losses, and after a crash the remaining ones, from the skipped batch on.
+    """Two ranks print plain PyTorch's losses, also after they end at step 12 and resume from the checkpoint of step 10.
 
-    `test_accelerate` and the tests of the launcher start ranks as users do.
+    The quick case forks its ranks; `test_accelerate` and the tests of the launcher start them as users do.
     """
     plain = plainly(HELLO, *_HELLO)
     begin = launched if launches else start
@@ -123,7 +123,7 @@ def test_hello_world_on_one_rank() -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_classifier_at_every_stage(stage: int, ranks: int) -> None:
-    """Losses and accuracies equal plain PyTorch's at every stage, and bf16 learns too."""
+    """Losses and accuracies equal plain PyTorch's at every stage; bf16 reaches an accuracy above 70 %."""
     plain = plainly(CLASSIFIER, *_CLASSIFIER)
     assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, ranks=ranks)), numbers(plain), 5e-4)
     text = start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, "--dtype", "bf16", ranks=ranks)
@@ -143,7 +143,7 @@ def llama(tmp_path: Path) -> Callable[..., str]:
 def test_llama_fine_tuning(llama: Callable[..., str], tmp_path: Path) -> None:
     """Stage 3 with host offload, recomputation and a streamed dataset has the losses of stage 0.
 
-    The saved model evaluates equally, loads as a plain model, and has the padding token's row.
+    The saved model evaluates equally, loads as a plain model, and has a row for the padding token.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,7 +168,7 @@ def test_llama_fine_tuning(llama: Callable[..., str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_llama_resumes_from_a_checkpoint(llama: Callable[..., str], ranks: int, stage: int, away: tuple[str]) -> None:
-    """At every stage and from either tier the losses are those of stage 0, also after a crash within an epoch."""
+    """At every stage and from either tier, a run that stops within an epoch resumes with the losses of stage 0."""
     every = ("--gradient_accumulation_steps", 2, *away)
     order = ("--stream",) if stage % 2 else ()
     plain = llama(*every, *order, ranks=ranks, out="plain")
@@ -185,7 +185,7 @@ def test_llama_resumes_from_a_checkpoint(llama: Callable[..., str], ranks: int, 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_llama_fine_tuning_in_16_bits(llama: Callable[..., str], dtype: str, stage: int, far: tuple[str]) -> None:
-    """Losses equal float32's within the dtype's precision. Under fp16 the loss scale may skip some steps."""
+    """The first loss is within 1 % of float32's, the last perplexity within 10 %: fp16's loss scale may skip steps."""
     wide = llama("--stream", ranks=2, out="wide")
     text = llama("--stream", "--dtype", dtype, "--zero_stage", stage, *far, ranks=2)
     seen, expected = perplexities(text), perplexities(wide)
@@ -203,9 +203,9 @@ def llama_checkpoints(run: Callable[..., str]) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tour_script(tmp_path: Path, ranks: int) -> None:
-    """`zero.Init`, recomputation, a one-cycle schedule and accumulation over a repeating loader change no loss.
+    """Stage 3 with `zero.Init` and recomputation has the losses of stage 0, with accumulation and a one-cycle schedule.
 
-    The monitor files have each update's rate and loss.
+    The monitor's file has the learning rate of each update.
     """
     cycle = ("--schedule", "OneCycle")
     plain = start(TOUR, *cycle, "--stage", 0, ranks=ranks)
@@ -236,7 +236,7 @@ def in_deepspeed(script: Path, *arguments: object, ranks: int) -> str:
     """Run an example with the installed DeepSpeed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    env |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}  # ninja, for its native code
+    env |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}  # ninja builds DeepSpeed's code
     command = [*launch, str(script), *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

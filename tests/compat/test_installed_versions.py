@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # test_transformers_trainer.py checks more on the
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Return the losses of a few steps from saved weights, by run: `plain`, and each stage over two ranks."""
+    """Return the losses of three steps by run and dtype, e.g. `plain-fp32`, or `zero3-bf16` over two ranks."""
     folder = tmp_path_factory.mktemp("versions")
     launch("short_training.py", folder, "plain", ranks=0, stands_in=False, seconds=900)
     launch("short_training.py", folder, "sharded", ranks=2, seconds=900)
@@ -28,7 +28,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 def test_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]]) -> None:
     """The Trainer's losses at stages 2 and 3 over two ranks equal those of one plain process with both batches.
 
-    This holds in bf16 and fp32, with a layer that is missing in the file.
+    This holds in bf16 and fp32, with a norm whose weight the file lacks.
     """
     assert {"plain-fp32", "plain-bf16", "zero3-fp32", "zero3-bf16", "zero2-fp32"} <= losses.keys()
     for name, result in losses.items():

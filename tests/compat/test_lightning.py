@@ -91,7 +91,7 @@ def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Told]:
 
 @pytest.mark.parametrize(("name", "ranks"), _rows(list(_CASES)))
 def test_losses_equal_plain_lightning(results_of: Callable[..., Told], name: str, ranks: int) -> None:
-    """Losses of training, after a resume in a new Trainer and of validation, and the rate, equal plain lightning's."""
+    """Losses of training (also after a resume in a new Trainer) and validation, and rates, equal plain lightning's."""
     plain, item = results_of(0)[_CASES[name]["like"]], results_of(ranks, name in _QUICK)[name]
     assert item["engine"] == "windlass.compat.deepspeed_engine"
     assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
@@ -102,7 +102,7 @@ def test_losses_equal_plain_lightning(results_of: Callable[..., Told], name: str
 
 @pytest.mark.parametrize(("name", "ranks"), _rows(["files-2", "files-3"]))
 def test_lightning_tool_reads_the_files(results_of: Callable[..., Told], name: str, ranks: int) -> None:
-    """lightning's tool converts files in DeepSpeed's format into one with the weights and states of plain lightning."""
+    """lightning's tool converts files in DeepSpeed's format into one with plain lightning's weights, step and epoch."""
     expected = _loaded(results_of(0)["resumed"]["folder"] / "half.ckpt")
     actual = _loaded(results_of(ranks, name in _QUICK)[name]["folder"] / "whole.ckpt")
     for name, value in expected["state_dict"].items():

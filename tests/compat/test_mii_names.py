@@ -1,4 +1,4 @@
-"""Law: MII's functions answer as the engine does, with MII's settings and defaults."""
+"""Law: MII's functions return the texts of windlass's engine, with MII's settings and defaults."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_deployment_is_found_by_its_model_and_its_callbacks_may_call_it(direct
         deployment.generate(PROMPTS[0], fail, max_new_tokens=80, ignore_eos=True)
     with pytest.raises(RequestError, match="a prompt has 120 tokens"):
         deployment.generate([PROMPTS[0], "a" * 120], **settings)
-    deployment.generate(PROMPTS, **settings)  # behind the cancellation in the queue
+    deployment.generate(PROMPTS, **settings)  # queued behind the cancellation, so the engine has handled both
     assert deployment._engine.stats().num_running == 0
     deployment.terminate_server()
 
@@ -173,7 +173,7 @@ def test_deployments_that_one_process_cannot_be_are_refused(settings: dict[str, 
 
 
 def test_limits_of_a_ragged_engine_become_options_of_the_engine(directory: Path) -> None:
-    """The lines of DeepSpeed's FastGen benchmark that start a deployment."""
+    """A deployment starts with the engine configuration of DeepSpeed's FastGen benchmark."""
     manager = StateManager(
         max_ragged_batch_size=48, max_ragged_sequence_count=4, memory_config={"mode": "allocate", "size": 3}
     )

@@ -98,7 +98,7 @@ def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "bf16" and name != "schedule"])
 def test_losses_equal_the_plain_trainer(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
-    """Losses, gradient norms and learning rates, also after a resume in a new Trainer, equal the plain Trainer's."""
+    """Losses (also after a resume in a new Trainer), norms, evaluation and generation equal the plain Trainer's."""
     plain, item = results_of(0)["resized" if _CASES[name].get("resize") else "plain"], results_of(ranks)[name]
     assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert item["norms"] == pytest.approx(plain["norms"], rel=1e-5)
@@ -128,7 +128,7 @@ def test_bf16_losses_are_close_to_fp32(results_of: Callable[[int], Told], ranks:
 
 @pytest.mark.parametrize("ranks", _RANKS)
 def test_schedule_of_the_configuration_equals_deepspeed(results_of: Callable[[int], Told], ranks: int) -> None:
-    """DeepSpeed's warm-up has made no step before the second update, which has the lowest rate too."""
+    """DeepSpeed's warm-up gives the second update the lowest rate too, so the third loss differs from the plain one."""
     plain, item = results_of(0)["plain"], results_of(ranks)["schedule"]
     assert item["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
     assert item["rates"] == pytest.approx([0.0, 2.5e-3, 5e-3, 2.5e-3])
@@ -144,7 +144,7 @@ def test_schedule_of_the_configuration_equals_deepspeed(results_of: Callable[[in
     ],
 )
 def test_saved_models_are_complete_and_equal(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
-    """`save_model` writes every weight, equal to the plain Trainer's, and resume finds the checkpoints."""
+    """`save_model` writes weights equal to the plain Trainer's; checkpoints have DeepSpeed's folder and `latest`."""
     case = {**_CASES, **_AXES}[name]
     plain, item = results_of(0)["resized" if case.get("resize") else "plain"], results_of(ranks)[name]
     expected, actual = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, item))

@@ -1,4 +1,4 @@
-"""Tests that the trainers of trl under DeepSpeed configurations train as they do without."""
+"""Tests that the trainers of trl under DeepSpeed configurations train as they do without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _holds(results_of: Ask, name: str, ranks: int, every: bool) -> None:
     for key in keys:
         assert item[key] == pytest.approx(plain[key], abs=2e-6), key
     if _CASES[name]["config"]["zero_optimization"]["stage"] == 3:
-        assert item["hooks"] == [1, 1]  # trl removed them to generate, and restored them
+        assert item["hooks"] == [1, 1]  # GRPO's trainer removed the hooks to generate, and restored them
 
 
 @pytest.mark.parametrize("name", _QUICK)

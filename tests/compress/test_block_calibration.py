@@ -1,4 +1,4 @@
-"""Tests that a calibration sees the hidden states of the whole model, or says why it cannot."""
+"""Tests that a calibration has the hidden states of the whole model, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_calibration_ends_before_layers_that_the_files_lack(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma3n_text",  # embeddings of the tokens for each block, keys and values of an earlier one
+        "gemma3n_text",  # token embeddings for each block; keys and values of an earlier block
         "gemma4_text",
-        "zamba2",  # a block's weights that other blocks use, and the first hidden states in each
-        "cpmant",  # blocks that return more than hidden states, which no other block reads
+        "zamba2",  # weights that several blocks share; the first hidden states as input of each block
+        "cpmant",  # outputs of blocks beside the hidden states, which no other block reads
         "prophetnet",  # an embedding whose tensor has the name of the head
     ],
 )
@@ -80,7 +80,7 @@ def test_models_that_are_no_chain_of_blocks_are_refused(name: str, said: str, tm
 
 
 class Experts(nn.Module):
-    """Two experts, for tokens with a positive and with another first feature; only those with tokens are called."""
+    """Two experts, the second for tokens with a positive first feature. An expert without tokens is not called."""
 
     def __init__(self) -> None:
         super().__init__()

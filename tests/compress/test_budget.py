@@ -42,7 +42,7 @@ def all_choices(groups: list[list[FormatOption]]) -> list[tuple[float, float, fl
 
 
 def solved(groups: list[list[FormatOption]], resource: str, **limits: Any) -> float:
-    """Return the resource of the best choice, which is within the limits and stated to be the optimum."""
+    """Return the total of `resource` for the best choice. It must be within the limits and reported as the optimum."""
     found = choose_formats(groups, FormatLimits(**limits))
     assert found.gap == 0
     for name, limit in limits.items():
@@ -94,7 +94,8 @@ def test_a_model_of_many_equal_layers_is_solved_exactly() -> None:
     for layer in range(48):
         scale = 1 + layer % 7
         groups.append([FormatOption(str(bits), bits * 590_000, scale / 4**bits, bits * 1e-5) for bits in (3, 4, 8)])
-    # layers of equal sizes: the most sensitive ones get 8 bits, others 3, so few enough to be tried as counts
+    # Layers have equal sizes, so the most sensitive ones get the most bits: only the numbers of layers at 8 and at 4
+    # bits are tried.
     losses = sorted((1 + layer % 7 for layer in range(48)), reverse=True)
     for limits in ({"nbytes": 48 * 4 * 590_000}, {"nbytes": 48 * 4 * 590_000, "seconds": 190e-5}):
         most = int(limits["nbytes"] / 590_000) if len(limits) == 1 else 190
@@ -136,7 +137,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Model of so many layers that one of them takes less than 2 % of the time."""
+    """Return a model with so many layers that a single one takes less than 2 % of the time."""
     return save_llama(tmp_path_factory.mktemp("budget") / "deep", 8)
 
 
@@ -236,7 +237,7 @@ def test_a_choice_stays_within_the_limit_of_loss(wide: Any) -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
 def test_a_loss_is_used_up_to_the_fewest_bytes(wide: Any, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of all groups together is a multiple of the sum of their losses; the optimum is that of all choices."""
+    """The loss of a choice is `factor` times the sum of its groups' losses. The choice has the fewest bytes."""
     losses: dict[str, float] = {}
 
     def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:
@@ -277,7 +278,7 @@ def test_uniform_formats_are_measured_before_a_budget_is_refused(wide: Any, monk
 
 
 class Machine:
-    """Machine whose times are formulas. A product takes longer in the whole model than alone, above all a narrow one.
+    """Machine with times from formulas. A product takes longer in the whole model than alone, most of all at few bits.
 
     Attributes:
         timed: formats of the models that were timed.
@@ -335,7 +336,8 @@ def test_a_speed_that_is_missed_names_the_measured_nearest(wide: Any) -> None:
 def test_a_choice_that_is_slow_only_as_predicted_is_taken(wide: Any) -> None:
     machine = Machine(wide)
     given: dict[str, Any] = {"times": TokenTimes(1.0, 0.5), "measure": machine.product}
-    with pytest.raises(ConfigError, match=r"speed=1000 cannot be met"):  # a product takes at most the whole token
+    # The predicted time of all products is at most that of a token.
+    with pytest.raises(ConfigError, match=r"speed=1000 cannot be met"):
         choose(wide, "speed=1000", **given)
     found = choose(wide, "speed=1000", time_formats=lambda formats: 1e-3 * 1.015, **given)
     assert found.seconds == 1e-3 * 1.015 and set(found.formats.values()) <= {"int3_g64", "int3_g128"}
@@ -345,7 +347,7 @@ def test_a_choice_that_is_slow_only_as_predicted_is_taken(wide: Any) -> None:
 
 @pytest.mark.parametrize(("name", "quantizes"), [("int4_g32", True), ("int8", True), ("int8_g32", False)])
 def test_the_time_of_a_product_is_measured(name: str, quantizes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is the time of one product in the fastest round, each product with another copy of the weight."""
+    """The result is the time of one product in the fastest round. Each product of a round has its own weight copy."""
     now, multiplied = [0.0], []
     plain = format_speed.packed_linear
 

@@ -1,4 +1,4 @@
-"""Tests of packed directories whose files name tensors otherwise than the model does."""
+"""Tests of packed directories with other names of tensors in the files than in the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_tensor_of_the_files_gets_the_place_that_transformers_gives_it(nam
 
 
 def test_packed_experts_of_other_programs_are_joined_as_floats(tmp_path: Path, caplog: Any) -> None:
-    """Other programs pack each expert's matrices, under their names in the files."""
+    """Other programs pack the matrices of each expert separately, under the names of the files."""
     model = saved(tmp_path / "wide", "mixtral")
     form = get_weight_format("int8_g32")
     tensors, layers, features = {}, {}, {}

@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Measure the runs of a model in this process, by a clock that advances by 64 ms at each reading."""
+    """Measure runs in this process, by a clock that advances by 64 ms at each reading. Return the measured names."""
     measured: list[str] = []
 
     def measure_run(path: Path, **options: Any) -> RunFigures:
@@ -117,7 +117,7 @@ def load(path: Path) -> torch.nn.Module:
 
 
 def titles(path: Path) -> list[str]:
-    """Return the texts of the shapes in the picture of a directory, which is well-formed."""
+    """Return the titles of the shapes in a directory's picture, which must be well-formed."""
     root = ElementTree.fromstring((path / "compression.svg").read_text())
     return [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
 
@@ -270,7 +270,7 @@ def test_a_pruned_model_is_an_ordinary_directory(
     assert "model.layers.0.mlp.up_proj: wide, 24.6 kB -> 24.6 kB" in titles(tmp_path / "out")
     assert torch.isfinite(load(tmp_path / "out")(torch.arange(8)[None]).logits).all()
     assert not list(tmp_path.glob(".out*")), "no traces"
-    # pruned and packed in one run, and again from the pruned one
+    # Prune and pack in one run; then pack the pruned model in a second run.
     run(model, tmp_path / "both", "--prune", "groups=1", "--group", 32, "--no-measure")
     found = load_packed_model(tmp_path / "both")
     assert found.config.num_key_value_heads == 1
@@ -325,12 +325,12 @@ def test_a_latency_is_met_by_the_measured_model(
     timed: list[tuple[str, float]] = []
 
     def measure_run(path: Path, *, weights: str | None = None, **_: object) -> RunFigures:
-        nbytes = compression_choice.tensor_bytes(ModelDirectory(path))  # as if reading them took all time
+        nbytes = compression_choice.tensor_bytes(ModelDirectory(path))  # as if reading the tensors took all the time
         timed.append((path.name, (0.3 if weights is not None else 1.0) * nbytes * 1e-8))
         return RunFigures(timed[-1][1])
 
     def measure(rows: int, columns: int, name: str) -> float:
-        return rows * columns * (8.0 if name == "fp32" else 8 / int(name[3])) * 1e-9  # 8 bits the fastest
+        return rows * columns * (8.0 if name == "fp32" else 8 / int(name[3])) * 1e-9  # 8 bits are the fastest
 
     for module in (compression_choice, compression_figures):
         monkeypatch.setattr(module, "measure_run", measure_run)
@@ -414,13 +414,13 @@ def test_a_loss_that_is_far_below_its_limit_leads_to_fewer_bytes(
     assert got == min(sizes.values()) < sizes["rounded0"] and 2 <= len(sizes) <= 4
     assert capsys.readouterr().out.count("within the allowed +0.0010") == len(sizes)
     sizes.clear()
-    spoiled.extend(("rounded1", "rounded2", "rounded3"))  # what overshoots is not taken
+    spoiled.extend(("rounded1", "rounded2", "rounded3"))  # choices beyond the limit are not taken
     run(model, tmp_path / "again", "--budget", "loss=+0.001", *text)
     got = json.loads((tmp_path / "again" / "compression.json").read_text())["after"]["nbytes"]
     assert got == sizes["rounded0"] and len(sizes) > 1 and not list(tmp_path.glob(".again*"))
 
 
-# groups of 128 do not divide 64 features, so that the entry is windlass's own
+# Groups of 128 do not divide 64 features, so the quantization entry is in windlass's own format.
 @pytest.mark.parametrize("group", ["32", "128"])
 def test_int8_inputs_that_were_asked_for_are_served(group: str, model: Path, tmp_path: Path) -> None:
     options = ["--weights", "int8", "--group", group, "--no-measure"]
@@ -479,7 +479,7 @@ def test_an_interruption_of_the_measurement_is_continued(
         with pytest.raises(SystemExit):
             main(arguments)
     assert "the same command continues there" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    with monkeypatch.context() as patch:  # what was rounded is measured
+    with monkeypatch.context() as patch:  # the rounded model is measured, not rounded again
         patch.setattr(compression_stages, "compress_directory", None)
         run(*arguments[1:])
     assert (tmp_path / "out" / "compression.json").is_file()

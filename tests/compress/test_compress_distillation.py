@@ -130,7 +130,7 @@ def test_a_signal_after_the_last_step_ends_the_command_too(
             main(["compress", *map(str, [model, tmp_path / "out", *options])])
     assert ended.value.code == 130 and not (tmp_path / "out").exists()
     assert "interrupted after 2 steps; the same command continues there" in capsys.readouterr().err
-    monkeypatch.setattr(compression_stages, "distil_directory", None)  # what is complete is not trained again
+    monkeypatch.setattr(compression_stages, "distil_directory", None)  # a complete training is not repeated
     run(model, tmp_path / "out", *options)
     assert not list(tmp_path.glob(".out*"))
 

@@ -202,7 +202,8 @@ def test_an_evaluation_before_the_first_range_rounds_by_its_own() -> None:
     assert not model[0].get_buffer("input_range").any(), "an evaluation calibrates nothing"
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch uses them
+# torch's TransformerEncoder uses nested tensors.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_an_encoder_of_torch_evaluates_rounded_weights() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
@@ -371,7 +372,7 @@ def test_a_related_norm_that_the_model_lacks_is_logged(caplog: pytest.LogCapture
 
 
 class TiedHead(nn.Module):
-    """Embedding whose weight is that of the head too."""
+    """Embedding and head that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()

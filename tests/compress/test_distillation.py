@@ -25,7 +25,7 @@ IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 5 % CLASSES
 
 
 def kl(first: Tensor, second: Tensor) -> Tensor:
-    """Return KL(first, second) of logits, one position after the other."""
+    """Return KL(first || second) of two tensors of logits at each position."""
     return F.kl_div(second.log_softmax(-1), first.log_softmax(-1), reduction="none", log_target=True).sum(-1)
 
 
@@ -127,7 +127,7 @@ def test_all_terms_of_a_language_model_equal_plain_pytorch() -> None:
         other = teacher(input_ids=IDS, attention_mask=mask, **ask)
     counted = mask.bool()
     blocks: list[dict[int, Tensor]] = [{}, {}]
-    for found, model in zip(blocks, (twin, teacher), strict=True):  # the last hidden state is after the norm
+    for found, model in zip(blocks, (twin, teacher), strict=True):  # hooks: the last hidden state is after the norm
         for place, layer in enumerate(model.model.layers):
             layer.register_forward_hook(lambda m, a, out, place=place, found=found: found.__setitem__(place, out))
     own = twin(**batch, **ask)
@@ -165,7 +165,7 @@ def test_checkpointed_blocks_pass_the_gradients_of_attention_maps() -> None:
             student.enable_input_require_grads()
             with pytest.raises(ModelError, match=r"attention compares .*'model.layers.\d', .* use_reentrant=False"):
                 student(input_ids=IDS)
-            student.model.layers.requires_grad_(False)  # no gradients are lost
+            student.model.layers.requires_grad_(False)  # now no gradients are lost
             student(input_ids=IDS)
         else:
             student(input_ids=IDS).loss.backward()
@@ -235,7 +235,7 @@ class Counted(nn.Module):
 
 
 class Student(Counted):
-    """Model with logits and a loss."""
+    """Model that returns logits, and None as its loss."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor | None]:
         return {"logits": self.table(input_ids), "loss": None}

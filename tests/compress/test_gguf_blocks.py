@@ -1,4 +1,4 @@
-"""Tests of GGUF's blocks: each weight at the place that ggml's layout gives it, there and back."""
+"""Tests of GGUF's blocks: encoding and decoding put each weight at its place in ggml's layout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES_AND_KINDS = [
 
 
 def pack_rows(name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor, BlockType]:
-    """Return packed weights of three rows, their blocks in GGUF's type `kind`, and that type."""
+    """Return rounded weights `[3, 512]`, their blocks in GGUF's type `kind`, and that type."""
     form = get_weight_format(name)
     assert isinstance(form, CodedWeightFormat)
     packed = form.pack(torch.randn(3, 512, generator=torch.Generator().manual_seed(0)))

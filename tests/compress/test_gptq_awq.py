@@ -1,4 +1,4 @@
-"""Tests of checkpoints of GPTQ and AWQ: the same numbers as their layouts define."""
+"""Tests of checkpoints of GPTQ and AWQ: loaded weights are those that the layouts define."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.kernels.packed_linear import PackedLinear
 
 
 def bits_of(values: list[int], bits: int) -> list[int]:
-    """Return signed 32-bit words that have the values bit after bit."""
+    """Pack values of `bits` bits each, without gaps, into signed 32-bit words."""
     whole = sum(value << (bits * place) for place, value in enumerate(values))
     words = [whole >> (32 * i) & 0xFFFFFFFF for i in range(len(values) * bits // 32)]
     return [word - (1 << 32) if word >> 31 else word for word in words]
@@ -37,7 +37,7 @@ def gptq(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int
 
 
 def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """Return the same tensors in the layout of AutoAWQ."""
+    """Return codes `[in, out]` and zero points `[groups, out]` in the layout of AutoAWQ."""
 
     def words(matrix: Tensor) -> Tensor:
         ordered = matrix.view(len(matrix), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
@@ -49,7 +49,7 @@ def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
 def quantized_copy(
     source: Path, target: Path, entry: dict[str, Any], symmetric: bool, ordered: bool = True
 ) -> dict[str, Tensor]:
-    """Write a checkpoint with random codes. Return the weight of each layer that they encode."""
+    """Write a checkpoint with random codes. Return the weight that the codes encode for each layer."""
     target.mkdir()
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))

@@ -43,7 +43,7 @@ def test_learned_codes_lose_less_than_those_they_begin_with(tmp_path: Path) -> N
 
 
 class Routed(nn.Module):
-    """Layer for all inputs, and one for those whose first feature is positive."""
+    """Linear layer for all inputs, and another one for inputs with a positive first feature."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -151,7 +151,7 @@ def test_layers_on_which_others_depend_are_not_removed(
 
 
 def test_steps_name_layers_by_the_numbers_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([1.0, 0.5, 0.5, 1.0, 0.5, 0.9, 0.5])  # removed, merged into each neighbour, and the check
+    losses = iter([1.0, 0.5, 0.5, 1.0, 0.5, 0.9, 0.5])  # per layer: removed, merged into each neighbour, check
     monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [0, 2])
     monkeypatch.setattr(layer_importance, "mean_loss", lambda *_: next(losses))
     steps = shorten_layers(deep(layers=4), 2, BATCHES)

@@ -74,7 +74,7 @@ def test_a_weight_is_held_once(directory: Path) -> None:
         second = model(IDS).logits
     assert panel_bytes(model) + resident(file) < 1.1 * file.stat().st_size
     assert torch.equal(first, second)
-    own = load_packed_model(directory)  # the same with bytes in memory
+    own = load_packed_model(directory)  # the same model with bytes in memory
     for one in layers(own):
         one.set_packed({name: tensor.clone() for name, tensor in one.packed().items()})
     wide = copy.deepcopy(model)
@@ -93,8 +93,8 @@ def peak_of(work: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # freed memory that is taken again counts too
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins again at the present memory
+            ctypes.CDLL(None).malloc_trim(0)  # so that memory that was freed before counts when it is taken again
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present memory
             before = peak()
             work()
             os.write(ends[1], str(peak() - before).encode())
@@ -118,9 +118,9 @@ def peak() -> int:
 @native
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
 def test_the_peak_is_the_file_and_little_more(directory: Path, tmp_path: Path) -> None:
-    """No weight is unpacked whole: the linear layers take 27 MB in float32.
+    """No weight is unpacked whole: the linear layers would take 25 MB in float32.
 
-    A forked process copies pages of the interpreter, as many as for a small model.
+    A forked process also copies pages of the interpreter, so the peak of a small model is subtracted.
     """
     small: Any = build("llama", hidden_size=64, intermediate_size=128, vocab_size=32)
     small.save_pretrained(tmp_path / "wide")
@@ -137,7 +137,7 @@ def test_the_peak_is_the_file_and_little_more(directory: Path, tmp_path: Path) -
             llm.generate([IDS[0].tolist()], SamplingParams(temperature=0, max_tokens=4))
 
     for work in (run, serve):
-        work(directory)  # modules that are imported are in the process before the fork
+        work(directory)  # imports all modules before the fork
         least = peak_of(lambda work=work: work(tmp_path / "packed"))
         most = peak_of(lambda work=work: work(directory))
         assert most - least < 1.1 * (directory / "model.safetensors").stat().st_size + OVERHEAD
@@ -155,7 +155,7 @@ def test_the_backward_reads_the_bytes_again(directory: Path) -> None:
         layer(x).square().sum().backward()
         wide(twin).square().sum().backward()
         torch.testing.assert_close(x.grad, twin.grad, rtol=1e-4, atol=1e-4)
-        assert resident(file) <= 1 << 17  # the kernel maps 16 pages at a fault, and there may be two
+        assert resident(file) <= 1 << 17  # at most two page faults, each of which maps 16 pages
 
 
 def test_written_pages_stay(tmp_path: Path) -> None:

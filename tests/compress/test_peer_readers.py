@@ -46,7 +46,7 @@ def test_compressed_tensors_reads_the_same_numbers(name: str, tmp_path: Path) ->
     tensors, form = load_file(tmp_path / "packed" / "model.safetensors"), get_weight_format(name)
     layer = "model.layers.1.mlp.down_proj"
     packed = {part: tensors[f"{layer}.{part}"] for part in form.file_form(1, 1)}
-    # The compressor multiplies in the dtype of the scale, so that nothing is rounded with a scale in fp32.
+    # The compressor multiplies in the dtype of the scale; with a scale in float32 it rounds nothing.
     wide = compressor.decompress({**packed, "weight_scale": packed["weight_scale"].float()}, scheme)
     assert torch.equal(wide["weight"], form.unpack(packed))
 
@@ -96,7 +96,7 @@ def test_a_whole_model_as_gguf(name: str, tmp_path: Path) -> None:
     layer, heads = model.model.layers[1], model.config.num_attention_heads
     assert torch.equal(found["blk.1.ffn_down.weight"], layer.mlp.down_proj.weight)
     assert torch.equal(found["token_embd.weight"], model.model.embed_tokens.weight)
-    query = layer.self_attn.q_proj.weight  # pairs of a rotation stand beside each other in GGUF
+    query = layer.self_attn.q_proj.weight  # GGUF has the two features of a rotation side by side
     paired = query.view(heads, 2, -1, 256).transpose(1, 2).reshape(query.shape)
     assert torch.equal(found["blk.1.attn_q.weight"], paired)
 
@@ -110,7 +110,7 @@ def gguf_of(tmp_path: Path, kind: str, name: str | None) -> Any:
     model = model_of(kind, **sizes, **heads, bos_token_id=1, eos_token_id=2, pad_token_id=0).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            if value.dim() == 1:  # norms and biases whose values matter
+            if value.dim() == 1:  # norms and biases, which begin as 1 and 0
                 value.add_(0.1 * torch.randn(value.shape))
             elif "embed_tokens" in key:
                 value.mul_(4)
@@ -155,7 +155,8 @@ def byte_tokenizer(digits: str | None) -> Any:
     """Return a small byte-level BPE tokenizer.
 
     Args:
-        digits: number of digits that a split keeps together, in the expression of Llama 3 and Qwen 2; None: GPT-2's.
+        digits: quantifier of digits in the splitting expression: `{1,3}` for Llama 3, empty for Qwen 2; None: GPT-2's
+            splitting.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -206,7 +207,7 @@ def test_the_tokenizer_of_a_gguf_file_is_that_of_the_model(splitting: str, tmp_p
 
 
 def write_values(path: Path, values: dict[str, Any], architecture: str = "llama", **tensors: Any) -> Path:
-    """Write a GGUF file of a model of one layer without its parts."""
+    """Write a GGUF file with the keys of a one-layer model, an embedding, and `tensors` alone."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)

@@ -104,7 +104,7 @@ def test_half_quadratic_steps_equal_a_plain_loop(name: str) -> None:
 
 
 def textbook_gptq(form: Any, weight: Tensor, hessian: Tensor, order: Tensor) -> tuple[IntegerGrid, Tensor]:
-    """Round column by column with the inverse of the remaining columns, without factors and blocks, in float64."""
+    """Round column by column with the inverse Hessian of the remaining columns, without factors and blocks, float64."""
     grid = clipped_grid(form, weight, hessian.diagonal().float())
     wide = hessian.double() + DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
     scale, zero = grid.spread(grid.scale, weight.shape[1]), grid.spread(grid.zero, weight.shape[1])
@@ -123,7 +123,7 @@ def textbook_gptq(form: Any, weight: Tensor, hessian: Tensor, order: Tensor) -> 
 @pytest.mark.parametrize("name", ["int4_g32", "int3", "int2_g64_zp"])
 def test_gptq_equals_the_textbook_loop(name: str, ordered: bool) -> None:
     form, weight, inputs = get_weight_format(name), matrix(12, 160), correlated_inputs(160)
-    inputs[:, 5] = 0  # a feature that no input has
+    inputs[:, 5] = 0  # a feature that is 0 in all inputs
     hessian = (inputs.t() @ inputs).double()
     reference = hessian.clone()
     reference[5, 5] = 1.0
@@ -248,7 +248,7 @@ def test_smoothing_preserves_the_function_before_rounding(
     wide: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, model = wide
-    # "fp32" rounds nothing: what remains are the folded scales
+    # "fp32" rounds nothing, so only the folded scales remain
     monkeypatch.setattr(
         "windlass.compress.post_training.is_integer_format", lambda form: form != get_weight_format("x")
     )
@@ -272,7 +272,7 @@ def test_smoothing_preserves_the_function_before_rounding(
 
 
 class Expert(nn.Module):
-    """Layers between which scales cannot be folded, for inputs whose first feature is positive."""
+    """Two layers around a square, so that scales cannot be folded, for inputs with a positive first feature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_scales_of_layers_that_the_first_batch_does_not_reach_are_not_folded(emp
 def test_rotation_preserves_the_function_and_spreads_outliers(name: str, tied: bool, tmp_path: Path) -> None:
     model = saved(tmp_path / "wide", name, tie_word_embeddings=tied)
     directory = RotatedDirectory(ModelDirectory(tmp_path / "wide"))
-    assert not any(directory.can_map(place) for place in directory.places)  # the file has other values
+    assert not any(directory.can_map(place) for place in directory.places)  # the file does not have the rotated values
     twin = type(model)(type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": False})).eval()
     twin.load_state_dict({place: directory.read(place) for place in directory.places})
     ids = text()[0]

@@ -43,7 +43,7 @@ def test_scores_are_those_of_plain_loops(method: str, pattern: str) -> None:
 
 
 def test_sparsegpt_equals_the_textbook() -> None:
-    """Column by column with the inverse of the remaining columns; the mask of all columns is chosen before."""
+    """The textbook prunes column by column with the inverse Hessian of the rest. Its mask is chosen before."""
     weight, hessian = layer()
     wide = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(32, dtype=torch.float64)
     left, found = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)

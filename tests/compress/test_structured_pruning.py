@@ -36,7 +36,7 @@ ROWS = [
 
 
 def pruned_and_masked(model: Any, kind: str, share: float = 0.5) -> tuple[Any, Any, list[UnitGroup]]:
-    """Return a pruned copy of a model, and one with the same units set to 0."""
+    """Return a pruned copy of a model, a copy with the same units set to 0, and the groups of units."""
     groups = find_transformer_units(model, [kind])
     masked, smaller = copy.deepcopy(model), copy.deepcopy(model)
     scores = unit_scores(model, groups, "magnitude")
@@ -63,7 +63,7 @@ def test_the_pruned_model_is_the_masked_one(name: str, kind: str, tmp_path: Path
     assert len(groups) >= model.config.num_hidden_layers
     with torch.no_grad():
         torch.testing.assert_close(smaller(IDS).logits, masked(IDS).logits, rtol=1e-5, atol=1e-5)
-    # the same through the one call, saved, loaded and trained
+    # the same by `prune_model`; then saved, loaded and trained
     prune_model(model, {kind: 0.5}, importance="magnitude")
     with torch.no_grad():
         expected = masked(IDS).logits
@@ -111,7 +111,7 @@ def test_removed_experts_are_never_chosen(name: str, tmp_path: Path) -> None:
 
 
 def _masked_forward(module: Any, linear: Any) -> Any:
-    """Return the forward of a router whose logits of some experts are -inf."""
+    """Return a router's forward that adds `module.mask`, -inf for removed experts, to its logits."""
     original = type(module).forward
 
     def forward(hidden: torch.Tensor) -> Any:
@@ -184,7 +184,7 @@ def test_a_classifier_and_tied_weights(tmp_path: Path) -> None:
     tied: Any = build("llama", tie_word_embeddings=True).eval()
     prune_model(tied, {"groups": 1}, importance="magnitude")
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    # pruned again, by windlass's own widths
+    # The pruned model, whose configuration has windlass's own widths, is pruned again.
     again = build_empty(directory, AutoModelForSequenceClassification)
     assert [tuple(p.shape) for p in again.parameters()] == [tuple(p.shape) for p in model.parameters()]
     prune_model(model, {"heads": 1}, importance="magnitude")
@@ -220,7 +220,7 @@ def test_channels_of_plain_modules_are_found_by_marks() -> None:
     torch.manual_seed(0)
     model = Residual()
     images = torch.randn(6, 3, 4, 4)
-    model(images)  # running statistics that are not those of the beginning
+    model(images)  # changes the running statistics
     model.eval()
     groups = {group.name: group for group in find_channel_units(model, images)}
     assert {name: (one.kind, one.units) for name, one in groups.items()} == {
@@ -250,7 +250,7 @@ def test_channels_of_plain_modules_are_found_by_marks() -> None:
 
 
 class Concatenation(nn.Module):
-    """Two prunable parts of different width and one of the input, concatenated before a norm."""
+    """Two prunable layers of different widths and the input, concatenated before a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ def test_tensors_of_several_groups_lose_the_units_of_each(
 
 
 class Fixed(nn.Module):
-    """Layers whose channels meet values that no layer computes, and two layers whose channels do not."""
+    """Layers `first` and `second`, whose channels must stay for the reason `kind`, and the prunable layer `inner`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

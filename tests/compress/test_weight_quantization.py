@@ -197,7 +197,8 @@ def test_symmetric_groups_take_the_native_formats() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
     init_group_wise_weight_quantization(model, section(post_init_quant={"0": group(4, 32, 1, True)}))
     assert model[0].format.name == "int4_g32"
-    init_group_wise_weight_quantization(model, section(post_init_quant={"0": group(4, 32, 1, True)}))  # again
+    # A second call accepts the packed layer.
+    init_group_wise_weight_quantization(model, section(post_init_quant={"0": group(4, 32, 1, True)}))
 
 
 def test_an_inference_engine_packs_too() -> None:

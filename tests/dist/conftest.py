@@ -11,9 +11,9 @@ from tests.dist import harness
 from tests.dist.quick_rows import mark_slow_rows
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out slow tests
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark rows of products over transports and stages as slow, as `quick_rows` chooses them."""
+    """Mark the rows that `quick_rows` does not choose as slow."""
     mark_slow_rows([item for item in items if item.path.is_relative_to(Path(__file__).parent)])
 
 

@@ -21,7 +21,7 @@ from tests.dist.test_offload_resume import Counting
 from tests.models import Place, cast
 from tests.oracle import Recipe
 
-GLOBAL = 12  # micro-batches of a step on all ranks together, divisible by any number of ranks
+GLOBAL = 12  # micro-batches of a step on all ranks together, divisible by 1 to 4 ranks
 BEFORE, AFTER = 2, 2  # steps before and after the save
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"}}
 TIERS = {"device": ("none", "none"), "host": ("cpu", "cpu"), "disk": ("nvme", "nvme")}
@@ -34,7 +34,7 @@ CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of ranks, kinds of data that are sharded, and their tier."""
+    """Number of ranks, ZeRO stage, tier, transport, and sharding group (`cut`, a key of `CUTS`) of a run."""
 
     ranks: int
     stage: int
@@ -52,7 +52,8 @@ class Layout:
 def allowed(ranks: int, stage: int, tier: str, cut: str = "all") -> bool:
     """Return True if the layout exists.
 
-    At stage 0 nothing is sharded, so nothing can be offloaded. The other shardings need enough ranks.
+    At stage 0 nothing is sharded, so nothing can be offloaded. hpZ and MiCS run on 4 ranks at stage 3, hpZ only on the
+    device tier.
     """
     if cut != "all" and (ranks != 4 or stage != 3 or (cut == "hpz" and tier != "device")):
         return False

@@ -11,7 +11,7 @@ from tests.models import ZOO
 from tests.oracle import Recipe
 
 TINY_BUCKETS = (("reduce_bucket_size", 600), ("allgather_bucket_size", 500))
-# bucket sizes for larger models, which have as many buckets as small models with TINY_BUCKETS
+# sizes that give a larger model as many buckets as TINY_BUCKETS gives a small one
 SMALL_BUCKETS = (("reduce_bucket_size", 60_000), ("allgather_bucket_size", 50_000))
 FROZEN_KNOBS = (
     ("stage3_prefetch_bucket_size", 0),
@@ -50,8 +50,9 @@ def allowed(row: dict[str, Any]) -> bool:
 def allowed_quick(row: dict[str, Any]) -> bool:
     """Return True if the (partial) row is a case of `make test`.
 
-    Each model trains at stage 3 and at one other, on two ranks and on one other number, and with two of three values of
-    the options, in turn; `make parity` has them all. One model of transformers trains on three ranks.
+    Each model trains at stage 3 and one other stage, on two ranks and one other number of ranks, and with two of three
+    values of each option; its place in the list selects them. `make parity` has all cases. Only one model of
+    transformers trains on three ranks.
     """
     if not allowed(row) or "model" not in row:
         return allowed(row)
@@ -76,7 +77,7 @@ def _but_one(factor: str, number: int) -> list[Any]:
 
 
 def recipe_of(row: dict[str, Any], steps: int = 5) -> Recipe:
-    """Return the recipe of the row: model, optimizer, precision, accumulation."""
+    """Return the recipe of the row: ranks, accumulation, precision, optimizer and clipping."""
     return Recipe(
         ranks=row["ranks"],
         accumulation=row["accumulation"],

@@ -18,8 +18,8 @@ from tests.oracle import Recipe, Trace, relative_error
 
 SGD = (("lr", 0.05), ("momentum", 0.9))
 # eps is torch's default, except where many gradients are of the size of their own rounding error. AdamW with a small
-# eps turns those into steps of full size and random sign, in plain PyTorch as well. This concerns some specimens, and
-# 16 bits.
+# eps turns such gradients into steps of full size and random sign, in plain PyTorch as well. ADAMW_CALM is for the
+# specimens with such gradients, and for 16 bits.
 ADAMW = (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.01))
 ADAMW_CALM = (("lr", 1e-3), ("eps", 1e-4), ("weight_decay", 0.01))
 
@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass
 class RankTrace:
-    """Trace of one rank. Only rank 0 returns gradients, by step, and the model's state dict."""
+    """Trace of one rank. Only rank 0 returns gradients, by step, and the model's state dict and buffers."""
 
     losses: list[list[float]] = field(default_factory=list)
     grads: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
@@ -202,8 +202,8 @@ def complaints(
 ) -> list[str]:
     """Return all differences from the oracle as texts, in order of appearance.
 
-    Losses, gradients and norms have one bound, parameters another. `exact=False` selects the 16-bit bounds. Gradients
-    may differ in addition by what the oracle's own differ from `reordered`, which adds them in another order.
+    Losses, gradients and norms have one bound, parameters another. `exact=False` selects the 16-bit bounds. `reordered`
+    is the trace of an oracle that adds gradients in another order: its difference from `wanted` is allowed too.
     """
     exact = exact and recipe.precision == "fp32"
     grad_bound, param_bound = (FP32_BOUND, FP32_BOUND) if exact else (BF16_GRAD_BOUND, BF16_PARAM_BOUND)

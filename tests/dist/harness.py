@@ -1,4 +1,4 @@
-"""Warm pool of worker processes that run one function on every rank of a world of 1 to 6."""
+"""Warm pool of worker processes that run one function on every rank of a world."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _run(job: Job) -> Outcome:
             )
             dist.barrier()  # no rank may fail, and so close its connections, while a peer still connects to it
             value = job.function(*job.args)
-            dist.barrier()  # nor may it fail while a peer still communicates with it
+            dist.barrier()  # no rank may fail while a peer still communicates with it
             outcome = Outcome(value)
         except BaseException as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)
@@ -121,8 +121,8 @@ def _run(job: Job) -> Outcome:
     return outcome
 
 
-# Connection of this process to the store of its pool, which the first worker serves. Waits for a key of a TCP store end
-# at once. A store in a file looks for it every 10 ms, which takes longer than most of a small job.
+# Connection of this process to the store of its pool, which the first worker serves. In a TCP store a wait for a key
+# ends as soon as the key is set. A file store looks for the key every 10 ms, and most of a small job takes less.
 _store: Any = None
 
 
@@ -157,11 +157,11 @@ def _worker(connection: Connection, log: str, path: list[str], serves: bool) -> 
     sys.path[:] = path
     import torch
 
-    import tests.dist.worker_imports  # noqa: F401  (there already where this was forked)
+    import tests.dist.worker_imports  # noqa: F401  (imported already in the fork server)
     from windlass.watchdog.control_store import ControlStore
 
     torch.set_num_threads(1)
-    # A watchdog would end the process where a test's rank fails. Over a TCP store there would be one.
+    # Over a TCP store windlass would start a watchdog, which would end this process when a rank of a test fails.
     ControlStore.open = classmethod(lambda cls: None)  # type: ignore[assignment, method-assign]
     modules = 0
     connection.send_bytes(pickle.dumps(_serve_store() if serves else 0))
@@ -186,7 +186,7 @@ def _worker(connection: Connection, log: str, path: list[str], serves: bool) -> 
 def _packed(outcome: Outcome) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception:  # a result that cannot be pickled is an error of the test: report it instead of dying
+    except Exception:  # a result that cannot be pickled is an error of the test: report it, and keep the worker
         return pickle.dumps(Outcome(kinds=("PicklingError",), text=traceback.format_exc()))
 
 
@@ -303,13 +303,13 @@ class Pool:
         return "\n".join(parts)
 
     def _start(self) -> None:
-        """Start the workers, also after a hang or a death."""
+        """Start the workers, unless all of them are alive."""
         if self._workers and all(worker.process.is_alive() for worker in self._workers):
             return
         self.close()
         context = get_context("forkserver")
         with _quiet_environment():
-            for server in _servers:  # both import at once; the first fork waits for its server's imports
+            for server in _servers:  # both servers import at the same time; a server's first fork waits for its imports
                 server.ensure_running()
             for index in range(self.size):
                 ours, theirs = context.Pipe()

@@ -29,7 +29,7 @@ def _language_model(kind: str, *, tied: bool, **values: Any) -> nn.Module:
 
 
 def llama(*, tied: bool, layers: int = 4) -> nn.Module:
-    """Return a Llama with grouped queries: 4 heads over 2."""
+    """Return a Llama with 4 query heads and 2 key and value heads."""
     sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": layers}
     return _language_model("LlamaForCausalLM", tied=tied, **sizes, **_HEADS)
 
@@ -186,7 +186,7 @@ def train(case: Case, steps: int = STEPS, save: str | None = None, source: str |
                 loss = engine(**item).loss
                 engine.backward(loss)
                 total += loss.item() / case.accumulation
-                if number == case.accumulation - 1 and step != 1:  # step 1 runs as users' steps do, without reads
+                if number == case.accumulation - 1 and step != 1:  # step 1 reads no gradients, as in users' runs
                     named = engine.module.named_parameters()
                     result.grads[step] = {name: _copy(windlass.zero.full_grad(p)) for name, p in named}
                 engine.step()
@@ -255,7 +255,7 @@ def check(case: Case, steps: int = 2) -> list[Found]:
 
 
 def hold_all(case: Case, actual: list[Found], expect: Callable[..., dict[str, Any]], steps: int) -> list[Found]:
-    """Compare the traces of the ranks with those of `expect`, which trains in one process on the batches of all."""
+    """Compare the traces of the ranks with one process, which `expect` trains on all ranks' batches."""
     readers = 1 + max(item.reader for item in actual)
     expected = expect(case.model, case.tied, readers, case.accumulation, steps, case.optimizer, case.params)
     return hold(case, actual, expected)

@@ -29,7 +29,7 @@ class Case:
     gather: str = "step"
     optimizer: str = "AdamW"
     clipping: float = 0.1
-    beside: tuple[str, ...] = ()  # axes of two ranks besides pp
+    beside: tuple[str, ...] = ()  # names of further axes, each of two ranks
 
 
 @dataclass
@@ -257,7 +257,7 @@ def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list
 
 
 def manners(kind: str) -> dict[str, Any]:
-    """Check the methods and errors of a pipeline engine. `kind` is "windlass", or "deepspeed" for the compat engine."""
+    """Return results and errors of a pipeline engine. `kind` is "windlass", or "deepspeed": the compat engine."""
     import windlass
     from windlass.compat.deepspeed_initialize import initialize as of_deepspeed
     from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (scripts import it)
@@ -338,7 +338,7 @@ def from_a_loader() -> list[float]:
 
 
 def own_optimizer(groups: bool) -> dict[str, Tensor]:
-    """Train with an optimizer constructed over the full model."""
+    """Train two groups of the full model's parameters: in an optimizer (`groups`), or passed as `model_parameters`."""
     import windlass
 
     case = Case(name="llama tied", stage=1)
@@ -373,7 +373,7 @@ def precise(precision: str) -> list[float]:
 
 
 def too_small() -> dict[str, Any]:
-    """Start with an emulated device that is too small for a stage's parameters, and with one that is large enough."""
+    """Train with offloaded parameters on an emulated device; then start zero-bubble, which a small device refuses."""
     import windlass
 
     found: dict[str, Any] = {}

@@ -238,7 +238,7 @@ def is_row(name: str) -> bool:
 
 
 def expected(name: str, micros: int) -> Seen:
-    """Train one step in one process with plain accumulation."""
+    """Run one step in one process with plain accumulation. Return its losses and gradients."""
     model = row(name) if is_row(name) else transformer(name)
     freeze(name, model)
     losses = []

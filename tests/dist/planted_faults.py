@@ -20,7 +20,7 @@ from windlass.zero.update.elementwise_update import ElementwiseUpdate
 
 @contextmanager
 def missing_reduce() -> Iterator[None]:
-    """Make every rank use its own gradients in place of the reduced sum."""
+    """Use the gradients of rank 0 in place of the sum over ranks."""
     full = shm_transport.ordered_sum
 
     def own_part(parts: Any, out: torch.Tensor, **how: Any) -> Any:
@@ -127,7 +127,7 @@ def wrong_clip() -> Iterator[None]:
 
 @contextmanager
 def wrong_norm() -> Iterator[None]:
-    """Count values that two ranks share twice in the norm."""
+    """Count every square twice in the norm, as if two ranks held copies of all gradients."""
     reduce = step_agreement.reduce_step_status
 
     def double(*args: Any, **more: Any) -> Any:
@@ -142,7 +142,7 @@ def wrong_norm() -> Iterator[None]:
 
 @contextmanager
 def skipped_update() -> Iterator[None]:
-    """Omit the first parameter of the model from every update."""
+    """Omit the first parameter of the first updated unit from every update."""
     run = ElementwiseUpdate.run
 
     def without(self: ElementwiseUpdate, used: dict[int, list[bool]], divisor: float) -> Any:

@@ -1,4 +1,4 @@
-"""Choice of the rows that `make test` runs of a test over transports and stages. `make parity` runs them all."""
+"""Choice of the parametrized rows of a test that `make test` runs. `make parity` runs all rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Row = Mapping[str, Hashable]
 def quick_rows(rows: Iterable[Row]) -> list[bool]:
     """Return a flag per row of a test, True for a quick row.
 
-    Every value of every parameter is in a quick row, but not every combination of values. Two of three rows are at the
-    highest stage, and transports alternate. A test with no parameters but transport and stage keeps all its stages, and
-    its highest (or only) stage keeps all transports.
+    Every value of every parameter is in a quick row, but not every combination of values. Among rows that add equally
+    many new values, two of three choices prefer the highest stage, and transports alternate. A test with no parameters
+    but transport and stage keeps all its stages, and its highest (or only) stage keeps all transports.
 
     Args:
         rows: parameters by name. Values that belong together are one parameter.
@@ -51,22 +51,22 @@ def _stages(rows: Sequence[Row]) -> list[int]:
     return kept
 
 
-# For tests that run a list of cases in one world of ranks: in `make test` each row takes its share of the list.
+# Parameter of tests that run a list of cases in one process group: in `make test` each row takes a share of the list.
 in_shares = pytest.mark.parametrize(
     "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["share", "every"]
 )
 
 
 def share(cases: Sequence[Any], number: int, shares: int, every: bool) -> list[Any]:
-    """Return the share of row `number` in a list of cases, or all of it if `every`.
+    """Return the share of row `number` in a list of cases, or the whole list if `every`.
 
-    The shares of `shares` neighbouring rows are the whole list.
+    The shares of `shares` consecutive numbers together are the whole list.
     """
     return list(cases) if every else list(cases[number % shares :: shares])
 
 
 def mark_slow_rows(items: list[pytest.Item]) -> None:
-    """Mark the rows of each collected test that are not quick as slow."""
+    """Mark as slow the rows of each collected test that are not quick."""
     by_test: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):

@@ -85,7 +85,7 @@ class SimulatedSignSGD:
         self.momenta = [torch.zeros(m.numel()) for m in masters]
 
     def step(self, gradients: list[list[torch.Tensor | None]]) -> float:
-        """Update with the local gradients `[rank][parameter]`. Return their norm."""
+        """Update with the local gradients `[rank][parameter]`. Return the root mean square of the ranks' norms."""
         ranks = len(gradients)
         squares = sum(float(g.double().square().sum()) for item in gradients for g in item if g is not None)
         norm = (squares / ranks) ** 0.5

@@ -1,4 +1,4 @@
-"""Training of a tensor-parallel model beside a full one on one rank, and their differences."""
+"""Training of a tensor-parallel model beside a full copy on each rank, and their differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NORMS: dict[str, Any] = {"tp_sequence_norms": True}
 
 @dataclass(frozen=True)
 class Apart:
-    """Largest relative errors of a tensor-parallel model, the parameters that have them, and the bytes per step."""
+    """Largest relative errors of a tensor-parallel model, the parameters that have them, and the bytes of a step."""
 
     loss: float
     logits: float
@@ -40,7 +40,7 @@ def tensor_axis() -> MeshAxis:
 
 
 def added_up(model: nn.Module, axis: MeshAxis) -> None:
-    """Sum gradients of which each rank has a partial sum, as the engine does."""
+    """All-reduce the gradients that are partial sums on each rank, as the engine does."""
     for parameter in model.parameters():
         if axis.name in get_placement(parameter).partial_axes and parameter.grad is not None:
             axis.all_reduce(parameter.grad)
@@ -87,7 +87,7 @@ def trained_beside(
     steps: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> Apart:
-    """Train both models for a few steps on the same batches."""
+    """Train a full model and its tensor-parallel version on the same batches. Return their differences."""
     plain, model, axis, _ = pair(name, changes, options, dtype)
     loss, gradients = 0.0, (0.0, "")
     moved: dict[str, int] = {}

@@ -15,7 +15,7 @@ from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import run_ranks
 from tests.models import ROWS, Place, cast
 
-STEPS, ACCUMULATION, SCALE = 4, 2, 128  # the scale is a power of two, so that it rounds nothing
+STEPS, ACCUMULATION, SCALE = 4, 2, 128  # the scale is a power of two, which rounds nothing
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 FP16 = {"enabled": True, "fp16_master_weights_and_grads": True, "loss_scale": SCALE}
 ADAMW = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
@@ -23,7 +23,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
 
 @dataclass(frozen=True)
 class Case:
-    """Configuration of 16-bit master weights. Offloads are given in the words of the configuration."""
+    """Configuration of 16-bit master weights. `zero` has more keys of `zero_optimization`, such as offloads."""
 
     precision: str
     states: str = "fp32"
@@ -57,8 +57,8 @@ def added(parts: dict[tuple[int, int], torch.Tensor], ranks: int, at_each: bool,
     """Return the mean over ranks of the sum over micro-batches, in the dtype of the parts.
 
     By default a rank's parts are added first. With `at_each`, the parts of all ranks are summed at each micro-batch and
-    rounded once, when they are added to the earlier ones. With `handed`, they are also rounded before that, because
-    they are copied to other memory.
+    rounded once, when they are added to the earlier ones. With `handed`, the sum of each micro-batch is also rounded
+    before this addition, because it is copied to other memory.
     """
     if not at_each:
         of_ranks = [parts[rank, 0] + parts[rank, 1] for rank in range(ranks)]
@@ -112,7 +112,11 @@ def plain(name: str, case: Case, ranks: int) -> tuple[list[list[float]], dict[st
 
 
 def trained(name: str, cases: list[Case], folder: str) -> list[Any]:
-    """Run each case on this rank: losses, parameters, stored dtypes, and the comparison with a resumed run."""
+    """Train each case on this rank.
+
+    Return for each case the losses, the parameters, the dtypes of masters and states, whether parameters are their own
+    masters, and whether a resumed run is equal.
+    """
     results = []
     for number, case in enumerate(cases):
         try:
@@ -160,7 +164,7 @@ def _trained(name: str, case: Case, folder: str) -> Any:
 
 
 def loaded(folder: str, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
-    """Return masters before a save, masters and moments after a load with `config`, and the saved moments."""
+    """Return the saved masters, those after a load with `config`, the saved first moments, and the loaded ones."""
     subject = specimen("tied")
     engine = start(subject, {**config, "zero_optimization": {"stage": 1}})
     for step in range(2):
@@ -217,7 +221,7 @@ def cases(tmp_path: Path, precision: str, states: str) -> list[Case]:
 @pytest.mark.parametrize(
     ("ranks", "precision", "states"),
     [
-        # The rows of two ranks cover these; test_offload_resume covers one rank.
+        # The rows on two ranks cover the same precisions and states.
         *(
             pytest.param(1, *other, marks=pytest.mark.slow)
             for other in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp32"))

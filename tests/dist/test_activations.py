@@ -115,9 +115,10 @@ def tiers_for(name: str, transport: str) -> list[str]:
 def test_checkpointing_under_the_engine_equals_plain_pytorch(
     name: str, ranks: int, transport: str, every: bool, tmp_path: Path
 ) -> None:
-    """Over gloo only stage 3 is tested, whose recomputed forward gathers; models alternate between its settings.
+    """Two ranks over gloo run only stage 3, because its recomputed forward unshards parameters.
 
-    Every third net accumulates in `make test`, and all do in `make parity`.
+    In `make test` each net runs one of the two settings of stage 3, and every third net accumulates. In `make parity`
+    each net runs both settings and accumulates.
     """
     stages, number = settings(transport), list(NETS).index(name)
     if (ranks, transport) == (2, "gloo"):
@@ -140,7 +141,7 @@ def test_checkpointed_bf16_training_is_bitwise_equal(transport: str, every: bool
     hold("Nested", ["plain", "kept", "buffer"], recipe, stages, tmp_path)
 
 
-# ----------------------------------------------------------------------------- sharded over the model-parallel ranks
+# ----------------------------------------------------------- saved activations sharded over the model-parallel ranks
 
 
 class Unit:
@@ -154,7 +155,7 @@ class Unit:
 
 
 def train_partitioned(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], int]:
-    """Train equally on all ranks with saved activations sharded over them. Return differences and kept bytes."""
+    """Train on equal data on all ranks with sharded saved activations. Return differences and this rank's bytes."""
     from windlass import checkpointing
     from windlass.compat import activation_names
 
@@ -197,7 +198,7 @@ def test_sharded_activations_are_restored(name: str, every: bool, tmp_path: Path
 
 
 def kept_on_each(ranks: int) -> int:
-    """Return the number of elements in this rank's memory after a forward."""
+    """Return the number of saved elements in this rank's memory after a forward."""
     from tests.unit.parallel.fake_activation_store import FarPlace
     from windlass.comm.rank_group import RankGroup
     from windlass.parallel.checkpoint_profiler import CheckpointProfiler

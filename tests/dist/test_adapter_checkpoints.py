@@ -1,4 +1,4 @@
-"""Tests of adapter checkpoints: only the size of the trained parameters, and loadable only over the same base."""
+"""Tests that adapter checkpoints contain only trained parameters and buffers, and load only over the same base."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def steps(engine: Any, first: int, last: int) -> list[float]:
 
 
 def mean_of(engine: Any) -> Tensor:
-    """Return the running statistics of rank 0, which are the ones that are saved."""
+    """Return the running mean of rank 0, which is the one in a checkpoint."""
     mean = engine.module.norm.running_mean.clone()
     dist.broadcast(mean, 0)
     return mean
@@ -143,7 +143,7 @@ class Grown(Adapted):
 
 
 def over_another(folder: str) -> list[str]:
-    """Return the errors for a base with other parameters, and for one that changed in place between saves."""
+    """Return errors for a base that changed between saves and for a base with another layer, then rehashed stages."""
     from windlass.checkpoint.tensor_hash import TensorHash
     from windlass.engine import frozen_parameters
 

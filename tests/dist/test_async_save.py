@@ -1,4 +1,4 @@
-"""Tests that an asynchronous save equals a blocking one, while training changes everything in the background."""
+"""Tests that an asynchronous save equals a blocking one although training continues during the save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAM = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
 NARROW = Recipe(precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)
 EIGHT = Recipe(precision="bf16", optimizer="AdamW", optimizer_params=(*ADAMW, ("state_dtype", "8bit")))
 Case = tuple[str, Recipe, int, str, str, tuple[tuple[str, Any], ...], dict[str, Any]]
-# model, recipe, stage, tier of states, tier of parameters, more of zero_optimization, more of offload_optimizer
+# model, recipe, stage, tier of states, tier of parameters, other keys of zero_optimization and of offload_optimizer
 CASES: list[Case] = [
     ("tied", ADAM, 0, "none", "none", (), {}),
     ("batch_norm", ADAM, 1, "none", "none", (), {}),
@@ -255,7 +255,7 @@ def full(folder: str) -> dict[str, Any]:
     dist.barrier()  # rank 0 removes the incomplete files
     text["left"] = sorted(os.listdir(folder))
     engine.save_checkpoint(folder, tag="good")
-    engine.load_checkpoint(folder, tag="good")  # waits for the save
+    engine.load_checkpoint(folder, tag="good")  # the load waits for the save
     failing("space")
     text["destroy"] = attempt(engine.destroy)
     text["again"] = attempt(engine.destroy)

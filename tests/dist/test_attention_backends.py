@@ -18,7 +18,7 @@ from windlass.base.errors import ModelError
 
 
 class AlibiBackend(EagerBackend):
-    """Linear biases of the distance, with a slope for each head of the layer (Press et al., arXiv 2108.12409)."""
+    """Eager attention with biases linear in the distance and a slope for each head (Press et al., arXiv 2108.12409)."""
 
     name = "alibi"
     depends_on_head = True
@@ -38,7 +38,10 @@ def loss_and_gradients(model: Any, given: dict[str, Any], backend: AttentionBack
 
 
 def alibi_law(cases: list[tuple[str, dict[str, Any], str]], recompute: bool) -> None:
-    """Assert that the loss and the mean gradients equal those of one process with the same backend, not plain ones."""
+    """Assert that loss and mean gradients equal those of one process with the same backend.
+
+    Assert that the loss without the backend differs.
+    """
     from windlass.attention import install_attention
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
@@ -75,7 +78,7 @@ def test_biases_of_another_backend_over_sp(world: int, recompute: bool, every: b
 
 
 def own_module() -> None:
-    """Run a user's module that calls `attention` over sp without changes."""
+    """Compare outputs and gradients of `attention` on local shards with those on the full tensors."""
     from windlass.parallel.autograd_collectives import all_gather
     from windlass.parallel.sequence import use_shard
     from windlass.parallel.sequence.batch_sharding import SHARD_KEY, shard_batch

@@ -44,7 +44,7 @@ def state_tiers(config: dict[str, Any]) -> set[str]:
 
 
 def test_memory_and_disk_of_a_cpu_train_as_the_oracle(tmp_path: Path) -> None:
-    """Without a device of its own, memory is one tier, and the native update steps all states."""
+    """Without emulated device memory, the device and host tiers are one, and the native update steps all states."""
     section = {"nvme_path": str(tmp_path), "host_memory": "5300K"}
     setting = Setting(stage=3, transport="shm", config=(("offload", section),))
     hold("four_blocks", RECIPE, [setting], {})
@@ -99,7 +99,7 @@ def test_each_tier_is_used_and_a_checkpoint_loads_with_other_tiers(tmp_path: Pat
 
 
 def shared_bytes() -> tuple[int, int]:
-    """Return the device bytes that this rank counts for parameters at rest, and those of the whole parameters."""
+    """Return the device bytes that this rank counts for sharded parameters, and the bytes of the full parameters."""
     engine = start(
         specimen("four_blocks"), ds_config(RECIPE, Setting(stage=3, config=(("comm", {"transport": "shm"}),)))
     )

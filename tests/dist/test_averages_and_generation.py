@@ -1,4 +1,4 @@
-"""Tests of other uses of a sharded model: weights in the loss, averages of parameters, text generation."""
+"""Tests of a sharded model beside plain training: weights in the loss, averages of parameters, text generation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPREAD = [(2, 3, "gloo", "device"), (2, 3, "shm", "host"), pytest.param(3, 3, "g
 
 
 def env_of(tier: str) -> dict[str, str]:
-    """Return the environment of a tier. Host memory is another tier only if the device has its own memory."""
+    """Return environment variables for a tier. Host memory is a separate tier only if device memory is emulated."""
     return {} if tier == "device" else {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}
 
 
@@ -304,7 +304,7 @@ def largest_difference(average: Any, engine: Any) -> float:
 
 
 def loaded_averages(stage: int, tier: str, folder: str) -> None:
-    """Load averages: one before its first update, one of fewer parameters, and one that must not be loaded."""
+    """Load averages saved before the first update and of a model with fewer layers. Assert errors of refused calls."""
     import windlass
 
     def made(layers: int) -> tuple[Any, Any]:
@@ -339,7 +339,7 @@ def loaded_averages(stage: int, tier: str, folder: str) -> None:
     engine.load_checkpoint(f"{folder}/three", load_module_only=True, load_module_strict=False)
     assert average.updates == 0
     steps(engine, average, 1)
-    assert largest_difference(average, engine) == 0.0  # the refused load changed nothing
+    assert largest_difference(average, engine) == 0.0  # neither load has set the average
     engine.load_checkpoint(f"{folder}/three", load_module_strict=False, load_optimizer_strict=False)
     assert average.updates == 3 and largest_difference(average, engine) > 1e-4
     assert all(torch.equal(average.full_param(p), windlass.zero.full_param(p)) for p in engine.module[2].parameters())

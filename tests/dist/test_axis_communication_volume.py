@@ -1,4 +1,4 @@
-"""Tests that the bytes of each axis for models of transformers equal the formulas of `parallel.comm_volumes`."""
+"""Tests that bytes moved along each axis by models of transformers equal the formulas of `parallel.comm_volumes`."""
 
 from __future__ import annotations
 

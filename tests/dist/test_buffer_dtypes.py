@@ -18,7 +18,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Router(nn.Module):
-    """Router with a bias that the surrounding transformers model names."""
+    """Router with a bias that the model's `_keep_in_fp32_modules_strict` names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Router(nn.Module):
 
 
 class Rotated(nn.Module):
-    """Model with a table that is not saved, a scale that is, and a count."""
+    """Model with three buffers: a table that is not saved, a scale and a count that are saved."""
 
     _keep_in_fp32_modules_strict = ("correction_*",)
 

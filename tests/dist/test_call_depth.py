@@ -32,7 +32,7 @@ CALLS: dict[str, list[tuple[Any, str]]] = {
 
 
 class Chain(nn.Module):
-    """Four layers, of which each rank leaves out another one if `differs`."""
+    """Four layers. If `differs`, each rank skips a different one."""
 
     def __init__(self, differs: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def windlass_frames() -> list[str]:
 
 
 def deepest_stacks(transport: str, options: dict[str, Any], differs: bool) -> list[dict[str, list[str]]]:
-    """Train, and return the deepest stack at the start of a collective in each step, by the caller of windlass."""
+    """Train, and return the deepest stack at the start of a collective, for each step and caller of windlass."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -107,7 +107,7 @@ def deepest_stacks(transport: str, options: dict[str, Any], differs: bool) -> li
     [
         ("gloo", {}, False, EXACT),
         ("gloo", SMALL, False, EXACT),
-        ("gloo", SMALL, True, EXACT),  # with exchanges of lists that differ
+        ("gloo", SMALL, True, EXACT),  # ranks exchange their lists of collectives, which differ
         ("gloo", ZERO_PLUS_PLUS, False, QUANTIZED),
         ("shm", SMALL, False, SHARED),
     ],
@@ -119,7 +119,7 @@ def test_call_depth_from_the_engine_to_a_collective_is_bounded(
     for caller, bound in bounds.items():
         stacks = [step[caller] for step in steps if caller in step]
         assert max(map(len, stacks), default=0) <= bound, max(stacks, key=len)
-        if caller != "second hop in a hook":  # a poll in a hook may come too early for it
-            # The bound is reached, so that one more frame fails; in every step if parameters are gathered again.
+        if caller != "second hop in a hook":  # the first hop may end after the last poll in a hook
+            # The bound must be reached, so that one more frame fails. With `options` each step has such a collective.
             assert max(map(len, stacks), default=0) == bound, (caller, bound)
             assert len(stacks) == len(steps) or not options, (caller, len(stacks))

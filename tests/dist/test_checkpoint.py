@@ -1,4 +1,4 @@
-"""Tests that training resumed at the same world size and stage equals uninterrupted training."""
+"""Tests of checkpoints: exact resume, tags, other world sizes, saves and loads within a step, and refused calls."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def loaded_at(stage: int, folder: str) -> dict[str, Any]:
 
 
 def windlass_error(name: str) -> type[Exception]:
-    """Return an error class of the package. A function, so that workers import it themselves."""
+    """Return an error class of the package. It is imported at the call, on the rank."""
     from windlass.base import errors
 
     kind: type[Exception] = getattr(errors, name)
@@ -241,7 +241,7 @@ def test_load_starts_a_new_step(stage: int, tmp_path: Path) -> None:
 
 
 def separate_directories(folder: str) -> list[str]:
-    """Return the errors for ranks that see different directories, and for an invalid client state."""
+    """Return the errors for ranks that load from different directories, and for an invalid client state."""
     engine = engine_for("mlp", Recipe(), Setting(stage=0), 0)
     engine.save_checkpoint(folder)
     text = []

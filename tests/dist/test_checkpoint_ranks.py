@@ -40,7 +40,7 @@ def full_disk(handle: int) -> None:
 
 
 def resharded(rank: int, root: Path) -> dict[str, Any]:
-    """Save on ranks 0 and 1 and load on all three. Save on all three for the parent to load alone."""
+    """Save on ranks 0 and 1 and load on all three. Save on all three, for a load in the pytest process."""
     pair = dist.new_group([0, 1])
     if rank < 2:
         save(root, "two", sample_states.state(rank, 2), process_group=pair)
@@ -61,7 +61,7 @@ def resharded(rank: int, root: Path) -> dict[str, Any]:
 
 
 def failures(rank: int, root: Path) -> dict[str, str]:
-    """Cause an error on one rank at a time. The parent checks that all three ranks raise the same."""
+    """Cause an error on one rank at a time. The pytest process checks that all ranks raise the same error."""
     state = sample_states.state(rank, WORLD)
     results: dict[str, str] = {}
     odd = SavedState(shards=state.shards, rank_plain={"odd": object()} if rank == 1 else {})

@@ -54,7 +54,7 @@ def measure() -> str:
         list(measure_collectives(CollectiveSettings(["gossip"])))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "destroy_process_group", lambda: None)  # the pool's own
+        patch.setattr(collectives, "destroy_process_group", lambda: None)  # the worker pool keeps its group
         words = ["--scan", "--maxsize", "3", "--trials", "1", "--warmups", "0", "--all-reduce", "--pt2pt", "--raw"]
         assert ds_bench([*words, "--bw-unit", "GBps", "--dtype", "bfloat16"]) == 0
         assert ds_bench(["--dtype", "complex"]) == 1

@@ -1,4 +1,4 @@
-"""Tests that every rank's result of a collective equals the plain one computed from all ranks' tensors."""
+"""Tests that every rank's result of a collective equals a result computed in one process from all ranks' tensors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def operators(dtype: str) -> Iterator[str]:
 
 
 def pretend(able: str) -> Any:
-    """Set gloo's declared capabilities: its real ones, none, or those of NCCL."""
+    """Set gloo's declared capabilities to its real ones, none, or those of NCCL. Return the previous ones."""
     from windlass.compat.collectives import backend_capabilities
 
     before = backend_capabilities.BACKEND_CAPABILITIES["gloo"]
@@ -109,7 +109,7 @@ def pretend(able: str) -> Any:
         backend_capabilities.BACKEND_CAPABILITIES["gloo"] = backend_capabilities.BackendCapabilities(
             {}, receives_from_any=True
         )
-    elif able == "nccl":  # newer gloo versions can do this too, but may change other ranks' tensors
+    elif able == "nccl":  # new gloo supports NCCL's operations, but may change other ranks' tensors
         backend_capabilities.BACKEND_CAPABILITIES["gloo"] = replace(
             backend_capabilities.BACKEND_CAPABILITIES["nccl"], preserves_reduce_inputs=False
         )
@@ -120,7 +120,7 @@ def pretend(able: str) -> Any:
 
 
 def reduce_everything(able: str, share: int | None = None) -> int:
-    """Run all cases, or ninth number `share` of them. Return the number of cases."""
+    """Run all cases, or part number `share` of nine. Return the number of cases that ran."""
     from windlass.compat import collectives as comm
     from windlass.compat.collectives import backend_capabilities
 
@@ -152,7 +152,7 @@ def reduce_everything(able: str, share: int | None = None) -> int:
 
 
 def hash_of(dtype: str, op: str) -> int:
-    """Return a number that spreads the cases evenly and equally in every process."""
+    """Return a number of the case, equal in every process. Its remainder modulo 9 is the number of the case's part."""
     return (FLOATS + INTEGERS).index(dtype) + 5 * (ARITHMETIC + LOGICAL + BITWISE).index(op)
 
 
@@ -183,7 +183,7 @@ def scatter_both(comm: Any, op: str, dtype: str) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("able", ABLE)
 def test_every_operator_on_every_dtype_equals_the_plain_reduction(world: int, able: str) -> None:
-    """Each case runs on one number of ranks; `test_full_product` runs all."""
+    """Each dtype and operator runs in at most one row; `test_full_product` runs all of them in each row."""
     assert run_ranks(reduce_everything, world, able, 3 * (world - 2) + ABLE.index(able))[0] > 15
 
 
@@ -238,7 +238,7 @@ def locate() -> None:
 
 
 def scattered(comm: Any, op: Any, dtype: torch.dtype) -> None:
-    """Run reduce_scatter on pairs. Each rank's part is constant, with the same best pair for all."""
+    """Run reduce_scatter_tensor on pairs. Each rank's values are constant, and the last rank's are the best."""
     rank, size = comm.get_rank(), comm.get_world_size()
     sign = 1 if op is comm.ReduceOp.MINLOC else -1
     values = torch.full((size, 2), sign * (5 - rank), dtype=dtype)
@@ -264,7 +264,7 @@ def premultiply() -> None:
         local = torch.full((3,), 2.0, dtype=dtype)
         comm.all_reduce(local, comm.premul_sum(rank + 1.0))
         assert local.tolist() == [float(size * (size + 1))] * 3
-        for dims in range(3):  # the native reduction and the composed one
+        for dims in range(3):  # dimensions of the factor, a tensor of one element
             of_tensor = comm.premul_sum(torch.full((1,) * dims, rank + 1.0, dtype=torch.float64))
             local, part = torch.full((3,), 2.0, dtype=dtype), torch.zeros((), dtype=dtype)
             comm.all_reduce(local, of_tensor)
@@ -512,7 +512,7 @@ def refuse_everything() -> None:
         with pytest.raises(CommunicationError, match=words):
             call(comm, torch.arange(3.0))
     local = torch.ones(1)
-    comm.all_reduce(local)  # nothing is in flight
+    comm.all_reduce(local)  # the refused calls have sent nothing
     assert local.item() == 2
 
 
@@ -537,4 +537,4 @@ def on_time_for_the_barrier() -> None:
 def test_monitored_barrier_names_missing_ranks() -> None:
     with pytest.raises(RankError, match="missing after 1 s: rank 2"):
         run_ranks(late_for_the_barrier, 3, timeout=30)
-    run_ranks(on_time_for_the_barrier, 3, timeout=30)  # in the same processes
+    run_ranks(on_time_for_the_barrier, 3, timeout=30)  # the same worker processes still work

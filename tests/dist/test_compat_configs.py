@@ -111,7 +111,7 @@ def settle() -> dict[str, str]:
 
 
 def train_under_init() -> str:
-    """Train a model constructed under `zero.Init` with such a configuration."""
+    """Train a model constructed under `zero.Init` with the configuration "two rates" and an unknown key."""
     from windlass.compat.partition_parameters import Init
 
     with Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"], "no.such": 1}):
@@ -129,7 +129,7 @@ def test_contradictions_that_deepspeed_resolves_train() -> None:
 
 
 def rates() -> list[float]:
-    """Return the rate of each update of a configuration with two rates."""
+    """Return the learning rate of each update, if optimizer and schedule have different rates."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model = nn.Linear(4, 4)
@@ -149,7 +149,7 @@ def test_learning_rate_of_the_schedule_has_precedence() -> None:
 
 
 def half_made(stage: int) -> tuple[str, bool]:
-    """Return the late error of `initialize`, and whether the model is a plain one afterwards."""
+    """Return the error of `initialize` for its schedule, and whether the model's output is unchanged afterwards."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model, before = nn.Linear(4, 4), torch.ones(2, 4)
@@ -204,7 +204,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 def order(folder: str) -> list[list[list[float]]]:
-    """Return the loader's batches: twice, in the next epoch, and after loading a checkpoint within an epoch."""
+    """Return batches of the loader: twice, in the next epoch, after a load; and those of an evaluation loader."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model = nn.Linear(1, 1)
@@ -234,7 +234,7 @@ def order(folder: str) -> list[list[list[float]]]:
 
 
 def test_loader_starts_at_the_first_batch(tmp_path: Path) -> None:
-    """The loader follows torch's DistributedSampler: the same order until `set_epoch`, whatever a checkpoint holds."""
+    """The loader follows torch's DistributedSampler: the order is the same until `set_epoch`, also after a load."""
     by_rank = run_ranks(order, 2, str(tmp_path))
     for rank, (first, second, third, resumed, evaluated) in enumerate(by_rank):
         for epoch, result in enumerate((first, third)):

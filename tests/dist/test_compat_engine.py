@@ -53,7 +53,7 @@ def _step(engine: Any) -> torch.Tensor:
 
 
 def _members(stages: list[int]) -> dict[str, list[str]]:
-    """Return the missing ones of the members that clients use and of DeepSpeed's public engine methods."""
+    """Return deviations from DeepSpeed's members by owner and stage: missing names, other kinds, unexpected `ds_*`."""
     expected = json.loads(MEMBERS.read_text())
     missing: dict[str, list[str]] = {}
     attributes = defaultdict(list, expected["attributes"])
@@ -143,7 +143,7 @@ def _manners(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed_conventions(stage: int) -> None:
-    """Clients rely on accumulation, boundaries, signatures and `no_sync`."""
+    """Accumulation, boundaries, signatures and `no_sync` are those of DeepSpeed, on which clients rely."""
     run_ranks(_manners, 2, stage)
 
 
@@ -191,7 +191,7 @@ def _asked_around_a_step(stage: int) -> list[float]:
     )
     logger.removeHandler(handler)
     logger.setLevel(levels[0])
-    own_logger.setLevel(levels[1])  # the other setting changed it too
+    own_logger.setLevel(levels[1])  # setting the level of `logger` changed it too
     assert ("DeepSpeed info: version=" in text.getvalue()) == (engine.global_rank == 0)
     assert schedule is engine.lr_scheduler and schedule.optimizer is optimizer.optimizer
     results = []
@@ -221,7 +221,7 @@ def _runs_only(folder: str) -> float:
     config = {key: value for key, value in _config(3).items() if key not in ("optimizer", "scheduler")}
     engine, holder, *_ = initialize(model=_net(), config=config)
     assert holder is engine.optimizer and holder.module is engine.module and engine.get_lr() == []
-    with GatheredParameters(engine.parameters()):  # as trl generates
+    with GatheredParameters(engine.parameters()):  # as trl does to generate
         for hook in holder.forward_hooks + holder.backward_hooks:
             hook.remove()
         holder.param_coordinator._invalidate_trace()
@@ -243,7 +243,7 @@ def _runs_only(folder: str) -> float:
 def test_evaluation_engine_has_removable_hooks(tmp_path: Path) -> None:
     """The hooks of an engine without optimizer can be removed, as trl does to generate from reference models.
 
-    A training engine refuses that, and a trained checkpoint can be loaded.
+    `backward` and `step` of such an engine raise. It can load a checkpoint of a training engine.
     """
     assert run_ranks(_runs_only, 2, str(tmp_path)) == [0.0, 0.0]
 
@@ -278,7 +278,7 @@ def _batch_changes() -> list[float]:
     _step(engine)
     engine.set_train_batch_size(3 * 2 * engine.world_size)
     assert engine.gradient_accumulation_steps() == 3 and engine._config.gradient_accumulation_steps == 3
-    assert engine.config == _config(2)  # the script's own dict, from which it may build another engine
+    assert engine.config == _config(2)  # the script's own dict, for further engines, is unchanged
     engine.set_train_micro_batch_size(4)
     assert engine.get_batch_info() == (3 * 4 * engine.world_size, 4, 3)
     assert engine._config.train_batch_size == 3 * 4 * engine.world_size
@@ -298,7 +298,8 @@ def _batch_changes() -> list[float]:
     engine.set_gradient_accumulation_boundary(True)
     _step(engine)
     assert engine.global_steps == 4
-    assert engine.lr_scheduler.optimizer is engine.optimizer.optimizer  # lightning names learning rates by its class
+    # lightning names learning rates by the class of the schedule's optimizer
+    assert engine.lr_scheduler.optimizer is engine.optimizer.optimizer
     engine.destroy()
     return results
 
@@ -326,9 +327,9 @@ def _engine_configs() -> None:
 
     engine = _engine(1, fp16={"enabled": True}, gradient_accumulation_steps=3)
     known = engine._config
-    assert (known.train_batch_size, known.gradient_accumulation_steps) == (6, 3)  # only two sizes were given
+    assert (known.train_batch_size, known.gradient_accumulation_steps) == (6, 3)  # the third size follows
     assert engine.communication_data_type == torch.float16
-    known.zero_enabled = False  # Megatron-DeepSpeed, while it loads a checkpoint
+    known.zero_enabled = False  # as Megatron-DeepSpeed sets it to load a checkpoint
     assert known.zero_enabled is False and engine.zero_optimization_stage() == 1
     with pytest.raises(NotBuiltError, match="set_train_batch_size"):
         known.train_batch_size = 12
@@ -362,7 +363,7 @@ def _compiled(stage: int) -> tuple[list[float], list[float], bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_compile_in_place(stage: int) -> None:
-    """Compiled models have the same losses. At stage 3 each block's forward is compiled."""
+    """Losses of a compiled model equal those of the model without `compile`."""
     expected, actual, was = run_ranks(_compiled, 2, stage, timeout=240)[0]
     assert actual == pytest.approx(expected, abs=1e-6) and was
 
@@ -502,7 +503,7 @@ def _dtype_of_lightning_module(stage: int) -> list[torch.dtype]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lightning_module_reports_the_dtype_of_fp16(stage: int) -> None:
-    """DeepSpeed calls `module.half()`, where lightning's modules take their `dtype` from."""
+    """DeepSpeed calls `module.half()`, and lightning's modules set their `dtype` in that call."""
     assert run_ranks(_dtype_of_lightning_module, 1, stage) == [[torch.float16, torch.float16]]
 
 

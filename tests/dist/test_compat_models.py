@@ -42,7 +42,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
 def reads(under_init: bool) -> dict[str, Any]:
-    """Read names on one rank and values on all, and return the errors."""
+    """Read names of `state_dict` on one rank and values on all. Return them, and the number of refused changes."""
     from windlass.base.errors import ShardedParameterError
     from windlass.compat.partition_parameters import Init
 
@@ -67,7 +67,7 @@ def reads(under_init: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("under_init", [False, True])
 def test_state_dict_has_names_for_one_rank_and_values_for_all(under_init: bool) -> None:
-    """Names, shapes and dtypes need no other rank; values are the plain model's; setting any raises."""
+    """Names, shapes and dtypes need no other rank; values are the plain model's; changing or pickling one raises."""
     plain = model().state_dict()
     first, second = run_ranks(reads, RANKS, under_init)
     assert first["names"] == [(name, tuple(value.shape), value.dtype) for name, value in plain.items()]
@@ -158,7 +158,7 @@ def test_master_weights_start_from_values_of_zero_init(under_init: bool) -> None
 
 
 def moved() -> dict[str, Any]:
-    """Call `cpu()` and `to(device)` between steps, and a cast."""
+    """Call `cpu()` and `to` between steps. Return the losses, and the errors of a cast and of a copy."""
     from windlass.base.errors import ShardedParameterError
 
     net = model()
@@ -183,7 +183,7 @@ def moved() -> dict[str, Any]:
 
 def expected(steps: int) -> list[float]:
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)  # DeepSpeed's default optimizer
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)  # DeepSpeed's default decay
     losses = []
     for _ in range(steps):
         loss = net(batch()).square().mean()

@@ -67,7 +67,7 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 class Mixed(nn.Module):
-    """Model as in DeepSpeed's tutorial: an expert layer replaces a linear one, and its loss is added."""
+    """Model with two expert layers instead of linear ones, and their losses added, as in DeepSpeed's tutorial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def mixture_script(stage: int, folder: str) -> tuple[list[float], Tensors]:
             engine.save_checkpoint(folder, tag="middle")
     state = {name: value.clone() for name, value in engine.full_state_dict().items()}
     engine.load_checkpoint(folder, tag="middle")
-    again = [engine.eval_batch(batch(rank, 2)).item(), losses[2]]  # no dropout: equals the loss of that step
+    again = [engine.eval_batch(batch(rank, 2)).item(), losses[2]]  # without dropout equal to the training loss
     torch.testing.assert_close(again[0], again[1], rtol=BOUND, atol=0)
     engine.destroy()
     assert groups._get_expert_parallel_group_dict() == {}, "an engine that is gone is not asked"
@@ -219,7 +219,7 @@ def test_a_ulysses_script_trains_as_one_process(stage: int) -> None:
 
 
 class Attending(nn.Module):
-    """Script's own layer, with attention over all ranks' tokens if it gets their group."""
+    """Script's own layer, with attention over the tokens of all ranks of `group`."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Copied(torch.autograd.Function):
 
 
 class Unit:
-    """Megatron's model-parallel unit, in which neighbouring ranks share matrices."""
+    """Megatron's model-parallel unit (mpu): neighbouring ranks have the shards of a matrix."""
 
     def __init__(self, size: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -392,7 +392,7 @@ class Unit:
 
 
 class Whole(nn.Module):
-    """Model of two matrices, the first one made of three fused ones."""
+    """Model of two matrices. The first one fuses three matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class Whole(nn.Module):
 
 
 class Cut(Whole):
-    """The same model as a Megatron script creates it: local shards with attributes."""
+    """`Whole` as a Megatron script creates it: parameters are local shards with Megatron's attributes."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
@@ -595,7 +595,7 @@ def test_a_pipeline_script_trains_as_one_process(stage: int, kind: str, ranks: i
 
 
 class Pair(nn.Module):
-    """One matrix up and one down, full or this rank's shard."""
+    """Two matrices, to a larger width and back: full, or this rank's shards."""
 
     def __init__(self, unit: Unit | None = None) -> None:
         super().__init__()
@@ -621,7 +621,7 @@ def pairs(unit: Unit | None = None, **words: Any) -> Any:
 
 
 def slices_script(stage: int) -> tuple[list[float], Tensors]:
-    """Run stages whose matrices the script has sharded itself, as a topology with three axes describes."""
+    """Train pipeline stages with matrices that the script has sharded itself, on a topology with three axes."""
     topology = ds("runtime.pipe.topology.PipeModelDataParallelTopology")(num_pp=2, num_mp=2, num_dp=1)
     model = pairs(Unit(2), topology=topology)
     engine: Any = ds("initialize")(model=model, config=config(stage, gradient_accumulation_steps=MICROS))[0]

@@ -73,7 +73,7 @@ def _parts(dtypes: list[str]) -> None:
 
 
 def test_ds_tensor_reads_and_writes_this_ranks_part() -> None:
-    """Each rank's part is an equal, padded one of the parameter, in memory order, however units are laid out."""
+    """Parts of a parameter are equal in size and in memory order. The last one is padded with zeros."""
     run_ranks(_parts, 2, ["fp32", "bf16"])
 
 
@@ -103,7 +103,7 @@ def _before_initialize() -> None:
     plain = _net()
     with Init(config_dict_or_path=_config(3)):
         net = _net()
-        inside = net[0].weight.ds_tensor  # sharded here, as at the end of the layer's constructor
+        inside = net[0].weight.ds_tensor  # sharded before the context ends, as in DeepSpeed
         assert torch.equal(inside.clone(), _part(plain[0].weight.detach()))
     for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(parameter.ds_tensor.clone(), _part(other.detach()))
@@ -171,7 +171,7 @@ def _strict() -> None:
         plain = _net()
         with Init(config_dict_or_path=_config(3)):
             net = _net()
-            assert net[0].weight.shape == (8, 6)  # initializers read it
+            assert net[0].weight.shape == (8, 6)  # initializers read the shape
         assert F.linear is zero3_linear_wrap and InsertPostInitMethodToModuleSubClasses.linear_bk is original
         assert (net[0].weight.shape, net[0].weight.numel(), net[0].weight.dim()) == ((0,), 0, 1)
         assert net[0].weight.ds_shape == (8, 6) and net[0].weight.ds_numel == 48
@@ -191,7 +191,7 @@ def _strict() -> None:
         engine.destroy()
         for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other)
-        for has_fp16, dtype in ((True, torch.float16), (False, torch.bfloat16)):  # depends on the processor
+        for has_fp16, dtype in ((True, torch.float16), (False, torch.bfloat16)):  # the dtype depends on the processor
             with patch.object(type(get_accelerator()), "is_fp16_supported", lambda _, found=has_fp16: found), Init():
                 layer = nn.Linear(4, 4)
                 assert layer.weight.ds_tensor.dtype == dtype
@@ -289,7 +289,7 @@ def _returned() -> None:
     compiled = _UsesBias()
     compiled.inner._compiled_call_impl = (
         compiled.inner._call_impl
-    )  # as `compile()` sets it; it would compile hooks, too
+    )  # as `compile()` sets it; a compiled call would include hooks
     engine = initialize(model=compiled, config=_config(3))[0]
     assert torch.equal(engine(x), expected) and not compiled.inner.bias.is_external_param
     engine.destroy()
@@ -328,7 +328,7 @@ def _expert_states() -> list[Any]:
     }
     engine.destroy()
     spread = MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=2, k=1)
-    spread.load_state_dict(whole.state_dict())  # all experts by their global numbers, as before
+    spread.load_state_dict(whole.state_dict())  # also loads all experts, by their global numbers
     experts = spread.deepspeed_moe["experts"].deepspeed_experts
     return [held, [float(expert.weight.mean()) for expert in experts.children()]]
 

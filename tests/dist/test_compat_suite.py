@@ -1,4 +1,4 @@
-"""Tests of engine behaviors that DeepSpeed's own tests check: bad steps, no optimizer, one rank."""
+"""Tests of engine behaviors that DeepSpeed's own tests check, such as skipped steps and views of optimizer states."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _bad_step(stages: list[int]) -> None:
 
 
 def test_step_with_nonfinite_gradient_is_skipped() -> None:
-    """A non-finite gradient skips the step as in DeepSpeed; windlass's own engine raises."""
+    """A non-finite gradient on one rank skips the step on all ranks, as in DeepSpeed."""
     run_ranks(_bad_step, 2, [0, 3])
 
 
@@ -110,7 +110,7 @@ def _states_by_group(stages: list[int]) -> None:
 
 
 def test_states_are_found_by_flat_master_weights() -> None:
-    """`optimizer.optimizer.state` has the states of a group under its flat master weights, and of a parameter."""
+    """`optimizer.optimizer.state` maps flat master weights to the states of a group, and a parameter to its states."""
     run_ranks(_states_by_group, 2, [1, 2, 3])
 
 
@@ -134,7 +134,7 @@ def _nothing_to_train() -> None:
 
 
 def test_stage_3_engine_without_optimizer_has_parameter_offload() -> None:
-    """Without an optimizer, `initialize` at stage 3 returns an object that manages parameters in its place.
+    """Without an optimizer, `initialize` at stage 3 returns an object with the parameters' hooks instead of one.
 
     trl unwraps reference models with it, and refuses an engine whose optimizer is None.
     """
@@ -153,7 +153,7 @@ def _born_alone() -> None:
     with Init(config_dict_or_path=_config(3)):
         with Init(config_dict_or_path=_config(3)):
             inner = _net()
-        assert inner[0].weight.ds_numel == plain[0].weight.numel()  # sharded already
+        assert inner[0].weight.ds_numel == plain[0].weight.numel()  # the inner context has sharded the model
         alone = initialize(model=inner, model_parameters=inner.parameters(), config=_config(3))[0]
         second = _net()
     assert torch.equal(alone(torch.ones(2, 6)), plain(torch.ones(2, 6))) and hasattr(second[0].weight, "ds_id")
@@ -211,10 +211,10 @@ def _scales() -> None:
         with pytest.raises(LossScalingError, match="in the middle of a step"):
             optimizer.override_loss_scale(4.0)
         assert engine.dynamic_loss_scale() == dynamic
-        optimizer.loss_scale = 8  # as it is
+        optimizer.loss_scale = 8  # setting the current value is allowed
         assert engine.loss_scale() == 8
         engine.step()
-        optimizer.override_loss_scale(0.5)  # min_loss_scale, 1 here, is for dynamic scales
+        optimizer.override_loss_scale(0.5)  # min_loss_scale, 1 here, limits only dynamic scales
         assert engine.loss_scale() == optimizer.loss_scaler.loss_scale == 0.5
         assert optimizer.offload_states() is None
         optimizer.reload_states()
@@ -246,10 +246,10 @@ def _own_scale_and_clip() -> None:
         optimizer.clip_grad = 0.01
     assert engine.global_steps == 3 and norms[0] > 0.1 and norms[1:] == pytest.approx([0.01, 0.01], rel=0.05)
     call(engine(torch.ones(2, 6).half()).float().square().mean())
-    optimizer.override_loss_scale(32.0)  # the scale that it has, in the middle of a step
+    optimizer.override_loss_scale(32.0)  # the current scale may be set in the middle of a step
     with pytest.raises(LossScalingError, match="in the middle of a step"):
         optimizer.override_loss_scale(0.25)
-    engine.optimizer = SimpleNamespace(wrapped=optimizer)  # has no clip_grad
+    engine.optimizer = SimpleNamespace(wrapped=optimizer)  # an optimizer without clip_grad
     engine.step()
     optimizer.loss_scaler.cur_scale *= 2
     assert engine.loss_scale() == optimizer.loss_scaler.loss_scale == 64.0
@@ -711,7 +711,7 @@ def _norms_of_parts() -> None:
     part.tensor_model_parallel = True  # type: ignore[attr-defined]
     tied.ds_pipe_replicated = grid.get_stage_id() == 1  # type: ignore[attr-defined]
     replicated.grad, part.grad, tied.grad = torch.full((1,), 3.0), torch.full((1,), rank + 1.0), torch.full((1,), 5.0)
-    norm = math.sqrt(2 * 9 + 30 + 25)  # one of each stage, one of each rank, and one
+    norm = math.sqrt(2 * 9 + 30 + 25)  # `replicated` counts once a stage, `part` on each rank, `tied` once
     assert norm_functions.get_grad_norm(own, mpu=grid) == pytest.approx(norm)
     assert norm_functions.get_weight_norm(own, mpu=grid) == pytest.approx(math.sqrt(2 + 4 + 1))
     assert norm_functions.clip_gradients(iter(own), norm / 2, mpu=grid) == pytest.approx(norm)
@@ -726,7 +726,7 @@ def _norms_of_parts() -> None:
     of_pair = math.hypot(rank // 2 * 2 + 1, rank // 2 * 2 + 2)
     assert norm_functions.get_global_norm_of_tensors(experts, moe_ep_group=pair).item() == pytest.approx(of_pair)
     assert norm_functions.get_global_norm_of_tensors(experts, math.inf, None, pair).item() == rank // 2 * 2 + 2
-    of_stages = math.hypot(rank % 2 + 1, rank % 2 + 3)  # and not of the other rank of the stage
+    of_stages = math.hypot(rank % 2 + 1, rank % 2 + 3)  # without the other rank of this rank's stage
     alone = grid.get_data_parallel_group()
     assert norm_functions.get_global_norm_of_tensors(experts, 2, grid, alone).item() == pytest.approx(of_stages)
 

@@ -57,7 +57,7 @@ def plain(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def trained(stage: int, kind: str) -> dict[str, Any]:
-    """Train under the engine. Return the functions' results for every parameter before and after each step."""
+    """Train under the engine. Return each step's gradients, and other values of every parameter after training."""
     import torch.distributed as dist
 
     import windlass
@@ -89,7 +89,7 @@ def trained(stage: int, kind: str) -> dict[str, Any]:
 
 
 def plain_results(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Train one process on all ranks' data. Return final weights, final first states, and each step's gradients."""
+    """Train in one process on all ranks' data. Return final weights, final first states, and each step's gradients."""
     net = model()
     optimizer = plain(kind, [p for p in net.parameters() if p.requires_grad])
     gradients = []
@@ -115,7 +115,7 @@ def test_values_and_steps_equal_plain_torch(stage: int, kind: str) -> None:
         assert all(rank["early"]), "there is no state before the first step"
         assert not rank["graph"]
         for name, value in weights.items():
-            if name.startswith("3."):  # frozen
+            if name.startswith("3."):  # the frozen layer
                 assert rank["weights"][name] is None and rank["states"][name] is None
                 assert all(seen[name] is None for seen in rank["gradients"])
                 continue

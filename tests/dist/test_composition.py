@@ -33,7 +33,7 @@ OFFERED = {
 }
 ROWS = pairwise(OFFERED, lambda row: not feature_matrix.unsupported_pairs(row))
 
-# eps is well above the rounding of a 16-bit gradient, since both optimizers divide by the gradient's size.
+# eps is well above the rounding of a 16-bit gradient, since these optimizers divide by the gradient's size.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "elementwise": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
     "onebit": ("OneBitAdam", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),  # only its warm-up
@@ -111,7 +111,7 @@ def specimen_of(row: Row) -> Specimen:
 
 
 def recipe_of(row: Row) -> Recipe:
-    """Return the recipe of the row. More than one group of two needs four ranks."""
+    """Return the recipe of the row. Rows with groups of two ranks have four, so that there are two groups."""
     optimizer, params = OPTIMIZERS[row["optimizer"]]
     return Recipe(
         ranks=2 if row["parallel"] == "data" else 4,
@@ -177,7 +177,7 @@ def train_row(row: Row) -> RankTrace:
 
 
 def expected(row: Row) -> Trace:
-    """Return the oracle's trace of the row, which most of its axes must not change."""
+    """Return the oracle's trace of the row, which depends on few of the row's axes."""
     return _expected(row["adapters"], row["checkpointing"], row["precision"] == "autocast", recipe_of(row))
 
 
@@ -197,7 +197,7 @@ def first_losses(losses: list[list[float]]) -> Tensor:
 # --------------------------------------------------------------------------------------------------- the law
 
 
-# Pairs of which `make test` trains each; other pairs are in few of its rows. The tests of one feature have these too:
+# `make test` trains every pair of values of these axes, and few pairs of other axes. Tests of one feature cover more:
 # tiers in test_offload and test_delayed_update, precisions in test_training_equivalence, checkpointing in
 # test_activations, groups in test_sharded_init and test_performance_options.
 _EVERY_PAIR = {"stage", "optimizer", "update"}
@@ -223,7 +223,7 @@ def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
 
 
 def test_first_losses_distinguish_precisions() -> None:
-    """The first losses distinguish precisions, since the bounds on 16-bit training are too wide for that."""
+    """First losses differ between precisions. Later bounds on 16-bit training are too wide to show that."""
     base = next(row for row in ROWS if row["parallel"] == "data")
     traces = [expected({**base, "precision": precision}) for precision in OFFERED["precision"]]
     for a, b in combinations(traces, 2):

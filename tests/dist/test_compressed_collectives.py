@@ -74,7 +74,7 @@ class CountingChannel:
 
 
 def collectives(transport: str, codec: Codec) -> CompressedCollectives:
-    """Return the collectives, with windows of 48 bytes in shared memory so that messages take several."""
+    """Return the collectives, with windows of 48 bytes in shared memory so that a message takes several windows."""
     channel = choose_channel("auto", world_group(), torch.device("cpu"), timeout=TIMEOUT)
     assert channel.name == ("alone" if channel.group.size == 1 else transport)
     if transport == "shm" and channel.group.size > 1:
@@ -91,7 +91,7 @@ def of_ranks(shape: str, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
     return made
 
 
-# ----------------------------------------------------------------- the same, computed from all tensors
+# ------------------------------------------------------------- expected results, computed from all tensors
 
 
 def passed(codec: Codec, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Case:
     def reduce_scatter(self) -> list[int]:
         parts = [split(tensor, self.ranks)[self.rank] for tensor in self.tensors]
         same(self.calls.reduce_scatter(self.own, factor=0.25), summed(self.codec, parts, 0.25), self.what)
-        sizes = [0] * (self.ranks - 1) + [self.own.shape[0]]  # all of it to the last rank
+        sizes = [0] * (self.ranks - 1) + [self.own.shape[0]]  # all rows go to the last rank
         local = [tensor.split(sizes)[self.rank] for tensor in self.tensors]
         same(self.calls.reduce_scatter(self.own, sizes), summed(self.codec, local, 1.0), self.what)
         return [nbytes(self.codec, parts[0])] * self.ranks + [nbytes(self.codec, local[0])] * self.ranks
@@ -209,7 +209,7 @@ def all_cases(transport: str) -> int:
     return count
 
 
-# Four ranks are slow here; the two tests below cover them.
+# Four ranks are slow here; the tests of the identity codec and of axes below have four ranks too.
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [pytest.param(*world, marks=pytest.mark.slow) if world[0] == 4 else world for world in WORLDS],
@@ -262,11 +262,11 @@ def test_identity_codec_equals_the_plain_collective(ranks: int, transport: str) 
     assert max(run_ranks(beside_plain, ranks, transport, transport=transport)) <= limit
 
 
-# ----------------------------------------------------------------------------- the rest of the surface
+# --------------------------------------------------------- axes, point-to-point, round trips and errors
 
 
 def along_axes_and_rings(transport: str) -> None:
-    """Send messages along one axis of a mesh, and around a ring in which all send before they receive."""
+    """Send messages along one axis of a mesh, and around a ring in which only rank 0 sends before it receives."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = build_mesh(MeshShape(tp=2, dp_shard=ranks // 2))
     calls = CompressedCollectives(ProcessGroupChannel(mesh.tp.group, "axis tp"), "bf16", mesh.tp.traffic)

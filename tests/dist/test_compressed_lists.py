@@ -13,7 +13,7 @@ from windlass.comm.choose_channel import choose_channel
 from windlass.comm.codec import Codec, get_codec
 from windlass.comm.compressed_lists import CompressedLists
 
-NUMELS = (5, 3000, 0, 257)  # elements of the list for each rank; nonempty ones have the rank's index more
+NUMELS = (5, 3000, 0, 257)  # elements of the list's tensors; nonempty tensors for rank r have r more
 
 
 def sizes(rank: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Law: 1-bit LAMB, 0/1 Adam, DiLoCo and PowerSGD over tensor and pipeline parallel ranks equal their algorithm on the
-whole model in one process, in plain PyTorch, if the codec is exact. PowerSGD's matrices are parts of tensor-parallel
-ranks.
+whole model in one process, in plain PyTorch, if the codec is exact. PowerSGD compresses the shards of
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def case_of(rule: str, axes: tuple[tuple[str, int], ...], model: str = "llama", 
 
 
 def exact(cases: list[Case], steps: int = STEPS, *paths: str | None) -> list[Found]:
-    """Train each case with a codec that leaves nothing out."""
+    """Train each case with a lossless codec."""
     with (
         patch.object(OneBitAdamUpdate, "codec_of", classmethod(lambda cls, optimizer: "identity")),
         patch.object(one_bit_lamb_update, "CompressedPhase", partial(CompressedPhase, codec="identity")),
@@ -103,13 +103,14 @@ class LambRule(Rule):
 
 
 class ZeroOneRule(Rule):
-    """0/1 Adam whose variance is that of the first step; ranks take local steps at stage 0, and sum gradients else."""
+    """0/1 Adam with the variance of the first step. Ranks take local steps at stage 0, and sum gradients otherwise."""
 
     def __init__(self, *given: Any, shards: bool) -> None:
         super().__init__(*given)
         zeros = {n: torch.zeros_like(p) for n, p in self.x.items()}
         self.shards, self.m, self.v, self.rates, self.decayed = shards, dict(zeros), dict(zeros), 0.0, 0.0
-        self.own, self.kept = ([dict(zeros) for _ in range(self.readers)] for _ in range(2))  # momenta; changes or sums
+        # `own`: each rank's momenta. `kept`: its local changes of the weights at stage 0, sums of gradients otherwise.
+        self.own, self.kept = ([dict(zeros) for _ in range(self.readers)] for _ in range(2))
 
     def weights(self, reader: int) -> Tensors:
         if self.shards:
@@ -211,7 +212,7 @@ def parts_of(name: str, shape: torch.Size, tp: int) -> Iterator[tuple[slice, ...
 
 
 class LowRankRule(Rule):
-    """PowerSGD of the parts of `tp` ranks."""
+    """PowerSGD, applied to the shard of each of `tp` ranks."""
 
     def __init__(self, *given: Any, tp: int) -> None:
         super().__init__(*given)
@@ -233,7 +234,7 @@ class LowRankRule(Rule):
             self.x[name] = x - self.o["lr"] * self.momentum[name]
 
     def _low_rank(self, name: str, number: int, parts: list[torch.Tensor], place: tuple[slice, ...]) -> torch.Tensor:
-        """Return the approximation of the mean of one part of all ranks."""
+        """Return the low-rank approximation of one part's mean over data ranks."""
         matrices = [part + owed[name][place] for part, owed in zip(parts, self.owed, strict=True)]
         if (name, number) not in self.thin:
             draw = torch.Generator().manual_seed(crc32(name.encode()))

@@ -143,7 +143,7 @@ def test_every_stage_trains_the_same_compressed_model(stage: int, ranks: int, tr
 
 
 def clean_engines() -> dict[str, tuple[float, float, list[str]]]:
-    """Return the losses of evaluations before and after engines were cleaned, and the names of their states."""
+    """Return losses of engines before and after `redundancy_clean`, and names and shapes of the models' states."""
     related = {
         **CONFIG["compression_training"]["row_pruning"]["different_groups"]["group"],
         "related_modules": [["second"]],
@@ -188,11 +188,11 @@ def test_an_engine_evaluates_its_cleaned_model() -> None:
         assert states == (whole if name == "rounded" else smaller)
 
 
-# ----------------------------------------------------------------------------------------- matrices and layers in parts
+# ----------------------------------------------------------------------------- matrices and layers sharded over ranks
 
 
 def language_techniques(names: dict[str, str]) -> dict[str, Any]:
-    """Return every technique, on layers that ranks split along their outputs and along their inputs."""
+    """Return five techniques on layers that are sharded along their outputs or along their inputs."""
     masked = {"schedule_offset": 1, "method": "topk"}
     return {
         "weight_quantization": {
@@ -289,7 +289,7 @@ def train_in_parts(axis: str, zero: dict[str, Any], followed: bool) -> tuple[lis
 OFFLOADS = ("offload_param", "offload_optimizer")
 OFFLOADED_STATES = {"offload_optimizer": {"device": "cpu"}}
 OFFLOADED = {"stage": 3, **{part: {"device": "cpu"} for part in OFFLOADS}}
-DISK = {"stage": 3, **{part: {"device": "nvme"} for part in OFFLOADS}}  # without a folder
+DISK = {"stage": 3, **{part: {"device": "nvme"} for part in OFFLOADS}}  # the test adds a folder
 
 
 # followed: masks by gradients (snip_momentum) and bits by steps (MoQ), in place of the other techniques
@@ -353,7 +353,7 @@ def classifier() -> nn.Module:
 
 
 def step_classifier(parallel: dict[str, int]) -> dict[str, Tensor]:
-    """Return the weights after one step of SGD, which is proportional to the gradient."""
+    """Return the weights after one SGD step, which changes them in proportion to the gradient."""
     engine = windlass.initialize(model=classifier(), config={**CLASSIFIER, "parallel": parallel})[0]
     rows = ids(0).clamp(min=1)
     engine.backward(engine(input_ids=rows, labels=torch.arange(ROWS) % 2).loss)
@@ -513,7 +513,7 @@ CURVED_IN_TWO = {**CURVED, "gradient_accumulation_steps": 2}
 
 
 class Stack(nn.Module):
-    """The layers of a `PipelineModule` of blocks, in one process."""
+    """The layers of `stacked_layers` as a plain module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -550,7 +550,7 @@ def language_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def curved_model(kind: str) -> nn.Module:
     if kind == "stack":
         return PipelineSequential(stacked_layers(), loss_fn=language_loss)
-    if kind == "specs":  # each rank builds its own layers
+    if kind == "specs":  # each rank keeps only the layers of its stage
         return PipelineSequential(stacked_layers(), num_stages=2, loss_fn=language_loss)
     return build(kind, tied=False)
 
@@ -566,7 +566,7 @@ def curved_config(kind: str) -> dict[str, Any]:
 def train_curved_stages(
     kind: str, parallel: dict[str, int], zero: dict[str, Any], pipeline: dict[str, Any], folder: Path | None
 ) -> tuple[list[float], list[list[float]], dict[str, Tensor]]:
-    """Train over a pipeline; with a folder, the second half after a load into another engine."""
+    """Train over a pipeline. With a folder, another engine loads a checkpoint and trains the second half."""
     dp = dist.get_world_size() // math.prod(parallel.values())
     config = {**curved_config(kind), "parallel": parallel, "zero_optimization": zero, "pipeline": pipeline}
     losses, found = [], []
@@ -674,7 +674,7 @@ def test_a_block_on_two_ranks_of_a_pipeline_is_refused_on_both() -> None:
 
 
 def fail_while_curvature_is_measured() -> tuple[str, list[float]]:
-    """Return the error of a step whose measurement fails on the last rank, and the losses before and after it."""
+    """Return the error of a step whose curvature measurement fails on the last rank, and the other steps' losses."""
     engine = windlass.initialize(model=build("uneven", tied=False), config={**CURVED_IN_TWO, "parallel": {"pp": 2}})[0]
     layer, broken = engine.module.model.layers[2], engine.is_last_stage()
 
@@ -705,7 +705,7 @@ def test_an_error_while_curvature_is_measured_reaches_all_ranks() -> None:
 
 
 class Convolved(nn.Module):
-    """Two convolutions, of which the first loses channels and the second blocks of weights."""
+    """Two convolutions. Pruning removes channels of the first one and blocks of weights of the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -755,7 +755,7 @@ def test_channels_are_pruned_as_in_one_process(zero: dict[str, Any], transport: 
 
 
 def momentum_after_a_bad_batch(section: dict[str, Any]) -> list[Tensor]:
-    """Return the momentum of a mask before and after a batch of infinities, and after the batch behind it."""
+    """Return the momentum of a mask before and after a batch of infinities, and after the next batch."""
     config = {name: value for name, value in FOLLOWING.items() if name != "quantize_training"} | section
     torch.manual_seed(0)
     engine = windlass.initialize(model=init_compression(Model(), config), config=config)[0]
@@ -808,7 +808,7 @@ def routed_config() -> dict[str, Any]:
 
 
 def masks_of_experts(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the masks before and after training and a load of the model, of all ranks."""
+    """Return the masks of all experts before and after training. Assert that a load restores them."""
     torch.manual_seed(0)
     config = routed_config()
     model = init_compression(Routed(), config)

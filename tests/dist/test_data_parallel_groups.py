@@ -1,6 +1,6 @@
 """Tests that layers sharded over tp and experts over ep, placed by hand, train as one process at every stage.
 
-A checkpoint of one layout continues in another.
+A checkpoint of one layout loads in another.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _batch(step: int, readers: int) -> torch.Tensor:
 
 
 def _engine(config: dict[str, Any]) -> tuple[Any, int, int]:
-    """Return the engine, the index of this data-loading rank, and their number."""
+    """Return the engine, this rank's index among the data-loading ranks, and the number of data-loading ranks."""
     import torch.distributed as dist
 
     import windlass

@@ -1,6 +1,6 @@
 """Tests that a checkpoint holds the position in the data.
 
-On the same number of ranks the next batches are equal; on any number the samples are.
+On the same number of ranks the next batches are equal. On another number, the remaining samples of the epoch are.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_same_samples_on_another_number_of_ranks(before: int, after: int, tmp_pa
 
 
 def saved_in_a_step(folder: str) -> list[list[int]]:
-    """Save after some micro-batches of steps of four, in the first step, the second one, and after a load."""
+    """Save within a step of four micro-batches: the first step, the second step, and a step after a load."""
     found = []
     for tag, taken in (("first", 2), ("second", 6), ("resumed", 3)):
         engine = engine_for(0, accumulation=4)
@@ -181,7 +181,7 @@ def test_a_save_within_a_step_resumes_at_the_first_sample_of_the_step(tmp_path: 
 
 
 def saved_in_a_step_of_an_earlier_loop(folder: str) -> tuple[int, list[list[int]]]:
-    """Save when an epoch has ended within a step, and within the first step of a loop after one that was left."""
+    """Save after an epoch that ends within a step, and within the first step of a loop that follows an aborted loop."""
     engine = engine_for(0, accumulation=5)
     trained(engine, engine.training_dataloader)  # 24 batches
     engine.save_checkpoint(folder, tag="epoch")

@@ -97,7 +97,8 @@ def test_files_contain_the_training_state(precision: str, ranks: int, stages: tu
                 assert torch.equal(weights[name], value), (stage, folder, name)
             trained = consolidated.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
             assert set(weights) - set(trained) == {"frozen.weight", "frozen.bias"}, (stage, folder)
-        states = torch.load(next(tag.glob("*model_states.pt")), weights_only=True)  # loads without trusting any class
+        # the file contains no class that torch would refuse
+        states = torch.load(next(tag.glob("*model_states.pt")), weights_only=True)
         assert states["dp_world_size"] == ranks and torch.equal(states["t"], CLIENT["t"])
     source = tmp_path / "3-pt" / "global_step3"
     assert to_windlass(["--input_folder", str(source), "--output_folder", str(tmp_path / "uni" / "t")]) == 0
@@ -140,7 +141,7 @@ def scaled(folder: str) -> list[dict[str, Any]]:
 def test_files_contain_the_loss_scale(tmp_path: Path) -> None:
     for result in run_ranks(scaled, 1, str(tmp_path))[0]:
         before, after = result["scale"]
-        # not stored at stage 0
+        # stage 0 does not store the hysteresis
         assert before == after or {**before, "hysteresis_left": after["hysteresis_left"]} == after
         assert before["scale"] > 1 and (result["same"] or result["stage"] == 0)
 
@@ -208,7 +209,7 @@ def test_full_weights_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def tagged(folder: str) -> dict[str, Any]:
-    """Save with a different tag on each rank, e.g. with a loss in it."""
+    """Save with a different tag on each rank, e.g. one that contains the loss."""
     import windlass
 
     results: dict[str, Any] = {}

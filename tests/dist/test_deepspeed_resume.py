@@ -46,7 +46,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def config_of(stage: int, precision: str) -> dict[str, Any]:
-    """Return the configuration of both engines."""
+    """Return the configuration of all engines of this file."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},

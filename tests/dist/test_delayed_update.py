@@ -1,6 +1,6 @@
-"""Tests of delayed updates: parameters follow their recurrence for any stage, tier and transport.
+"""Tests of delayed updates: parameters follow the recurrence of a one-step delay at any stage, tier and transport.
 
-All other behavior is unchanged.
+Reads, checkpoints, overflows and failures during an update are tested too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_recurrence_holds_if_host_memory_is_device_memory(transport: str, every:
 
 
 def test_oracle_detects_a_delay() -> None:
-    """The bounds distinguish a delay of one step from an immediate update and from a delay of two."""
+    """The bounds distinguish a delay of one step from an immediate update."""
     at_once = expected("tied", replace(DELAYED, delayed_from=None, accumulation=2))
     one_late = expected("tied", replace(DELAYED, accumulation=2))
     assert relative_error(at_once.params, one_late.params)[0] > 100 * FP32_BOUND
@@ -152,7 +152,7 @@ def hold_up(engine: Any) -> threading.Event:
 
 
 def overlapped(setting: Setting) -> dict[str, Tensor]:
-    """Train with each update blocked until the next forward and backward have ended, at another learning rate."""
+    """Train with each update blocked during the next forward and backward, while the learning rate is another one."""
     engine = engine_of(setting)
     may = hold_up(engine)
     rate = dict(DELAYED.optimizer_params)["lr"]
@@ -179,7 +179,7 @@ def test_a_step_returns_before_its_update_begins(case: tuple[int, str, str], tra
 
 
 def kept(setting: Setting, recipe: Recipe) -> dict[str, Any]:
-    """Return the peak bytes on the device, and the stored bytes by slot and tier."""
+    """Return peak and final bytes on the device, bytes by slot and tier, and the report on delayed updates."""
     from windlass.base import device_memory
 
     engine = engine_of(setting, recipe)
@@ -213,7 +213,7 @@ def test_device_memory_is_unchanged_and_the_report_counts_host_memory(
 
 
 def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
-    """Return the parameters after two steps, read in one way, and whether an update was in flight before."""
+    """Return parameters read in one way after two steps (three for `set`), and whether an update was in flight."""
     import windlass
 
     engine = engine_of(setting)

@@ -87,7 +87,7 @@ def test_a_change_while_replicas_differ_is_refused_on_all_ranks(how: str) -> Non
 
 
 def edits_after_finishing(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return master weights of two runs, before and after a change of all of them by 100 on all ranks."""
+    """Return the weights before and after a change of all parameters by 100 on all ranks and one more step."""
     engine = start(specimen(case.model), case.config())
     train(engine, case, 0, BETWEEN)
     engine.finish_update()
@@ -152,14 +152,14 @@ def evaluations(case: Case) -> dict[str, Any]:
             with torch.no_grad():
                 found["output"] = engine(**batch)
             common = replicas(engine)
-            with torch.enable_grad():  # not an evaluation
+            with torch.enable_grad():  # with autograd, a forward is not an evaluation
                 engine(**batch)
             require_equal(replicas(engine), local)
             set_traffic_observer(None)
             assert not moved, moved
             assert any(not torch.equal(value, local[name]) for name, value in common.items())
             engine.train()
-            masters = whole_params(engine.module)  # as a save does, it finishes the update
+            masters = whole_params(engine.module)  # finishes the update, as a save does
             require_equal({name: value.to(case.dtype) for name, value in masters.items()}, common)
         train(engine, case, BETWEEN, BETWEEN + 2)
         found[f"replicas {evaluates}"] = replicas(engine)
@@ -178,7 +178,7 @@ def test_an_evaluation_uses_common_weights_and_changes_no_training(case: Case) -
 
 
 def overflows(cases: list[Case]) -> list[list[dict[str, torch.Tensor]]]:
-    """Return the end of a run with steps that overflow on rank 1 alone, and of one without them."""
+    """Return the final states of a run, and of one with additional steps that overflow on rank 1 alone."""
     found = []
     for case in cases:
         ends = []
@@ -206,7 +206,7 @@ def overflows(cases: list[Case]) -> list[list[dict[str, torch.Tensor]]]:
 
 
 def test_a_step_that_overflows_leaves_error_feedback_as_it_is() -> None:
-    """A NaN or infinite gradient of one rank reaches no message: the run continues as if that step had not been."""
+    """An infinite gradient on one rank reaches no message: the run continues as if the step had not run."""
     cases = [Case(0), Case(2), ZERO_ONE, replace(ZERO_ONE, stage=1), DILOCO]
     cases += [replace(Case(0), optimizer="OneBitLamb")]
     for ends in run_ranks(overflows, 2, cases):

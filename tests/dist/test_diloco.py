@@ -146,7 +146,7 @@ class DiLoCoSimulation(Simulation):
                 changes[name] = torch.zeros_like(gradient)
 
     def _inner(self, rank: int, name: str, step: int, gradient: torch.Tensor) -> None:
-        step = self.steps[rank][name] = self.steps[rank].get(name, 0) + 1  # those in which it had a gradient
+        step = self.steps[rank][name] = self.steps[rank].get(name, 0) + 1  # steps with a gradient
         m = self.moments[rank][name] = BETA1 * self.moments[rank][name] + (1 - BETA1) * gradient
         v = self.variances[rank][name] = BETA2 * self.variances[rank][name] + (1 - BETA2) * gradient * gradient
         move = LR * (m / (1 - BETA1**step)) / ((v / (1 - BETA2**step)).sqrt() + EPS)
@@ -189,11 +189,11 @@ class DiLoCoSimulation(Simulation):
 
 
 CASES = [
-    CASE,  # the codec by default, int8
+    CASE,  # int8, the default codec
     with_params(replace(CASE, transport="shm"), codec="int8", fragments=2, overlap_steps=2, mixing=0.5),
     with_params(replace(CASE, transport="shm", accumulation=2), codec="identity", fragments=2),
     with_params(CASE, codec="bf16"),
-    with_params(CASE, codec="toy-int8"),  # a user's
+    with_params(CASE, codec="toy-int8"),  # a user's codec
     with_params(replace(CASE, transport="shm"), codec="topk", fragments=2),
     with_params(replace(CASE, accumulation=2), codec="identity", fragments=2, overlap_steps=2, mixing=0.25),
     with_params(replace(CASE, transport="shm"), codec="bf16", overlap_steps=3, mixing=0.5),
@@ -207,7 +207,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_inner_and_outer_steps_equal_their_simulation(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(codecs._codecs, "toy-int8", BlockInt8Codec())  # for the simulation
+    monkeypatch.setitem(codecs._codecs, "toy-int8", BlockInt8Codec())  # the simulation needs the codec too
     cases = [replace(case, ranks=ranks) for case in CASES]
     by_rank = run_ranks(run_all, ranks, cases, timeout=120.0)
     for number, case in enumerate(cases):
@@ -215,7 +215,7 @@ def test_inner_and_outer_steps_equal_their_simulation(ranks: int, monkeypatch: p
 
 
 def require_law(case: Case, results: list[dict[str, Any]]) -> None:
-    """Check parameters, replicas and the steps with bytes of all ranks against the simulation."""
+    """Compare parameters, replicas and the steps that send bytes with the simulation, on all ranks."""
     simulation = DiLoCoSimulation(case, results[0])
     simulation.run(0, case.steps)
     # a change near the border of two codes may be rounded to either, once
@@ -292,7 +292,7 @@ def train_beside_a_slow_message(case: Case) -> list[bool]:
     try:
         pace(128 << 10)
         with patch.object(ProcessGroupChannel, "start_exchange", watched):
-            step()  # it sends 2 MiB
+            step()  # this step sends 2 MiB
         step()
         found = [arrived.is_set()]
     finally:
@@ -324,13 +324,13 @@ def test_a_run_resumed_between_outer_steps_is_exact(case: Case, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("case", "other"),
     [
-        (OVERLAPPED, with_params(CASE, inner_steps=1, codec="sign")),  # it sends a message before the load
+        (OVERLAPPED, with_params(CASE, inner_steps=1, codec="sign")),  # `other` sends a message before the load
         (CASE, with_params(OVERLAPPED, codec="identity")),
     ],
     ids=["overlapped", "plain"],
 )
 def test_a_load_takes_overlap_and_codec_of_the_checkpoint(case: Case, other: Case, tmp_path: Path) -> None:
-    """Hyper-parameters of a load are the saved ones, so nothing in flight is lost."""
+    """A load restores the saved hyper-parameters, so that no message in flight is lost."""
     straight = run_ranks(save, 2, case, str(tmp_path), 6)
     resumed = run_ranks(resume, 2, other, str(tmp_path), 6)
     for here, there in zip(straight, resumed, strict=True):
@@ -385,7 +385,7 @@ def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: st
 
 
 def refreshed(case: Case, moments: list[int]) -> list[dict[str, torch.Tensor]]:
-    """Return the parameters and states of each rank without a refresh, and with one after each number of steps."""
+    """Return parameters and states of this rank without a refresh, and with one after each of `moments` steps."""
     found = []
     for at in (case.steps, *moments):
         engine = start(specimen(case.model), case.config())

@@ -34,10 +34,10 @@ HOLDERS = {"parameters": "parameters of ", "gradient": "gradient of "}
 
 
 class Spoiler:
-    """Tool that changes the files of one rank without the tier's knowledge.
+    """Tool that changes the files of one rank, bypassing the disk tier.
 
     Attributes:
-        names: parameters with changed bytes.
+        names: names of all parameters of the model.
     """
 
     def __init__(self, engine: Any, kind: str, how: str) -> None:

@@ -53,7 +53,7 @@ class FailedLate(Failed):
 
 
 class GoneDevice:
-    """I/O engine whose device answers EIO to reads, to writes, or to both."""
+    """I/O engine whose reads, writes, or both fail with EIO."""
 
     def __init__(self, engine: Any, writes: Sequence[bool], kind: type[Failed] = Failed) -> None:
         self._engine, self._writes, self._kind = engine, writes, kind
@@ -315,7 +315,7 @@ def test_disk_failure_under_one_stage_of_a_pipeline(
 
 
 def late(folder: str) -> list[str]:
-    """Return the errors when the last writes of a step fail after it: of the step, of the next one, and of a save."""
+    """Return the errors of a step whose last writes fail after its return, of the next step, and of a save."""
     subject, engine = begin(folder, param="none")
     step(subject, engine, 0)
     breaker = Breaker(engine)

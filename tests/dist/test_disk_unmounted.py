@@ -53,7 +53,7 @@ def lose(disk: str, how: str) -> None:
 
 
 def trained(folder: str, disk: str, how: str) -> dict[str, Any]:
-    """Train two steps, with the file system gone before the second, then continue elsewhere from the checkpoint."""
+    """Train two steps, without the file system from the second on, then continue elsewhere from the checkpoint."""
     subject, engine = begin(disk, "nvme")
     step(subject, engine, 0)
     engine.save_checkpoint(f"{folder}/saved")

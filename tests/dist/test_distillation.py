@@ -26,7 +26,7 @@ RATE = 0.02
 
 
 class Attention(nn.Module):
-    """Attention with one head, which returns its weights too."""
+    """Attention with one head. It returns the attention weights too."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_stages_of_a_pipeline_distil_the_same_model(
 
 
 def language_models() -> tuple[nn.Module, nn.Module]:
-    """Return two Llamas, of four layers and of six of another width, whose attention returns its weights."""
+    """Return two Llamas with eager attention: four layers of width 32, and six layers of width 48."""
     found = []
     for layers, width, seed in ((4, 32, 0), (6, 48, 1)):
         torch.manual_seed(seed)
@@ -367,7 +367,7 @@ XTC = {
 
 
 def one_stage(stage: int | None) -> list[float]:
-    """Train fewer layers of one and two bits at once against the whole teacher, with an engine or in plain PyTorch."""
+    """Train fewer layers of one and two bits with the full teacher, at a ZeRO stage or (None) in plain PyTorch."""
     teacher = Model(4, 8, seed=1)
     student = init_compression(Model(2, 8, seed=0), XTC, teacher_model=teacher)
     assert torch.equal(student.blocks[1].fall.weight, teacher.blocks[3].fall.weight)
@@ -405,7 +405,7 @@ def test_few_bits_and_fewer_layers_are_trained_in_one_stage() -> None:
 
 
 def cached(folder: str) -> list[list[float]]:
-    """Train with a cache that a sharded teacher fills, where one rank has seen its sequences before."""
+    """Train with a cache that a sharded teacher fills, then with the cache alone. Rank 1 repeats its batch."""
     losses = []
     for alone in (False, True):
         student, teacher = models()

@@ -61,7 +61,8 @@ DOORS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {  # module, engine, opt
     "one parameter": one_parameter,
     "nothing": lambda *_: None,
 }
-# Events of a step: b(ackward), n: one inside no_sync, d(rop), s(tep). A step ends with its last s.
+# Events of an optimizer step (b: backward, n: backward inside no_sync, d: drop, s: call of `step`), and the number of
+# accumulation steps.
 EVENTS = {
     "one of two backwards": ("bdbs", 1),
     "a rejected batch": ("bds", 1),
@@ -290,7 +291,7 @@ def test_adversarial_models_train_as_in_plain_pytorch(ranks: int, stand_in: bool
             assert relative_error(result, params)[0] < 1e-6, (stages, door)
 
 
-# ------------------------------------------------------------------------------------- other things done to gradients
+# ---------------------------------------------------------------------------------------------- accesses to gradients
 
 TOUCHES: dict[str, Callable[[nn.Parameter, nn.Module], Any]] = {
     "mul_": lambda p, model: p.grad.mul_(0.5),
@@ -310,7 +311,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter, nn.Module], Any]] = {
 
 
 def touched(stage: int) -> list[str]:
-    """Touch gradients in each way: forbidden ones raise and change nothing, and reads return the right values."""
+    """Access a gradient in each way. Each access raises and changes nothing; shape and dtype can be read."""
     import windlass
 
     subject = specimen("tied")
@@ -376,7 +377,7 @@ def test_gradients_of_the_stand_in_read_as_in_deepspeed() -> None:
 
 
 def uneven(settings: list[tuple[int, str]]) -> list[float]:
-    """Run three backwards in a step on rank 0 and two on rank 1.
+    """Run different numbers of backwards on ranks 0 and 1 in each step.
 
     Return each setting's difference from DDP, which reduces the last backward of each rank.
     """
@@ -422,7 +423,7 @@ def test_extra_backwards_of_a_rank_count_as_in_ddp() -> None:
 
 
 def dropped_on_one_rank(stage: int) -> str:
-    """Drop on rank 0 and not on rank 1: all ranks raise, and training continues."""
+    """Drop gradients on rank 0 and not on rank 1: all ranks raise, and training continues."""
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()
@@ -507,7 +508,7 @@ def edited_plainly(edit: Callable[[nn.Module], Any], ranks: int) -> dict[str, Te
 
 @in_shares
 def test_weight_edits_reach_separate_master_weights(every: bool, tmp_path: Any) -> None:
-    """In `make test` each setting has every second edit, and each edit is under settings of both precisions."""
+    """In `make test` each setting runs every second edit, and each edit runs in both precisions."""
     cpu, nvme = (Setting(stage=s, zero=offload_to(t, "none", tmp_path)) for s, t in ((1, "cpu"), (2, "nvme")))
     full, half = [Setting(stage=0), cpu, nvme], [Setting(stage=2), Setting(stage=0)]
     expected = {name: edited_plainly(edit, 2) for name, edit in EDITS.items()}
@@ -520,7 +521,7 @@ def test_weight_edits_reach_separate_master_weights(every: bool, tmp_path: Any) 
 
 
 def edited_late(stage: int) -> str:
-    """Change a weight through `.data` during an update in flight that has not read the change."""
+    """Change a weight through `.data` during an update in flight, which would overwrite the change."""
     import windlass
 
     subject, rank = specimen("mlp"), dist.get_rank()
@@ -690,7 +691,7 @@ def dropped_between_batches(stage: int, backend: str) -> float:
 
 
 def test_a_batch_of_a_pipeline_leaves_no_gradient_to_drop() -> None:
-    """`train_batch` makes all backwards and the step, so that nothing is pending between its calls."""
+    """`train_batch` runs all backwards and the step, so that no gradient is pending between its calls."""
     for stage in (0, 2):
         assert run_ranks(dropped_between_batches, 2, stage, "") == [0.0, 0.0]
 
@@ -702,7 +703,7 @@ def test_compiled_layers_of_a_pipeline_train_as_others() -> None:
 
 
 def refused_steps(stage: int) -> list[tuple[str, float, float]]:
-    """Return the error of each refused step, and the change of a parameter in the step after it with and without it."""
+    """Return the error of each refused step, and a parameter's change in the steps after and before it."""
     import windlass
 
     def start() -> Any:
@@ -738,7 +739,7 @@ def refused_steps(stage: int) -> list[tuple[str, float, float]]:
 
 
 def refused_on_one_rank() -> list[str]:
-    """Return the errors of steps of which rank 1 alone refuses the first."""
+    """Return the errors of several steps. Only rank 1 refuses the first step."""
     import windlass
 
     engine = windlass.initialize(model=nn.Linear(2, 2), config=ds_config(Recipe(), Setting(stage=1)))[0]

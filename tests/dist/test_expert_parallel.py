@@ -35,7 +35,7 @@ Grads = dict[str, Tensor]
 
 @dataclass
 class Seen:
-    """Results of one model on one rank: loss, gradients, and the placement of experts."""
+    """Results of one model on one rank: loss, gradients, placement of experts, received bytes."""
 
     loss: float
     grads: Grads
@@ -143,7 +143,7 @@ def _counting(counts: list[list[int]], experts: int) -> Callable[..., None]:
 
 
 def whole(seen: list[Seen], ranks: int) -> Grads:
-    """Return full gradients: the mean over ranks for dense ones, the joined sums over ranks for experts."""
+    """Return full gradients of the mean loss: averaged over ranks for dense parameters, concatenated for experts."""
     results: Grads = {}
     for name, grad in seen[0].grads.items():
         if name not in seen[0].experts:
@@ -189,7 +189,7 @@ def test_experts_over_a_part_of_the_data_ranks() -> None:
 
 
 def test_ranks_whose_experts_are_never_chosen() -> None:
-    """Ranks whose experts no token chooses work: one rank has all the work, and the other's gradients are zeros."""
+    """All tokens choose experts of one rank. The gradients of the other rank's experts are zeros."""
     cases = [(family, "one_sided") for family in ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")]
     by_rank = run_ranks(see_all, 2, MeshShape(ep=2), cases, timeout=120)
     for number, (family, change) in enumerate(cases):

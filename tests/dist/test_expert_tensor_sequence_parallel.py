@@ -64,7 +64,7 @@ def expected(family: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def differentiate(grid: MeshShape) -> float:
-    """Return the largest error of the gradients of functions of gathered parameters, which differ along ep."""
+    """Return the largest error of gradients through gathered parameters. The loss differs along ep."""
     mesh, error = build_mesh(grid), 0.0
     model: nn.Module = FAMILIES["mixtral"].build()
     apply_expert_parallel(model, mesh.ep)

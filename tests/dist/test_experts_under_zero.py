@@ -27,7 +27,7 @@ STEPS = 2
 
 
 class Mixed(nn.Module):
-    """Mixtures of modules and of stacked experts. Most experts of the first get no token of a batch of three."""
+    """Mixtures of modules and of stacked experts. Most experts of `sparse` get no token of a batch of three."""
 
     def __init__(self) -> None:
         super().__init__()

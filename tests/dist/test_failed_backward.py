@@ -1,4 +1,4 @@
-"""Tests of a backward that raises, of which the script catches the error: the result equals plain PyTorch."""
+"""Tests of a backward that raises an error that the script catches: the result equals plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.dist.harness import run_ranks
 from windlass.zero.core.gradient_reducer import GradientReducer
 
 STEPS = 4
-# Stage, contiguous_gradients, and who drops after the error; or that one rank alone has an error, without drops.
+# Stage, contiguous_gradients, and the drop of gradients after the error: by the script (True), by the engine, or none
+# (False). "one rank": only rank 1 has an error, and no gradient is dropped.
 SETTINGS: dict[str, tuple[int, bool, bool | str]] = {
     "contiguous": (1, True, True),
     "gradients in .grad": (1, False, True),
@@ -48,7 +49,7 @@ class Failing(torch.autograd.Function):
 
 
 class Chain(nn.Module):
-    """Layers whose backward fails after two of them have their gradients."""
+    """Four layers. The backward fails after the last two have their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +68,9 @@ def _batch(step: int, attempt: int, rank: int) -> Tensor:
 
 
 def trained(stage: int, contiguous: bool, drops: bool | str, forward_again: bool) -> tuple[dict[str, Tensor], int]:
-    """Return the parameters after steps of which every second one has a failed backward first, and the units that stay
-    unsharded after the next forward has begun.
+    """Return the final parameters, and the largest number of unsharded elements after a forward that follows an error.
+
+    Every second step begins with a backward that fails.
     """
     import windlass
 
@@ -137,8 +139,9 @@ def test_training_continues_after_a_backward_that_raised(setting: str, forward_a
 
 
 def stepped_after_an_error(contiguous: bool, reads: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the parameters after a step, in the DeepSpeed layer, whose second micro-batch had a failed backward, and
-    with `reads` the gradients before the step.
+    """Return the parameters after a step under the compat layer, and with `reads` the gradients before the step.
+
+    The backward of the second micro-batch fails.
     """
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.zero import full_grad

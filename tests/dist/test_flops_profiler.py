@@ -65,7 +65,7 @@ def train(rank: int, section: dict[str, Any], stage: int, **call: Any) -> tuple[
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        weights = engine.full_state_dict()  # on rank 0
+        weights = engine.full_state_dict()  # empty except on rank 0
         losses += weights["blocks.0.0.weight"].flatten().tolist() if rank == 0 else []
         report = engine.report()
         engine.destroy()
@@ -104,12 +104,12 @@ def test_every_stage_counts_in_full_and_changes_nothing(ranks: int, tmp_path: Pa
 
 
 def run_known_clock() -> None:
-    """Train with a clock that advances by a quarter of a second from one line to the next."""
+    """Train with a clock that advances by a quarter of a second at each reading."""
     ticks = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("windlass.engine.step_profiler.synchronized_time", lambda device: 0.25 * next(ticks))
         _, _, lines = train(0, {"enabled": True, "peak_tflops": 1e-6}, 2)
-    # Two linear layers in each of two blocks: a product forward, and two backward but for the first layer's input.
+    # Two blocks of two linear layers: each layer has one product forward and two backward, the first layer only one.
     products = MICRO_BATCHES * (4 + 2 * 4 - 1)
     rate = products * 2 * ROWS * WIDTH * HIDDEN / 0.25
     found = [line for line in lines if line.startswith("step ") and "MFU" in line]
@@ -191,7 +191,7 @@ def test_ranks_of_tensor_parallelism_share_the_work() -> None:
 
 
 def count_in_stages(schedule: str) -> tuple[int, int]:
-    """Return the forward and backward operations of this rank's stages for a micro-batch."""
+    """Return the forward and backward operations of rank 0's stages for a micro-batch, and zeros on other ranks."""
     torch.manual_seed(0)
     model = model_of(
         *("LlamaForCausalLM",), vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4,

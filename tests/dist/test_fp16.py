@@ -25,7 +25,7 @@ def test_loss_scale_does_not_affect_results(scaling: dict[str, Any], transport: 
 
 
 def scales(fp16: dict[str, Any], overflows: list[bool], setting: Setting) -> list[dict[str, Any]]:
-    """Train with overflows on rank 1 at the given steps. Return each step's scale and whether weights changed."""
+    """Train with overflows on rank 1 at the given steps. Return scale, flags and counters of each step."""
     subject, rank = specimen("mlp"), dist.get_rank()
     engine = start(subject, {**ds_config(RECIPE, setting), "fp16": {"enabled": True, **fp16}})
     seen, before = [], whole_params(engine.module)
@@ -165,7 +165,7 @@ def test_overflow_at_the_minimum_scale_raises_on_every_rank() -> None:
 
 
 def cast_by_engine(setting: Setting) -> list[float]:
-    """Train on fp32 inputs with auto_cast."""
+    """Return the losses of two forwards on fp32 inputs with auto_cast."""
     subject, rank = specimen("mlp"), dist.get_rank()
     config = {**ds_config(RECIPE, setting), "fp16": {"enabled": True, "auto_cast": True}}
     engine = start(subject, config)
@@ -180,7 +180,7 @@ def test_fp16_auto_cast_casts_the_inputs(stage: int) -> None:
 
 
 def ends_of_backward(stage: int, plain: bool, precision: str) -> list[int]:
-    """Count the end-of-backward callbacks of gradients, step by step, under reentrant checkpointing."""
+    """Return the number of calls of the reducer's `end_backward` in each step, under reentrant checkpointing."""
     subject = specimen("checkpoint_reentrant")
     more = (("fp16", {"enabled": True, "loss_scale": 64}),) if precision == "fp16" else ()
     recipe = Recipe(precision="fp32")

@@ -1,4 +1,4 @@
-"""Tests of pretrained models sharded while loading: values equal the plain call, and ranks read their bytes only."""
+"""Tests of pretrained models sharded while loading: values equal a plain load, and each rank reads only its bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ["llama", "gpt2", "bert", "t5", "qwen_moe"]
 
 
 def auto(name: str) -> Any:
-    """Return the class that loads the tiny model of that name."""
+    """Return the class that loads the tiny model `name`."""
     import transformers as t
 
     return {"bert": t.AutoModelForMaskedLM, "t5": t.AutoModelForSeq2SeqLM}.get(name, t.AutoModelForCausalLM)
@@ -38,7 +38,7 @@ def save(name: str, directory: Path, shards: int = 1) -> Path:
 
 
 def drop(directory: Path, word: str) -> None:
-    """Remove every tensor with that word in its name from the file."""
+    """Remove every tensor with `word` in its name from the file."""
     from safetensors.torch import load_file, save_file
 
     state = load_file(directory / "model.safetensors")
@@ -106,7 +106,7 @@ def test_loaded_values_equal_a_plain_load(name: str, ranks: int, how: str, tmp_p
 
 
 def tie_later(directory: str) -> list[str]:
-    """Return the values that differ after weights were tied outside of the context, as by transformers' own loading."""
+    """Return the names of parameters that differ from a plain load after `tie_weights` outside of the context."""
     import windlass
 
     plain = auto("bert").from_pretrained(directory)
@@ -248,7 +248,7 @@ def test_training_equals_that_of_a_plain_load(tmp_path: Path, transport: str) ->
 
 
 def peak_of_load(directory: str) -> dict[str, float]:
-    """Return the peak rise of proportional memory, in MB, from the files to an engine."""
+    """Return the peak increase of proportional memory after the load and after `initialize`, and sizes, in MB."""
     import windlass
     from windlass.cli.benches.memory_sampler import MemorySampler
 

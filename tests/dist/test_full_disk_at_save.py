@@ -1,6 +1,6 @@
-"""Tests of a save that finds the disk full, or a limit of file sizes: the error names file, bytes and fix.
+"""Tests of a save to a full disk, or above the limit of file sizes: the error names file, bytes and fix.
 
-Earlier checkpoints stay usable, and training goes on.
+Earlier checkpoints stay usable, and training continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.oracle import Recipe
 
 
 def fill(folder: str, free: int) -> None:
-    """Leave `free` bytes of the disk."""
+    """Fill the disk except for `free` bytes."""
     if dist.get_rank() == 0:
         at = os.statvfs(folder)
         Path(folder, "filler").write_bytes(bytes(at.f_bavail * at.f_frsize - free))
@@ -55,7 +55,7 @@ def saves(folder: str, obstacle: str) -> dict[str, Any]:
     text["blocking"] = attempt(lambda: save(True))
     text["asynchronous"] = attempt(lambda: save(False))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    dist.barrier()  # rank 0 removes the incomplete files
+    dist.barrier()  # rank 0 has removed the incomplete files
     text["left"] = sorted(os.listdir(folder))
     text["latest"] = Path(folder, "latest").read_text().strip()
     dist.barrier()

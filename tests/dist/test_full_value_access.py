@@ -26,7 +26,7 @@ def named(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def gathered(setting: Setting, precision: str) -> dict[str, Any]:
-    """Read inside GatheredParameters, with every way to name parameters."""
+    """Return values read inside GatheredParameters, which is given an iterator, one parameter or a list."""
     import windlass
 
     engine = start(specimen("tied"), ds_config(Recipe(precision=precision), setting))
@@ -83,7 +83,7 @@ def test_gathered_parameters_have_full_values(precision: str, stage: int, transp
 
 
 def edited(modifier: int | None, setting: Setting, precision: str) -> dict[str, Any]:
-    """Write on rank `modifier`, then train a step from the written values."""
+    """Write on rank `modifier` (None: rank 0), then train two steps from the written values."""
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()
@@ -128,7 +128,7 @@ def test_without_a_modifier_rank_changes_are_lost_at_stage_3(transport: str) -> 
 
 
 def doubled_in_own_order(setting: Setting) -> dict[str, Tensor]:
-    """Pass the parameters in an order that differs between ranks, as that of a set does."""
+    """Double all parameters on rank 1. They are passed in an order that differs between ranks, as in a set."""
     import windlass
 
     engine, rank = start(specimen("tied"), ds_config(Recipe(), setting)), dist.get_rank()
@@ -149,7 +149,7 @@ def test_order_of_gathered_parameters_may_differ_between_ranks(stage: int, trans
 
 
 def rewritten(setting: Setting) -> dict[str, Any]:
-    """Read and write each kind of value through the setters. Every write is read back and affects training."""
+    """Write gradients, parameters and a moment with the full setters. Return values that are read before and after."""
     import windlass
 
     zero, rank = windlass.zero, dist.get_rank()
@@ -272,7 +272,7 @@ def test_grad_norm_is_that_of_the_full_unclipped_gradient(accumulation: int, sta
 
 
 def grads_at_every_micro_batch() -> list[dict[str, Any]]:
-    """Read gradients at every micro-batch. There are none before a backward and after a step."""
+    """Return the full gradients before a backward, after the backward, and after the step."""
     subject, rank = specimen("unused_always"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=2)))
     before = whole_grads(engine.module)
@@ -299,7 +299,7 @@ def two_layers() -> torch.nn.Sequential:
 
 
 def edit_before_a_slow_peer(stage: int, way: str, delay: float) -> dict[str, torch.Tensor]:
-    """Return parameters after edits in place that rank 0 makes as early as possible, while rank 1 is late."""
+    """Return parameters after edits, in place or with `set_full_param`, that rank 0 makes while rank 1 is late."""
     import windlass
 
     engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(clipping=0.0), Setting(stage=stage)))[0]
@@ -333,7 +333,7 @@ def test_edit_does_not_affect_a_slower_peer(stage: int, way: str) -> None:
 
 
 def edit_beside(way: str) -> tuple[Tensor, Tensor]:
-    """Return a parameter changed in place, before and after another change in its engine."""
+    """Return a parameter edited in place, before and after another change in its engine and a step."""
     import windlass
 
     model = two_layers()
@@ -364,7 +364,7 @@ def test_in_place_edit_survives_other_changes(way: str) -> None:
 
 
 def resized(stage: int) -> list[str]:
-    """Replace a weight by one with other rows during a run, as `resize_token_embeddings` of transformers does."""
+    """Replace a weight by one with another number of rows, as `resize_token_embeddings` of transformers does."""
     import windlass
 
     engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]
@@ -433,7 +433,7 @@ def test_modifier_may_set_values_in_the_dtype_of_the_master_weights(stage: int) 
 
 
 def replaced(stage: int, precision: str, directory: str) -> dict[str, Tensor]:
-    """Give parameters other memory and use each function that reads or sets their values. Return what it gave."""
+    """Give parameters other memory. Return the result of each function divided by the expected value, 1 if equal."""
     import windlass
 
     dtype, seen = Recipe(precision=precision).dtype, {}
@@ -484,7 +484,7 @@ def test_replaced_data_are_followed(stage: int, precision: str, tmp_path: Path) 
 
 
 def rearranged(stage: int) -> dict[str, bool]:
-    """Give parameters the memory of other parameters, or their own with another shape."""
+    """Swap the memory of two parameters, transpose and slice others. Return a flag for each check."""
     import windlass
 
     torch.manual_seed(0)
@@ -519,7 +519,7 @@ def test_rearranged_data_are_followed(stage: int) -> None:
 
 
 def cast_during_a_run(stage: int) -> list[str]:
-    """Cast the module for one step, then only for an evaluation."""
+    """Train with a module in another dtype, which raises, then undo the cast and train. Return the errors."""
     import windlass
 
     engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]

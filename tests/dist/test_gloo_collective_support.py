@@ -1,4 +1,4 @@
-"""Tests gloo's table in `windlass env`: each collective is tried on two ranks."""
+"""Tests that gloo's column in the tables of `windlass env` matches trials of each collective on two ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def what_works() -> list[str]:
     for name, start in _calls(dist.get_rank()).items():
         try:
             start()
-        except (RuntimeError, NotImplementedError, ValueError):  # ValueError: monitored_barrier of other back ends
+        except (RuntimeError, NotImplementedError, ValueError):  # ValueError: monitored_barrier on other back ends
             continue
         works.append(name)
     for name in OPERATORS:
@@ -59,5 +59,5 @@ def test_gloo_column_matches_gloo() -> None:
         name for table in (collective_support(), operator_support()) for name, have in table.items() if have["gloo"]
     ]
     for works in run_ranks(what_works, 2, transport="gloo"):
-        # older versions may support averages too
+        # some versions of PyTorch also support averages over gloo
         assert [name for name in works if name in expected or name != "AVG"] == expected

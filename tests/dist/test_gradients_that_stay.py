@@ -1,4 +1,4 @@
-"""Tests of parameters that require a gradient and are in no group of the optimizer, as in plain PyTorch."""
+"""Tests of parameters in no group of the optimizer: their gradients stay and accumulate, as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.dist.harness import run_ranks
 from tests.models import Place, Regressor, rows
 from tests.oracle import Recipe, relative_error
 
-STEPS, CLIPPING = 5, 0.1  # below the norm of every gradient
-DROP, JOIN = 2, 4  # steps before which gradients are dropped, and the parameters join the optimizer
+STEPS, CLIPPING = 5, 0.1  # CLIPPING is below the norm of every gradient
+DROP, JOIN = 2, 4  # steps before which a gradient is dropped, and the parameters join the optimizer
 
 
 def built() -> tuple[Regressor, dict[str, nn.Parameter], torch.optim.Optimizer]:
@@ -92,7 +92,7 @@ def test_gradient_outside_the_groups_stays_after_a_step(stage: int, place: str, 
 
 
 def scaled() -> tuple[list[Tensor], list[Tensor]]:
-    """Train in fp16 with a loss scale that doubles at each step. Return gradients that stay, and those of one step."""
+    """Train in fp16 with a loss scale that doubles at each step. Return a gradient after and before each step."""
     model, outside, optimizer = built()
     config = ds_config(Recipe(precision="fp16"), Setting(stage=2))
     del config["optimizer"]

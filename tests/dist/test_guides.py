@@ -1,4 +1,4 @@
-"""Tests of the programs printed in the guides: FSDP2's and windlass's have the same losses on two ranks."""
+"""Tests of the programs printed in the guides: windlass has the losses of FSDP2 and of Accelerate on two ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def programs(guide: str) -> dict[str, str]:
 
 
 def batches(first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return this rank's batches with these numbers."""
+    """Return this rank's batches with the numbers `first` to `last - 1`."""
     results = []
     for number in range(first, last):
         draw = torch.Generator().manual_seed(100 * int(os.environ["RANK"]) + number % 2)

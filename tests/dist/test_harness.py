@@ -80,7 +80,7 @@ def dies() -> None:
 def test_hang_shows_stacks_death_shows_exit_code_and_the_pool_restarts() -> None:
     pool = Pool(size=1)
     try:
-        pool.run(summed, 1, 1.0)  # imports this module first, so that the import is not what hangs
+        pool.run(summed, 1, 1.0)  # imports this module, outside the short timeout below
         with pytest.raises(RankTimeout, match=r"rank 0 \(still running\)(.|\n)*sleeping_here"):
             pool.run(hangs_on, 1, 0, timeout=3.0)
         with pytest.raises(RankError, match="exit code 7"):

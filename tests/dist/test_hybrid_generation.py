@@ -1,4 +1,4 @@
-"""Law: a training engine generates with the weights of its last step, without copies, and trains on unchanged."""
+"""Tests that a training engine generates with the weights of its last step, without copies, and trains as before."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train_step(engine: Any, rank: int, step: int) -> float:
 
 
 def alternate(stage: int, generates: bool, sections: dict[str, Any]) -> list[float]:
-    """Train, and generate between the steps with another number of tokens on each rank. Return the losses."""
+    """Train; if `generates`, generate equally many tokens on all ranks before each step. Return the losses."""
     engine = training_engine(stage, **sections)
     engine.train()
     rank, losses = engine.data_loading_ranks[0], []
@@ -86,7 +86,8 @@ def compare_logprobs(stage: int) -> tuple[float, int, bool]:
     """Compare log-probabilities with those of the training forward.
 
     Returns:
-        The largest difference, the bytes that parameters moved, and whether a parameter is sharded again.
+        The largest difference, the elements of parameters whose memory changed (at stage 3 not counted: 0), and True
+        if all units that reshard are sharded.
     """
     from windlass import SamplingParams
 
@@ -118,7 +119,7 @@ def test_logprobs_are_those_of_the_training_forward(world: int, stage: int) -> N
 
 
 def serve_live_module() -> None:
-    """Generate with `windlass.LLM(engine.module)` between steps, without notifying it of a step."""
+    """Generate with `windlass.LLM(engine.module)` between steps, without notifying the LLM of a step."""
     from windlass import LLM, SamplingParams
 
     engine = training_engine(0)

@@ -84,7 +84,7 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _other_count(index: Path, fields: dict[str, Any], name: str, value: float) -> None:
-    """Write another count into the data file, with its checksum."""
+    """Write another value of a step count into the data file, and its checksum into `fields`."""
     (chunk,) = fields["tensors"][name]["chunks"]
     path = index.parent / chunk["file"]
     with TensorFile(path) as file:

@@ -34,7 +34,7 @@ def test_parameters_are_in_order_without_overlap(numels: list[int], ranks: int) 
 
 @given(NUMELS, RANKS)
 def test_padding_is_bounded(numels: list[int], ranks: int) -> None:
-    """Padding is at most a cache line before each parameter, and a cache line per rank at the end."""
+    """Padding is less than a cache line for each parameter and a cache line for each rank."""
     layout = Layout(tuple(numels), ranks)
     line = ALIGN
     assert layout.padded % (ranks * line) == 0

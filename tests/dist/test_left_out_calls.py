@@ -1,6 +1,6 @@
 """Tests of a script error on one rank between engine calls that ranks along tp, sp or ep make together.
 
-The other ranks raise, and no collective is matched with one of another call.
+The other ranks raise, and no collective is matched with a collective of another call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def _loop(engine: Any, steps: list[int], faults: dict[int, str], plain: bool) -> list[str]:
-    """Return the raised errors. In a step of `faults` the faulty rank fails before that call and skips later ones."""
+    """Return the raised errors. In a step of `faults`, rank 1 raises before the named call and skips the rest."""
     text = []
     for step in steps:
         fails = faults.get(step, "") if dist.get_rank() == FAULTY else ""

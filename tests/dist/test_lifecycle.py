@@ -52,7 +52,7 @@ def train_once(engine: Any, subject: Any, step: int) -> str:
 
 
 def failing_update(settings: list[Setting]) -> list[list[str]]:
-    """Return the errors of four steps on a rank, with rank 1's optimizer raising in the second."""
+    """Return this rank's errors of four steps under each setting. Rank 1's optimizer raises in the second step."""
     import windlass
 
     results = []
@@ -89,7 +89,7 @@ def test_optimizer_error_on_one_rank_raises_on_all_at_the_next_step(transport: s
 
 
 class FailingLamb(windlass.optim.Lamb):
-    """Optimizer that raises in the second step after a change, on one rank, or on all if `rank` is None."""
+    """Optimizer that changes a parameter and then raises in the second step, on `rank` or (None) on all ranks."""
 
     def __init__(self, parameters: Any, rank: int | None) -> None:
         super().__init__(parameters, lr=0.01)
@@ -104,7 +104,7 @@ class FailingLamb(windlass.optim.Lamb):
 
 
 def failing_whole_update(stage: int, cause: str) -> list[str]:
-    """Return the errors of four steps."""
+    """Return this rank's errors of four steps, the second of which fails by `cause`."""
     subject = specimen("mlp")
     model = oracle.build(subject)
     optimizer = FailingLamb(model.parameters(), None if cause == "step" else 1 if cause == "step of rank 1" else -1)
@@ -131,7 +131,7 @@ def test_error_of_an_optimizer_of_whole_parameters_hangs_no_rank(cause: str) -> 
     for rank, received in enumerate(run_ranks(failing_whole_update, 2, 2, cause, transport="gloo")):
         assert received[0] == ""
         assert received[1] == ("" if cause.endswith("rank 1") and rank == 0 else "ValueError: no such rate")
-        if cause == "hook":  # on all ranks, and before anything changed
+        if cause == "hook":  # raised on all ranks, before anything changed
             assert received[2:] == ["", ""]
         else:
             assert received[2].startswith("UpdateError: this step was skipped"), received
@@ -209,7 +209,7 @@ def test_evaluation_engine_is_replaced(stage: int, transport: str) -> None:
 
 
 def destroyed(setting: Setting) -> dict[str, Any]:
-    """Train two steps, destroy, and continue in plain PyTorch with the same object."""
+    """Train two steps, destroy, and continue in plain PyTorch with the same model object."""
     subject = specimen("tied")
     model = oracle.build(subject, dist.get_rank())
     import windlass
@@ -260,7 +260,7 @@ def evaluation_between_steps(name: str, setting: Setting) -> dict[str, Any]:
     losses = []
     for step in range(3):
         losses.append(float(subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)))
-        if step == 1:  # also between backward and step: evaluation must not change gradients
+        if step == 1:  # an evaluation between backward and step must not change gradients
             engine.eval()
             with torch.no_grad():
                 engine(**subject.batch(Place(9, 0, rank)))

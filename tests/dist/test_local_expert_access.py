@@ -1,4 +1,4 @@
-"""Tests of experts as separate modules, unequally many on each rank: each rank reads and sets its own."""
+"""Tests of experts with different numbers on each rank: each rank reads and sets its own experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """Three experts as modules, three stacked experts, and a dense last layer."""
+    """Three experts as modules and three stacked experts between dense layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_each_rank_reads_its_offloaded_experts(tmp_path: Path) -> None:
 
 
 def set_all(stage: int) -> None:
-    """Set values on the ranks that have them, and train from them."""
+    """Set values of experts on the ranks that have these experts, and train a step from the values."""
     import windlass
     from windlass.zero import (
         GatheredParameters,
@@ -176,7 +176,7 @@ def split_unequally() -> str:
 def test_experts_with_different_units_per_rank_are_refused() -> None:
     """Experts that would form different units on each rank are refused.
 
-    One expert stays below the number of elements at which a block is split, two do not.
+    One expert has fewer elements than the limit above which a block is split; two experts have more.
     """
     text = run_ranks(split_unequally, 2)
     assert text[0] == text[1] and "stage3_max_live_parameters" in text[0] and "split a block" in text[0]

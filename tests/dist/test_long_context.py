@@ -1,7 +1,7 @@
 """Tests of long sequences under the engine, sharded over ranks and computed in tiles: training equals plain training.
 
-Ranks along sp are data-parallel ranks of dense parameters, so an engine whose ranks all lie along sp does what a mesh
-would.
+The engines have no mesh with an axis sp: ranks along sp are data-parallel ranks of dense parameters, and here all ranks
+lie along sp.
 """
 
 from __future__ import annotations

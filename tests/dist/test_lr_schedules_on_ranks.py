@@ -26,7 +26,7 @@ def torch_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_schedule
 
 
 def rates(way: str, accumulation: int, setting: Setting, precision: str, overflow_at: int | None) -> dict[str, Any]:
-    """Return the learning rates at each boundary before the step, read at the places where users read them."""
+    """Return the learning rates before each update, from `get_lr` and from the optimizer's groups, and counters."""
     import windlass
 
     subject, rank = specimen("mlp"), dist.get_rank()
@@ -110,7 +110,7 @@ def test_a_skipped_step_does_not_advance_the_schedule(way: str, stage: int) -> N
 
 
 def with_a_group_more(kind: str) -> tuple[list[float], str]:
-    """Return the rates after unfreezing a layer with its own rate, and the error of a schedule that can't follow."""
+    """Return the rates after a layer is unfrozen with its own rate, and the error of the schedule; empty if none."""
     import windlass
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

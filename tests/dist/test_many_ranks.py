@@ -1,4 +1,4 @@
-"""Tests with more ranks than cores and than rows of parameters: 8 and 16 ranks, and a checkpoint of 16 for 3."""
+"""Tests with more ranks than cores and than rows of parameters: training on 8 and 16 ranks, resuming on 3."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def reported_in_turn(names: list[str], recipe: Recipe, setting: Setting) -> list
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(value) for value in row.values()))
 @in_shares
 def test_payload_is_exact(row: dict[str, Any], every: bool) -> None:
-    """The payload is exact with thresholds, live, reuse and prefetch limits of 0."""
+    """The payload is exact if the persistence threshold and the limits of prefetch, live elements and reuse are 0."""
     recipe = Recipe(ranks=row["ranks"], accumulation=row["accumulation"], optimizer_params=SGD)
     setting = Setting(stage=row["stage"], zero=FROZEN_KNOBS)
     names = share(SPECIMENS, ROWS.index(row), 3, every)
@@ -69,7 +69,7 @@ def test_payload_is_exact(row: dict[str, Any], every: bool) -> None:
     [*((stage, 1) for stage in range(4)), pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), (3, 2)],
 )
 def test_bytes_of_the_data_axis_equal_the_formulas(stage: int, replicas: int) -> None:
-    """`parallel.comm_volumes` gives the received bytes; sent bytes include padding."""
+    """The formulas of `parallel.comm_volumes`, with the padded size, give the bytes that a rank receives."""
     recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)
     zero = FROZEN_KNOBS + ((("mics_shard_size", 4 // replicas),) if replicas > 1 else ())
     setting = Setting(stage=stage, transport="gloo", zero=zero)
@@ -97,11 +97,11 @@ def test_one_rank_sends_nothing(stage: int) -> None:
         assert [report["payload_elements"] for report in reports] == [0, 0]
 
 
-LINE = 16  # elements: the most padding before a parameter, and at the end of each rank's shard
+LINE = 16  # largest padding, in elements, before a parameter and at the end of each rank's shard
 
 
 def at_rest(report: dict[str, Any]) -> dict[str, int]:
-    """Return bytes by slot, over all tiers."""
+    """Return the bytes of each slot, summed over tiers."""
     sizes: dict[str, int] = {}
     for (slot, _), size in report["slots"].items():
         sizes[slot] = sizes.get(slot, 0) + size
@@ -116,7 +116,7 @@ def test_bytes_between_steps_are_exact(stage: int, ranks: int, grad_bytes: int) 
 
     Slots are 16-bit parameters (2P), gradients of 2 or 4 bytes, and fp32 masters with two AdamW moments (12P). With
     16-bit gradients the sum is 4P + 12P/N, 2P + 14P/N and 16P/N at stages 1, 2 and 3. Parameters, gradients and masters
-    have bounded padding. Moments have none, so over all ranks they take exactly P each.
+    have bounded padding. Moments have none, so over all ranks each moment takes 4P.
     """
     dtype = {2: "bf16", 4: "fp32"}[grad_bytes]
     recipe = Recipe(ranks=ranks, precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)

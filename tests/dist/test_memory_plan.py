@@ -107,7 +107,7 @@ def slot_bytes_of(engine: Any) -> dict[str, int]:
 
 
 def of_experts(stage: int, transport: str) -> tuple[Any, Any, int, int]:
-    """Return the predicted and real bytes of slots, and of what autograd saves, with experts over both ranks."""
+    """Return predicted and real bytes of slots and of tensors that autograd saves, with experts over both ranks."""
     return along("mixtral", {"ep": 2}, stage, transport, output_router_logits=False)
 
 
@@ -143,7 +143,7 @@ OWN_RULES = [
 
 
 def of_own_rules() -> list[tuple[str, dict[str, int], dict[str, int]]]:
-    """Return the predicted and the real bytes of slots under optimizers with per-rank states or of whole parameters."""
+    """Return predicted and real bytes of slots for optimizers with per-rank states, or that need full parameters."""
     found = []
     for name, params, stage in OWN_RULES:
         config = {
@@ -175,7 +175,7 @@ def test_states_of_each_rank_and_of_whole_parameters_are_exact() -> None:
 
 
 def out_of_memory(moment: str) -> str:
-    """Return the notes of an out-of-memory error of a training step on this rank."""
+    """Return the notes of this rank's out-of-memory error in a training step, and the predicted peak in MiB."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -193,7 +193,7 @@ def out_of_memory(moment: str) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as caught:
-        # One byte less than the prediction, so that a change is needed.
+        # The limit is one byte below the prediction, so that a change is needed.
         plan = plan_memory(build("llama"), load_config(config), RunShape(2, 16))
         patch.setattr("windlass.plan.out_of_memory_note.memory_limit", lambda failed: plan.peak("host") - 1)
         if moment == "forward":
@@ -234,7 +234,8 @@ def test_experts_over_ranks_are_exact(stage: int, transport: str) -> None:
 def test_parts_of_a_rank_along_an_axis_are_exact(axis: str, stage: int) -> None:
     for planned, real, traced, saved in run_ranks(along_axis, 2, axis, stage):
         assert planned == real
-        assert traced == pytest.approx(saved, rel=0.02)  # the ids of the batch, which each hook holds in its own form
+        # The test's hook and the trace have the batch's token ids in different forms.
+        assert traced == pytest.approx(saved, rel=0.02)
 
 
 @pytest.mark.parametrize(("precision", "persistence", "params", "optimizer"), CASES)

@@ -88,7 +88,7 @@ def optimizer_of(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 
 
 def averaged(averages: dict[str, Tensor], model: nn.Module, *, begin: bool = False) -> None:
-    """Update an exponential moving average. A later parameter's average starts at its initial value."""
+    """Begin averages of new parameters at their values. Unless `begin`, update the other averages."""
     for name, parameter in model.named_parameters():
         if name not in averages:
             averages[name] = parameter.detach().clone()
@@ -265,7 +265,7 @@ def test_step_that_would_ignore_a_gradient_is_refused() -> None:
 
 
 def uneven_refresh() -> str:
-    """Add a module after a backward that only rank 0 made."""
+    """Add a module after a backward that only rank 0 ran. Return the error of `refresh`."""
     import windlass
 
     model, in_groups = prepared("added")

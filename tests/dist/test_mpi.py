@@ -1,4 +1,4 @@
-"""Tests of the back end mpi: the collectives of scripts equal the plain ones, and ranks train as one process."""
+"""Tests of the back end mpi: collectives have their expected results, and ranks train as one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_collectives_equal_the_plain_ones(mpi: MpiWorld) -> None:
 
 
 def move_uneven() -> None:
-    """Gather and scatter tensors of rank + 1 elements, also through strided memory and as works."""
+    """Gather and scatter tensors of rank + 1 elements, also into strided memory and asynchronously."""
     from windlass.compat import collectives as comm
 
     rank, size = comm.get_rank(), comm.get_world_size()
@@ -80,7 +80,7 @@ def call_torch() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.bfloat16, torch.float16, torch.int16, torch.complex64, torch.bool):
         own = torch.full((3, 2), rank + 1).to(dtype)
-        work = dist.all_reduce(own.t(), async_op=True)  # not contiguous: staged
+        work = dist.all_reduce(own.t(), async_op=True)  # not contiguous, so values pass through a buffer
         assert len(work.get_future().wait()) == 1
         assert work.is_success() and work.exception() is None, dtype
         assert own.eq(torch.tensor(size * (size + 1) // 2).to(dtype)).all(), dtype
@@ -120,7 +120,7 @@ def call_torch() -> None:
     model(torch.full((1, 2), float(rank))).sum().backward()
     assert model.module.weight.grad.tolist() == [[(size - 1) / 2] * 2]
     assert functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD).tolist() == [size]
-    for _ in range(2):  # frees the communicators
+    for _ in range(2):  # destroying a group frees its communicator
         group = dist.new_group(list(range(size)), backend="mpi4py")
         dist.destroy_process_group(group)
 
@@ -229,7 +229,7 @@ def fail() -> list[str]:
     mpi = mpi_library.load_mpi()
     note(lambda: choose_transport_name("gloo", world_group(), torch.device("cpu")))
     note(lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
-    peer = 1 - dist.get_rank()  # a message of four bytes into three
+    peer = 1 - dist.get_rank()  # the peer receives four bytes into three
     sent = dist.isend(torch.ones(1), peer)
     note(lambda: dist.recv(torch.ones(3, dtype=torch.int8), peer))
     sent.wait()
@@ -237,7 +237,7 @@ def fail() -> list[str]:
     if dist.get_rank() == 0:
         note(lambda: dist.irecv(torch.ones(1), 1, tag=9).wait(timedelta(seconds=0.05)))
     dist.barrier()
-    if dist.get_rank() == 1:  # MPI writes it to the memory of the dropped work
+    if dist.get_rank() == 1:  # MPI writes this message to the memory of the dropped work
         dist.send(torch.ones(1), 0, tag=9)
     dist.barrier()
     return texts

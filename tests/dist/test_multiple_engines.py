@@ -25,7 +25,7 @@ def built(offset: int, rank: int) -> nn.Module:
 
 
 def joint_loss(actor: Any, critic: Any, reference: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the loss of the critic on the actor's output, with a penalty on its distance from the reference."""
+    """Return the loss of the critic on the actor's output, plus the output's distance from the reference."""
     text, _ = actor(batch["x"])
     judged, _ = critic(text)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def in_one_process(ranks: int, accumulation: int) -> dict[str, Any]:
     return {"losses": losses, "actor": named[0], "critic": named[1]}
 
 
-# Every pair of two factors is in a quick row.
+# Every pair of values of two parameters is in a quick row.
 JOINT = [
     pytest.param(stages, plain, steps, marks=[pytest.mark.slow] if (number + plain + (steps == 1)) % 2 else [])
     for number, stages in enumerate([(0, 0, 0), (1, 2, 3), (2, 3, 0), (3, 3, 3)])

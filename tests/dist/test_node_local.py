@@ -119,7 +119,7 @@ def test_a_node_that_cannot_write_stops_all(tmp_path: Path) -> None:
 
 
 def progress_while_copying(disks: list[str]) -> tuple[int, set[str]]:
-    """Return the progress that this rank's waits show while files are copied, and the names of these waits."""
+    """Return the number of different progress counts in this rank's waits for copies, and the names of the waits."""
     os.chdir(disks[dist.get_rank()])
     os.environ["GROUP_RANK"] = disks[dist.get_rank()]
     node_disks._CHUNK, node_disks._NOTE_INTERVAL_S = 1000, 0.0
@@ -142,4 +142,4 @@ def progress_while_copying(disks: list[str]) -> tuple[int, set[str]]:
 
 def test_ranks_that_wait_for_a_long_copy_show_its_progress_to_the_watchdog(tmp_path: Path) -> None:
     for seen, waits in run_ranks(progress_while_copying, 4, disks(tmp_path, 4, 2), transport="gloo"):
-        assert seen > 8 and waits == {"copying to the disks of other nodes"}  # two files of more than four chunks
+        assert seen > 8 and waits == {"copying to the disks of other nodes"}  # two files, each of more than four chunks

@@ -50,7 +50,7 @@ def offload_to(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[t
     return tuple(results)
 
 
-PLACES = [(1, "gloo"), (2, "gloo"), (2, "shm")]  # ranks and transport: one rank shares no memory
+PLACES = [(1, "gloo"), (2, "gloo"), (2, "shm")]  # ranks and transport; shm needs two ranks
 CASES = [
     (0, "cpu", "none"),
     (0, "nvme", "none"),
@@ -91,7 +91,7 @@ ENVIRONMENTS = {"late": LATE, "emulated": EMULATED, "no device of its own": {}}
 @pytest.mark.parametrize("device", ENVIRONMENTS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every: bool, tmp_path: Any) -> None:
-    """Every tier trains as the oracle. In `make test` each tier meets each device and each place once, in turn."""
+    """Every tier trains as the oracle. `make test` runs each tier once on each device and once at each place."""
     ranks, transport = place
     cases = share(CASES, PLACES.index(place) + list(ENVIRONMENTS).index(device), 3, every)
     recipe = Recipe(ranks=ranks, accumulation=2, steps=2, optimizer="AdamW", optimizer_params=ADAMW)
@@ -150,7 +150,7 @@ def test_tiers_agree_bitwise(transport: str, every: bool, tmp_path: Any) -> None
 
 
 def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
-    """Return the bytes of a model on the emulated device, between steps and at most, and the tiers of its slots."""
+    """Return bytes on the emulated device between steps and at the peak, bytes copied in the last step, and slots."""
     from windlass.base import device_memory
 
     subject = specimen("four_blocks")
@@ -206,7 +206,7 @@ def test_full_device_names_the_slot() -> None:
 
 
 def park_between_steps(stage: int, parks: bool) -> RankTrace:
-    """Train with everything moved off the device and back between steps."""
+    """Train; if `parks`, offload all states and reload them after each step."""
     from windlass.base import device_memory
 
     subject = specimen("mlp")
@@ -235,7 +235,7 @@ def park_between_steps(stage: int, parks: bool) -> RankTrace:
 
 
 def compare_names_of_states(engine: Engine, place: EmulatedDeviceMemory) -> None:
-    """Check that a kind of states and DeepSpeed's name of it move the same bytes, once each."""
+    """Check that a kind of states and its DeepSpeed name move the same bytes, and that a repeated kind moves once."""
 
     def moved(*kinds: object) -> int:
         before = place.used
@@ -264,12 +264,9 @@ def test_states_are_offloaded_and_reloaded(stage: int) -> None:
 
 
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
-    """Return the bytes of disk traffic per local element in one step in bf16, with and without memory for new
-    parameters.
+    """Return the disk traffic of a bf16 step, in bytes per local element, with and without memory for new parameters.
 
     New parameters that stay in memory are not read again in the next forward.
-
-    The first value is with memory that keeps new parameters until the next forward, the second one without.
     """
     from windlass.zero.update import master_weights
 
@@ -301,7 +298,7 @@ def test_step_on_disk_transfers_the_expected_bytes(ranks: int, gradients: str, m
     """A step with all data on NVMe moves the minimal number of bytes per element.
 
     Parameters are read twice (4) and written once (2), master and moments are read and written (24), and so are
-    gradients on NVMe (8). With memory for new parameters they are read once, since the next forward finds them in
+    gradients on NVMe (8). With memory for new parameters, parameters are read once: the next forward has them in
     memory.
     """
     for moved, tight in run_ranks(disk_bytes, ranks, str(tmp_path), gradients):
@@ -334,7 +331,7 @@ def test_float64_in_host_memory() -> None:
 
 
 def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> dict[str, torch.Tensor]:
-    """Return parameters after three steps. In one of them the optimizer raises first, and the step is repeated."""
+    """Return parameters after three steps. If `fails`, a step on another batch raises before the second one."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="SGD", optimizer_params=(("lr", 0.05),))
     knobs = (*offload_to(state, "none", folder), ("sub_group_size", 100))
@@ -381,7 +378,7 @@ class Optional(torch.nn.Module):
 
 
 def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, torch.Tensor]:
-    """Run a clipped step that fails, and one without clipping in which a parameter is unused.
+    """Run two unclipped steps, the first with an unused parameter; if `fails`, a clipped step raises before.
 
     Return masters and bf16 parameters.
     """
@@ -424,7 +421,7 @@ class Growing(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.third = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3))
-        # their units have larger buffers
+        # the units of these blocks have larger buffers
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)])
         self.used = 1
 
@@ -463,7 +460,7 @@ def test_delayed_reads_of_states_do_not_overwrite_newer_states_on_nvme(
 
 
 class Hollow(torch.nn.Module):
-    """Blocks without any element, beside others."""
+    """Blocks without elements before and after a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -497,7 +494,7 @@ def test_units_without_elements_on_any_tier(stage: int, state: str, param: str, 
 
 
 def half_a_step(state: str, stage: int, folder: str) -> bool:
-    """Return True if the model's parameters equal its masters after a step that failed in its second part."""
+    """Return True if the model's parameters equal its masters after a step that failed at its second chunk."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
     zero = (*offload_to(state, "none", folder), ("sub_group_size", 100))

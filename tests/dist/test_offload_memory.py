@@ -21,7 +21,7 @@ from tests.oracle import Recipe
 
 SUB_GROUP = 8000
 GRAIN = 64 << 10  # bytes in which staging buffers are allocated
-MARGIN = 64 << 10  # counts, random states, messages between ranks
+MARGIN = 64 << 10  # bytes of counts, random states and messages between ranks
 
 
 class Live(TorchDispatchMode):
@@ -94,7 +94,7 @@ def forget_buffers(model: Any) -> None:
 
 
 def counted(folder: str) -> dict[str, Any]:
-    """Return the peak memory of each operation on this rank."""
+    """Return the peak bytes of each operation on this rank, and the most chunks in memory."""
     subject = specimen("four_blocks")
     results: dict[str, Any] = {}
     engine = engine_on_disk(folder)
@@ -137,7 +137,7 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path: Any) -> None:
 
 
 def staged_bytes(folder: str) -> tuple[int, int, int]:
-    """Train two steps with states on NVMe; return the bytes of the buffers, and of all records and the largest one."""
+    """Train two steps with states on NVMe. Return the bytes of staging buffers, all records and the largest record."""
     zero = offload_to("nvme", "none", folder)
     subject = specimen("four_blocks")
     engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=zero)))
@@ -151,6 +151,6 @@ def staged_bytes(folder: str) -> tuple[int, int, int]:
 
 
 def test_buffers_of_records_without_states_are_freed(tmp_path: Any) -> None:
-    """The first step creates the states, so that later steps need larger buffers than it did."""
+    """The first step creates the states, so that later steps need larger buffers than the first."""
     for held, records, largest in run_ranks(staged_bytes, 1, str(tmp_path), env=LATE):
         assert 0 < held <= records + largest

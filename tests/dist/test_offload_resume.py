@@ -74,10 +74,10 @@ class Case:
     """Trained model, and the tiers of the save and of the load.
 
     Attributes:
-        client: an optimizer of `optimizer` in place of the recipe's.
-        other_client: that of the second run; the same by default.
+        client: argument of `optimizer`, whose result replaces the recipe's optimizer; empty: the recipe's.
+        other_client: `client` of the second run; empty: the same.
         trained: the second engine takes a step before it loads, so that it has states to replace.
-        steps: before the save; one more follows.
+        steps: number of steps before the save; one more step follows.
     """
 
     first: Setting
@@ -213,10 +213,10 @@ SAME = [
 
 @pytest.mark.parametrize(("ranks", "transport"), [*PLACES[:2], pytest.param(*PLACES[2], marks=pytest.mark.slow)])
 def test_resumes_bitwise_on_the_same_tiers(ranks: int, transport: str, tmp_path: Any) -> None:
-    # `slow` runs every pair on both transports
+    # the slow `test_every_tier_resumes_on_every_other` runs every pair at every place
     settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]
     cases = [Case(item, item, name="unused_by_step", trained=n % 2 == 0) for n, item in enumerate(settings)]
-    # there are no states to load: none may remain
+    # this checkpoint has no states: none of the second engine may remain
     cases.append(Case(settings[-1], settings[-1], trained=True, steps=0))
     hold(cases, ranks, transport, tmp_path)
 
@@ -271,7 +271,7 @@ def with_optimizers(settings: list[Setting], second: Setting | None = None) -> l
 
 @in_shares
 def test_any_optimizer_resumes(every: bool, tmp_path: Any) -> None:
-    """In `make test` there is one rule of each kind of states."""
+    """`make test` runs one optimizer for each kind of state."""
     kinds = ("SGD", "Lamb", "Muon", "counting", "rows", "adam bf16", "lamb 8bit")
     cases = with_optimizers([at(2, "cpu", "none", *SMALL), at(3, "nvme", "nvme", *SMALL)])
     hold([case for case in cases if every or (case.client or case.recipe.optimizer) in kinds], 2, "gloo", tmp_path)
@@ -295,7 +295,7 @@ def close(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def recoded(cases: list[Case], folder: str) -> list[tuple[list[str], list[str]]]:
-    """Return, for each case, the inexact and the too different values after a load in another sharding or format."""
+    """Load each case in another sharding or format. Return names of inexact values, and of those not `close`."""
     results = []
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
@@ -316,7 +316,7 @@ def test_8_bit_states_are_resharded_and_converted(every: bool, tmp_path: Any) ->
         Case(item, at(1), client="lamb 8bit"),
     ]
     exact = [True, False, True, True, True]
-    if not every:  # without the second loads of 32-bit states
+    if not every:  # without the loads into 32-bit states
         cases, exact = [cases[0], cases[1], cases[4]], [True, False, True]
     for result in run_ranks(recoded, 2, cases, str(tmp_path), env=LATE, transport="gloo", timeout=240):
         assert [not_close for _, not_close in result] == [[]] * len(cases)
@@ -325,7 +325,7 @@ def test_8_bit_states_are_resharded_and_converted(every: bool, tmp_path: Any) ->
 
 
 def through_a_state_dict(case: Case, folder: str) -> list[str]:
-    """Return the values that are too different after a plain state dict was moved between engines."""
+    """Return the names of states that are not `close` after a plain state dict was moved between engines."""
     engine = engine_for(case, case.first, case.client, 0, folder)
     steps(engine, case, 0, 2)
     expected, state = snapshot(engine), engine.optimizer.state_dict()
@@ -374,7 +374,7 @@ def each(take: Callable[[Case, str], dict[str, Any]], cases: list[Case], folder:
 
 
 def across_ranks(cases: list[Case], before: int, after: int, folder: Any) -> None:
-    """Save on `before` ranks and load on `after`: masters, states and counters are equal bit by bit."""
+    """Save on `before` ranks and load on `after`: masters and states are equal bit by bit."""
     expected = run_ranks(each, before, save_and_continue, cases, str(folder), env=LATE, timeout=240)[0]
     actual = run_ranks(each, after, load_and_continue, cases, str(folder), env=LATE, timeout=240)[0]
     for case, item, other in zip(cases, expected, actual, strict=True):

@@ -1,5 +1,5 @@
-"""Laws of 1-bit Adam at stages 0 to 2: bitwise AdamW before the freeze, afterwards a simulation of the algorithm in one
-process; exact bytes; resumed runs."""
+"""Tests of 1-bit Adam at stages 0 to 2: it equals AdamW bit for bit before the freeze, and afterwards a simulation of
+the algorithm in one process. Tests of its bytes and of resumed runs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Case:
         return bool(self.stage and interval and step % interval == 0)
 
     def corrected(self, beta: float, steps: int) -> float:
-        """Return the divisor of a moment."""
+        """Return the bias correction of a moment, by which it is divided; 1 without bias correction."""
         return 1 - beta**steps if dict(self.params).get("bias_correction", True) else 1.0
 
     def bounded(self, change: torch.Tensor, factor: float) -> torch.Tensor:
@@ -117,7 +117,7 @@ def errors_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
-    """Return the state at the freeze, from which a simulation continues."""
+    """Return parameters, moments and layouts, from which a simulation continues."""
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
     return {
         "params": whole_params(engine.module),
@@ -138,7 +138,7 @@ def run_case(case: Case, folder: str) -> dict[str, Any]:
     found["moved"] = moved
     found["replicas"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
     found["errors"], found["norm"] = errors_of(engine), float(engine.grad_norm())
-    found["params"] = whole_params(engine.module)  # the call makes the replicas equal
+    found["params"] = whole_params(engine.module)  # the call makes the replicas equal to the master weights
     found["equal"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
     engine.destroy()
     return found
@@ -154,7 +154,7 @@ def passed(values: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def fragments(layouts: list[tuple[list[str], UnitLayout]], ranks: int) -> dict[str, list[slice]]:
-    """Return, by parameter, the slice of each owner: a message has one set of scales per slice."""
+    """Return the slices of each parameter by owning rank. A message has one set of scales per slice."""
     found: dict[str, list[slice]] = {}
     for names, layout in layouts:
         for rank in range(ranks):
@@ -265,7 +265,7 @@ def require_law(case: Case, by_rank: list[dict[str, Any]], bound: float = 1e-6) 
     if case.ranks > 1:
         steps = case.steps - FREEZE
         for rank, found in enumerate(by_rank):
-            # every rank receives the other ranks' messages to it, and the answers of the other owners
+            # every rank receives the other ranks' messages for its shard, and the results of the other owners
             own, others = 0, 0
             for names, layout in by_rank[0]["frozen"]["layouts"]:
                 for owner in range(case.ranks):
@@ -326,7 +326,7 @@ def both(cases: list[Case], folder: str, plain: str = "Adam") -> list[tuple[dict
 
 @in_shares
 def test_before_the_freeze_it_is_adam_bit_for_bit(every: bool, tmp_path: Path) -> None:
-    # Each stage, tier and precision once; the test above covers the first steps of other cases.
+    # `make test` has one case of each stage, one on NVMe and one in bf16; the other cases are slow.
     cases = CASES if every else [CASES[0], CASES[3], CASES[4]]
     for pairs in run_ranks(both, 2, cases, str(tmp_path), timeout=120.0):
         for case, (one, other) in zip(cases, pairs, strict=True):
@@ -372,7 +372,7 @@ SYNCED = (("freeze_step", FREEZE), ("sync_interval", 2))
 
 
 def test_parameters_become_equal_to_the_master_weights_every_few_steps(tmp_path: Path) -> None:
-    """The last step is none of these, so that the law sees parameters that lag behind again."""
+    """The last step of `cases` does not sync, so that parameters differ from the master weights in `require_law`."""
     cases = [Case(1, params=SYNCED), Case(2, nvme=True, bf16=True, params=SYNCED)]
     last = [replace(case, steps=4) for case in cases]
     by_rank = run_ranks(run_cases, 2, [*cases, *last], str(tmp_path), timeout=120.0)
@@ -394,7 +394,7 @@ UNCORRECTED = (("freeze_step", FREEZE), ("bias_correction", False))
 
 
 def test_without_bias_correction_moments_are_used_as_they_are(tmp_path: Path) -> None:
-    """DeepSpeed's documented configurations set this. The first steps then differ from torch's AdamW."""
+    """Without bias correction, as in DeepSpeed's documentation, the first steps differ from torch's AdamW."""
     cases = [Case(stage, params=UNCORRECTED, host=stage == 2, bf16=stage == 1) for stage in (0, 1, 2)]
     by_rank = run_ranks(run_cases, 2, cases, str(tmp_path), timeout=120.0)
     for number, case in enumerate(cases):
@@ -465,7 +465,7 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
     first = Case(before[0], before[1], nvme=nvme)
     straight = run_ranks(save, before[1], first, str(tmp_path), FREEZE + 2)
     resumed = run_ranks(resume, after[1], Case(after[0], after[1], nvme=nvme), str(tmp_path), FREEZE + 2)
-    # Only replicated states have errors of owners.
+    # Only stage 0, with replicated states, has `server_error`.
     kinds = ("worker_error", "server_error") if before[0] == after[0] == 0 else ("worker_error",)
     for kind in kinds:
         names = [name for name in straight[0]["saved"] if name.endswith(kind)]
@@ -473,7 +473,7 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
         for name in names:
             saved = torch.stack([found["saved"][name] for found in straight])
             loaded = torch.stack([found["loaded"][name] for found in resumed])
-            if kind == "worker_error":  # every rank has the mean of the saved errors
+            if kind == "worker_error":  # every rank loads the mean of the saved errors
                 wanted = saved.mean(0).expand_as(loaded)
             else:  # an element's error goes to its new owner
                 loaded, wanted = loaded.sum(0), saved.sum(0)
@@ -483,7 +483,7 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
 
 
 def with_tiers(cases: list[Case], folder: str) -> list[dict[str, Any]]:
-    """Return the result of each run, and where its per-rank states are."""
+    """Return the values of each run, and the tiers of its per-rank states."""
     results = []
     for case in cases:
         engine = start(specimen(case.model), case.config(folder))
@@ -600,7 +600,7 @@ def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: st
 
 
 def warnings_of(total: int, case: Case) -> list[str]:
-    """Return the warnings of `initialize` for a schedule of `total` steps."""
+    """Return the warnings of `initialize` that a schedule of `total` steps leaves nothing to compress."""
     config = case.config()
     config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": total, "warmup_num_steps": 1}}
     texts: list[str] = []
@@ -620,7 +620,7 @@ def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(optimizer: str, key
 
 
 def received(stages: list[int]) -> list[float]:
-    """Return for each stage the bytes that a rank receives in DDP's all-reduce, over those of a compressed step."""
+    """Return for each stage the bytes that a rank receives in DDP's all-reduce, divided by a compressed step's."""
     found = []
     for stage in stages:
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
@@ -644,7 +644,7 @@ def test_a_compressed_step_moves_a_thirtieth_of_the_bytes() -> None:
 
 
 def received_in_a_run(cases: list[Case]) -> list[float]:
-    """Return for each case the bytes of DDP's all-reduces over those that a rank receives in all steps."""
+    """Return for each case the bytes of DDP's all-reduces, divided by the bytes that a rank receives in all steps."""
     ratios = []
     for case in cases:
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
@@ -671,7 +671,7 @@ def test_bytes_of_a_whole_run_with_its_first_steps_in_full() -> None:
     }
     zero_one = Case(optimizer="ZeroOneAdam", transport="shm", steps=96, params=tuple(schedule.items()))
     for found in run_ranks(received_in_a_run, 2, [*one_bit, zero_one]):
-        assert all(5 < ratio < 6 for ratio in found[:3]), found  # 15 % of the steps in full
+        assert all(5 < ratio < 6 for ratio in found[:3]), found  # 3 of 20 steps are uncompressed
         assert 26 < found[3] < 30, found
 
 

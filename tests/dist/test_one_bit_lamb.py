@@ -1,4 +1,4 @@
-"""Laws of 1-bit LAMB: LAMB before the freeze bit for bit, afterwards a simulation of the algorithm."""
+"""Tests that 1-bit LAMB equals LAMB bit for bit before the freeze, and afterwards a simulation of the algorithm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEAST, MOST, THRESHOLD = 0.5, 4.0, 0.1
 
 
 def run_lamb(case: Case, folder: str) -> dict[str, Any]:
-    """Run a case, and return its trust ratios at the freeze too."""
+    """Run a case. Return its results, and its trust ratios at the freeze."""
     engine = start(specimen(case.model), case.config(folder))
     train(engine, case, 0, FREEZE)
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
@@ -119,7 +119,7 @@ def test_the_compressed_phase_equals_its_simulation(
 
 
 def require_law(case: Case, by_rank: list[dict[str, Any]]) -> None:
-    """Check parameters and bytes of all ranks against the simulation."""
+    """Check parameters against the simulation, and that all messages are compressed unless a step syncs."""
     simulation = LambSimulation(case, by_rank[0]["frozen"], by_rank[0]["ratios"])
     simulation.run(FREEZE, case.steps)
     shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
@@ -172,7 +172,7 @@ def test_a_resumed_run_is_exact(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
 def test_a_checkpoint_loads_at_another_stage(before: int, after: int, tmp_path: Path) -> None:
-    case = replace(CASE, model="odd_shapes")  # with parameters of no dimension, one element and none
+    case = replace(CASE, model="odd_shapes")  # has parameters without dimensions, with one element and without elements
     straight = run_ranks(save, 2, replace(case, stage=before), str(tmp_path), FREEZE + 1)
     resumed = run_ranks(resume, 2, replace(case, stage=after), str(tmp_path), FREEZE + 1)
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()

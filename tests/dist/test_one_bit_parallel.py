@@ -31,7 +31,7 @@ from tests.dist.test_one_bit_adam import FREEZE as FROZEN
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 
 FREEZE, STEPS = 1, 3
-PARAMS = (*{**ADAMW, "eps": 1e-3}.items(), ("freeze_step", FREEZE))  # above the rounding of a frozen variance
+PARAMS = (*{**ADAMW, "eps": 1e-3}.items(), ("freeze_step", FREEZE))  # eps is above the rounding of a frozen variance
 
 
 def one_bit(model: str, axes: tuple[tuple[str, int], ...], **more: Any) -> Case:
@@ -39,7 +39,7 @@ def one_bit(model: str, axes: tuple[tuple[str, int], ...], **more: Any) -> Case:
 
 
 def exact(case: Case, steps: int = STEPS, *paths: str | None) -> Found:
-    """Train with a codec that leaves nothing out."""
+    """Train with the codec `identity`, which rounds nothing."""
     with patch.object(OneBitAdamUpdate, "codec_of", classmethod(lambda cls, optimizer: "identity")):
         return train(case, steps, *paths)
 
@@ -47,7 +47,7 @@ def exact(case: Case, steps: int = STEPS, *paths: str | None) -> Found:
 def frozen_adam(
     name: str, tied: bool, readers: int, accumulation: int, steps: int, rule: str, params: tuple[tuple[str, Any], ...]
 ) -> dict[str, Any]:
-    """Train in one process: AdamW, whose variance is constant after `FREEZE` steps."""
+    """Train in one process with an AdamW whose variance is constant after `FREEZE` steps."""
     model, options = build(name, tied=tied).train(), dict(params)
     lr, eps, decay, (beta1, beta2) = options["lr"], options["eps"], options["weight_decay"], (0.9, 0.999)
     named = dict(model.named_parameters())
@@ -142,7 +142,7 @@ def train_with_one_bit(case: Case) -> dict[str, Any]:
 
 
 class PartedSimulation(Simulation):
-    """The compressed phase in one process, where each part of a tensor-parallel rank has messages of its own."""
+    """The compressed phase in one process, with separate messages for the part on each tensor-parallel rank."""
 
     def __init__(self, case: one_bit_adam.Case, model: Case, layouts: list[Any], frozen: dict[str, Any]) -> None:
         self.case, self.model = case, build(model.model, tied=model.tied).train()

@@ -19,7 +19,7 @@ from tests.dist.quick_rows import in_shares, share
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
-# eps is well above the rounding of a gradient, for optimizers that divide by its size
+# eps is well above a gradient's rounding, for optimizers that divide by the gradient's size
 BY_NAME: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "eps": 1e-6},
@@ -176,14 +176,14 @@ def test_optimizer_of_other_parameters_is_refused() -> None:
 
 
 class NeedsClosure(torch.optim.SGD):
-    """Optimizer whose step evaluates the loss itself, as that of LBFGS."""
+    """Optimizer whose step requires a closure, as LBFGS's step does."""
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         return super().step(closure)
 
 
 class OneStepSize(torch.optim.Optimizer):
-    """Rule with one step size for all parameters, from the norm of all gradients, as that of Prodigy."""
+    """Optimizer with one step size for all parameters, from the norm of all gradients, as in Prodigy."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"size": 1e-3, "count": 0})
@@ -229,7 +229,7 @@ def test_rule_over_all_parameters_is_that_of_one_process_or_refused() -> None:
 
 
 def half_the_model(setting: Setting) -> dict[str, Any]:
-    """Train with an optimizer over some parameters. The others stay unchanged, though they have gradients."""
+    """Train a step with an optimizer of the first block, in which all parameters have gradients. Return parameters."""
     subject, rank = specimen("mlp"), dist.get_rank()
     model = oracle.build(subject, rank)
     config = ds_config(Recipe(), setting)
@@ -308,7 +308,7 @@ def test_scalar_states_are_taken_over_and_loaded(name: str, stage: int) -> None:
 
 
 def of_a_narrow_model(name: str, setting: Setting) -> list[str]:
-    """Return the states of a bf16 model's optimizer that are not as wide as its masters after `initialize`."""
+    """Return the states of a bf16 model's optimizer that are not the same values in float32 after `initialize`."""
     model, optimizer = warmed(name, torch.bfloat16, 0 if name == "Adagrad" else 2)
     before = {id(p): dict(state) for p, state in optimizer.state.items()}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -458,7 +458,7 @@ def test_a_norm_that_overflows_clips_the_gradient_to_zero_as_in_torch() -> None:
 
 
 def reset_and_half_loaded(tier: str, folder: str) -> list[Any]:
-    """Load the states of a new optimizer after some steps, then those of the first parameter only."""
+    """Load the empty states of a new optimizer after a step, then states of the first parameter only."""
     model = torch.nn.Linear(6, 6)
     zero: dict[str, Any] = {"stage": 2}
     if tier != "device":
@@ -487,7 +487,7 @@ def reset_and_half_loaded(tier: str, folder: str) -> list[Any]:
 
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_a_loaded_state_dict_replaces_all_states(tier: str, tmp_path: Any) -> None:
-    """Its step count has the dtype that torch's fused step reads; a parameter without saved states begins anew."""
+    """A loaded step count has the dtype of torch's fused step. A parameter without saved states begins anew."""
     for states in run_ranks(reset_and_half_loaded, 2, tier, str(tmp_path)):
         assert states[:3] == [{}, {0: 1.0, 1: 1.0}, {0: 7.0}]
         assert tier != "device" or states[3] == "torch.float32"
@@ -511,7 +511,7 @@ def test_a_loaded_state_dict_keeps_the_dtype_of_states() -> None:
 
 
 def clipped_in_float64(name: str) -> float:
-    """Return the largest difference of a float64 model trained with clipping from the same in plain PyTorch."""
+    """Return the largest difference between a float64 model trained with clipping and plain PyTorch."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4, dtype=torch.float64)
     plain = copy.deepcopy(model)

@@ -57,7 +57,7 @@ SPECIMENS = [
 ]
 
 
-# each specimen with one optimizer, in turn; the other rows are slow
+# `make test` runs each specimen with one optimizer, in turn; the other rows are slow
 @pytest.mark.parametrize(
     ("name", "ranks", "accumulation", "optimizer"),
     [

@@ -70,7 +70,7 @@ class AdaptedBlock(nn.Module):
 
 
 class AdaptedModel(nn.Module):
-    """Blocks of packed layers between trainable ones."""
+    """Blocks with packed layers and trainable adapters, and a trainable head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_packed_layers_train_as_in_plain_pytorch(stage: int, ranks: int, transpo
     actual = run_ranks(train_rank, ranks, recipe, Setting(stage, transport=transport), transport=transport)
     kept = packed_bytes(actual[0][0].model)
     assert kept.keys() == start_bytes.keys() and all(torch.equal(kept[name], start_bytes[name]) for name in kept)
-    for values in (expected.model, actual[0][0].model):  # compare the other values: bytes would count as large numbers
+    for values in (expected.model, actual[0][0].model):  # packed bytes are compared above
         for name in start_bytes:
             del values[name]
     assert not (text := complaints([trace for trace, _ in actual], expected, recipe)), "\n".join(text)
@@ -308,7 +308,7 @@ def test_adapters_resume_over_their_packed_base(tmp_path: Path) -> None:
 
 
 def into_other_formats(folder: str) -> str:
-    """Return the error of a checkpoint whose first layer is packed in another format."""
+    """Return the error of a load into a model whose first layer is packed in another format."""
     save_and_go_on(folder, 3, "bf16", True)
     torch.manual_seed(0)
     model = AdaptedModel()
@@ -329,7 +329,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def used_where_it_is_sharded() -> list[str]:
-    """Return the errors of reading a packed weight outside of a forward at stage 3, where it is sharded."""
+    """Return the error of reading a sharded packed weight, and whether the gathered weight is finite."""
     engine, text = engine_of(3, "bf16"), []
     layer = engine.module.blocks[0].rise.base
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""Tests that keys of tensor parallelism reach the model: DeepSpeed's own, and those of the section `parallel`."""
+"""Tests that keys of tensor and sequence parallelism reach the model: DeepSpeed's, and those of `parallel`."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ def test_loader_over_all_ranks_is_refused() -> None:
 
 
 def moved(folder: str) -> tuple[str, str, list[torch.Tensor], list[float]]:
-    """Train five steps over tp at stage 1, and the others over sp at stage 3."""
+    """Train five steps over tp at stage 1, and the other three over sp at stage 3."""
     import windlass
 
     model = build("llama", tied=False)

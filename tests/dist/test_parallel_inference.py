@@ -82,9 +82,9 @@ def answer_combinations(name: str, chosen: list[Options], directories: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
-@pytest.mark.parametrize("name", FAMILIES[:-1])  # the last one's fused projection is refused by name
+@pytest.mark.parametrize("name", FAMILIES[:-1])  # the last family has a fused projection, which is refused
 def test_random_arrivals_on_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
-    """Six combinations of options, drawn by the name. Forty requests each."""
+    """Six combinations of options answer forty requests each. The name is the seed of the combinations."""
     r, model = random.Random(name), family(name)
     chosen = [Options(r.choice(POLICIES), r.choice(BUDGETS), *rest) for rest in r.sample(REST, 6)]
     directories = write_adapters(model, name, tmp_path)
@@ -116,7 +116,7 @@ def generate_from_directory(directory: str, weights: str | None, kernels: str) -
     ("name", "weights", "kernels"), [("llama", None, ""), ("gpt2", "int8", ""), ("llama", "int8", "reference")]
 )
 def test_loaded_models_pack_their_shards(tmp_path: Path, name: str, weights: str | None, kernels: str) -> None:
-    """A part of a matrix has the codes and scales of the whole one."""
+    """A rank's part of a matrix has the codes and scales of the whole matrix."""
     model = build_longer(name)
     model.save_pretrained(tmp_path)
     found = run_ranks(generate_from_directory, 2, str(tmp_path), weights, kernels, timeout=240)
@@ -135,7 +135,7 @@ def generate_with_registered_formats(directory: str) -> dict[str, Any]:
 
 
 def test_registered_formats_are_divided_among_ranks(tmp_path: Path) -> None:
-    """A part of a matrix has the codes of the whole one; the head is rounded in each rank's part."""
+    """A rank's part of a matrix has the codes of the whole matrix. Each rank rounds its part of the head by itself."""
     build_longer("llama").save_pretrained(tmp_path)
     found, other = run_ranks(generate_with_registered_formats, 2, str(tmp_path), timeout=240)
     for weights, outputs in found.items():
@@ -206,7 +206,7 @@ def loaded_from_checkpoints(directory: str) -> list[torch.Tensor]:
 
 
 def test_init_inference_shards_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
-    """A list of files, and the checkpoints of training engines."""
+    """The checkpoint is a list of files, or a training engine's in either format."""
     model = build_longer("llama")
     model.save_pretrained(tmp_path / "model")
     expected = model.generate(torch.arange(3, 15)[None], max_new_tokens=8, pad_token_id=0)
@@ -285,7 +285,7 @@ def test_closed_engines_leave_no_process_groups(tmp_path: Path) -> None:
 
 
 def failing_rank(axis: str, rank: int) -> tuple[str, str]:
-    """Fail in one layer on one rank, in a step while others wait in a collective or for hidden states."""
+    """Raise in one layer on `rank`, while the other rank waits in a collective or for hidden states."""
     from windlass import LLM, SamplingParams
 
     llm = LLM(build_longer("llama"), **{axis: 2}, **SMALL)
@@ -405,7 +405,7 @@ def generate_with_adapters(
     """Return greedy answers with adapters given at the start and, on the first rank, by `add_lora`.
 
     Args:
-        files: files of the model, which is loaded and packed; None: it is built.
+        files: files of the model, which is loaded; None: the model is built.
     """
     from windlass import LLM, SamplingParams
 
@@ -441,7 +441,7 @@ def generate_with_adapters(
             for name in ATTENTION
             for ranks in (2, 4)
             for loads in (False, True)
-            if name != "gpt2" or ranks == 2  # it has three heads
+            if name != "gpt2" or ranks == 2  # gpt2 has three heads, too few for four ranks
         ),
     ],
 )

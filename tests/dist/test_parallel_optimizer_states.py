@@ -62,7 +62,7 @@ def train_exactly(case: Case) -> Found:
 @pytest.mark.parametrize("case", _MATRIX_CASES, ids=str)
 def test_muon_on_parts_equals_one_process(case: Case) -> None:
     """The iteration is in float64 on both sides. In bf16 its quintic, of slope 3.4445 at 0, multiplies the rounding of
-    products by up to 485 in five steps, and CPUs round products differently. The unit test of Muon holds bf16."""
+    products by up to 485 in five steps, and CPUs round products differently. The unit test of Muon covers bf16."""
     actual = run_ranks(train_exactly, case.ranks, case)
     with patch("windlass.optim.muon.orthogonalize", exact):
         hold_all(case, actual, plain.__wrapped__, 2)
@@ -116,7 +116,7 @@ def eight_bits(
 
 
 def _codes_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return the largest difference of two 8-bit states, relative to the largest element of the parameter."""
+    """Return the largest difference of two 8-bit states, relative to the largest element of each state."""
     pairs = [(one[key][name], other[key][name]) for key in ("exp_avg", "exp_avg_sq") for name in one[key]]
     return max(float((a - b).abs().max()) / float(b.abs().max()) for a, b in pairs)
 
@@ -137,7 +137,7 @@ def test_8_bit_states_of_parts_resume_in_any_layout(model: str, axis: str, tmp_p
     returned = run_ranks(eight_bits, 2, model, cut, 2, 0, back, again)[0]
     assert _codes_apart(returned["before"], full["after"]) < 1 / 64
     expected = plain(model, False, 2 if axis == "ep" else 1, 1, 4)["params"]
-    for name, value in straight[0]["after"]["params"].items():  # as far from 32 bits as one process with 8-bit states
+    for name, value in straight[0]["after"]["params"].items():  # bound: four steps of the learning rate
         assert float((value - expected[name]).abs().max()) < 4 * 2e-3, name
 
 

@@ -1,4 +1,4 @@
-"""Tests of partial loads: a layer frozen, unfrozen or added, changed groups. By default each is refused."""
+"""Tests of loads after a layer was frozen, unfrozen or added, or groups changed. By default each load is refused."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_selected_parts_are_loaded(name: str, stage: int, tier: str, tmp_path: A
 
 
 def only_the_module(folder: str) -> dict[str, Any]:
-    """Return the values that `load_module_only` leaves unchanged."""
+    """Load with `load_module_only`. Return the parameters' relative error, and values that the load does not change."""
     engine = engine_for(net(), trained, 3, "none", folder)
     steps(engine, 0, 2)
     engine.save_checkpoint(folder)
@@ -225,7 +225,7 @@ def only_the_module(folder: str) -> dict[str, Any]:
     other = engine_for(net(seed=9), separate_groups, 1, "none", folder)
     torch.manual_seed(77)
     before = torch.get_rng_state()
-    other.load_checkpoint(f"{folder}/global_step2", tag=".", load_module_only=True)  # the checkpoint itself
+    other.load_checkpoint(f"{folder}/global_step2", tag=".", load_module_only=True)  # the path of the checkpoint itself
     import windlass
 
     states = [windlass.zero.full_state(p, "exp_avg") for p in other.module.parameters()]
@@ -349,7 +349,7 @@ def test_average_saved_before_its_first_update_restarts(tmp_path: Any) -> None:
 
 
 def with_other_implementations(folder: str) -> list[tuple[Any, Any]]:
-    """Load a checkpoint of torch's default implementation into engines that chose others."""
+    """Load a checkpoint of torch's default implementation into engines with other implementations."""
     import windlass
 
     found = []
@@ -373,7 +373,7 @@ def test_a_load_keeps_the_implementation_of_this_run(tmp_path: Any) -> None:
 
 
 def with_other_optimizers(stage: int, folder: str) -> list[str]:
-    """Return the errors of loads into other optimizers than the one that saved, each of which then takes a step."""
+    """Load one optimizer's states into others, strictly and not, and train a step. Return the errors."""
     import windlass
 
     makers = {
@@ -419,7 +419,7 @@ def test_states_of_another_optimizer_are_refused_or_left_out(stage: int, tmp_pat
 
 
 def loaded_by_other_paths(folder: str) -> str:
-    """Load by another path on each rank, then another checkpoint on each. Return the error of the latter."""
+    """Load one checkpoint by a different path on each rank, then different checkpoints. Return the second error."""
     import windlass
 
     rank = dist.get_rank()

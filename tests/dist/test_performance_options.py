@@ -1,4 +1,4 @@
-"""Tests that performance options do not change the result: it stays the oracle's."""
+"""Tests that the results under each performance option equal the oracle's."""
 
 from __future__ import annotations
 

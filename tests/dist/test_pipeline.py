@@ -61,7 +61,7 @@ def test_every_schedule_and_number_of_micro_batches(ranks: int, every: bool) -> 
 
 
 def _on_few_and_four(names: list[str], few: int, four: tuple[str, ...]) -> list[Any]:
-    """Return a row of each name on `few` ranks, and one on four ranks, which is slow but for the names `four`."""
+    """Return a row of each name on `few` ranks, and one on four ranks, which is slow except for the names in `four`."""
     marks = [[] if name in four else [pytest.mark.slow] for name in names]
     return [(name, few) for name in names] + [
         pytest.param(name, 4, marks=mark) for name, mark in zip(names, marks, strict=True)

@@ -222,7 +222,7 @@ def test_in_16_bits_losses_fall(precision: str) -> None:
 
 
 def _payload(case: Case, ranks: int = 4) -> list[Came]:
-    """Return the traces of three steps, the last of which has the payload of every later step."""
+    """Return the traces of three steps. Every later step has the payload of the third."""
     return run_ranks(train, ranks, case, 3, transport="gloo", timeout=120.0)
 
 

@@ -21,7 +21,7 @@ ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "slid
 
 
 def model_of(name: str, seed: int = 0) -> Any:
-    if name == "qwen2":  # biases of queries, keys and values
+    if name == "qwen2":  # has biases of queries, keys and values
         torch.manual_seed(seed)
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
@@ -37,7 +37,7 @@ def model_of(name: str, seed: int = 0) -> Any:
 def generate_at_random_times(
     names: list[str], axes: dict[str, int], options: dict[str, Any], requests: int
 ) -> list[Any]:
-    """Greedy answers to requests of mixed lengths, which arrive while others run.
+    """Return greedy answers to requests of mixed lengths, which arrive while others run.
 
     Ranks start from different weights. The leader counts steps that were started while another one was not finished.
     """
@@ -82,7 +82,7 @@ def assert_law(
 
 @in_shares
 def test_two_stages_generate_what_the_plain_model_does(every: bool) -> None:
-    if every:  # in `make test` the next test has llama, and `test_options_over_two_stages`
+    if every:  # `make test` has llama in the next test and in `test_options_over_two_stages`
         assert_law(["llama"], {"pp": 2}, requests=40)
     assert_law(["gemma3", "mixtral", *(["gpt2", "qwen2"] if every else [])], {"pp": 2})
 

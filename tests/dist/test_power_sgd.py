@@ -1,5 +1,5 @@
-"""Laws of PowerSGD: torch's communication hook for DistributedDataParallel, SGD bit for bit at first, exact bytes,
-resumed runs."""
+"""Tests that PowerSGD equals SGD bit for bit before `start_step`, and afterwards torch's communication hook for
+DistributedDataParallel. Tests of its bytes and of resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of profiles on ranks: they change no bit of a run, have all ranks, and end a script on all ranks."""
+"""Tests of profiles: they change no bit of a run, contain all ranks, and end a script on all ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_profile_changes_nothing_and_has_all_ranks(transport: str, tmp_path: P
         assert {"parameters", "optimizer states", "activations and temporaries"} <= set(rank["peak_memory"])
         waits = " ".join(mean["waits"])
         assert "all-gather over" in waits and "reduction over" in waits and "agreement of the ranks" in waits
-    assert summary["ranks"][1]["mean_ms"]["idle"] > 20  # it slept for 50 ms in each step
+    assert summary["ranks"][1]["mean_ms"]["idle"] > 20  # rank 1 slept for 50 ms in each step
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["windlass"] == summary
     events = trace["traceEvents"]

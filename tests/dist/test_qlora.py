@@ -26,7 +26,7 @@ from windlass.kernels.packed_linear import PackedLinear
 from windlass.parallel.placement import get_placement
 from windlass.zero.sharded_init import initial_shard
 
-if importlib.util.find_spec("peft") is None:  # an import takes seconds, in processes that run no test of this file too
+if importlib.util.find_spec("peft") is None:  # an import would take seconds in each process that collects tests
     pytest.skip("peft is not installed", allow_module_level=True)
 
 FORMAT, STEPS, ROWS, RATE = "int4_g32", 3, 4, 0.01
@@ -173,7 +173,7 @@ def test_a_sharded_4_bit_base_trains_its_adapters_as_in_one_process(
         assert 2 * result["held"] == full + result["padding"], "and between steps"
 
 
-WIDE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 41}  # groups of 32 end where ranks do
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 41}  # groups of 32 end at the ranks' boundaries
 
 
 def pipelined(source: str) -> list[float]:

@@ -36,12 +36,12 @@ LOSSLESS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run of three steps at stage 3."""
+    """One training run at stage 3."""
 
     zero: dict[str, Any] = field(default_factory=dict)
     model: str = "mlp"
     bf16: bool = False
-    node: int = 1  # ranks of a host
+    node: int = 1  # number of ranks on a host
     accumulation: int = 2
     optimizer: str = "SGD"
     bad: bool = False  # the last rank's gradient is NaN in the second step
@@ -138,7 +138,7 @@ def test_lossy_codecs_stay_near_exact_arithmetic() -> None:
             codec = case.zero.get("zero_quantized_weights_codec", "int8")
             rounded = not torch.equal(one["gathered"], one["exact"])
             if case.zero.get("zero_quantized_weights"):
-                # half a scale of the largest value of any block
+                # half a quantization step at the largest scale of any block
                 limit = float(one["exact"].abs().max()) / {"int8": 127, "int4": 7}[codec] * 0.5001
                 assert rounded and float((one["gathered"] - one["exact"]).abs().max()) <= limit, case
             else:
@@ -179,7 +179,7 @@ class ReductionSimulation:
         self.case, self.layouts, self.subject = case, layouts, specimen(case.model)
         self.model = oracle.build(self.subject)
         self.owed = [[torch.zeros(layout.padded) for _, layout in layouts] for _ in range(2)]
-        self.codec = get_codec("int8" if case.node == 2 else "int4")  # the only hop in which ranks send
+        self.codec = get_codec("int8" if case.node == 2 else "int4")  # codec of the only hop in which two ranks send
 
     def run(self) -> None:
         loco = self.case.zero.get("zeropp_loco_param")
@@ -202,7 +202,7 @@ class ReductionSimulation:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _sent(self, rank: int, unit: int, span: slice, flats: Any, step: int, loco: Any) -> torch.Tensor:
-        """Return the decoded message of a rank, and move its error."""
+        """Return the decoded message of a rank, and update its error."""
         error, part = self.owed[rank][unit], flats[rank][unit][span]
         if loco is None:
             return decoded(self.codec, part)
@@ -246,7 +246,7 @@ def test_quantized_reductions_equal_their_simulation_with_and_without_errors() -
             assert error <= 1e-5, f"{case}: {where} is off by {error:.2e}"
             assert bool(found["owed"]) == ("zeropp_loco_param" in case.zero)
             owed = [
-                # ranks send their share of the mean
+                # ranks send halved gradients, so their errors are half of the simulation's
                 (found["owed"][name], errors[offset:][: found["owed"][name].numel()] / 2)
                 for (names, layout), errors in zip(simulation.layouts, simulation.owed[rank], strict=True)
                 for name, offset in zip(names, layout.offsets, strict=True)
@@ -274,11 +274,11 @@ def bytes_of_a_step(settings: list[dict[str, Any]]) -> list[tuple[int, int, int]
 
 
 def test_traffic_across_nodes_falls_from_three_units_to_three_quarters() -> None:
-    """A unit is what a rank receives from the other node of two in an all-gather of all parameters in 16 bits."""
+    """One unit is the bytes that a rank receives from the other node when all 16-bit parameters are all-gathered."""
     exact = {"stage3_max_reuse_distance": 0}
     short = {**all_of("weights", "gradients"), "zero_hpz_partition_size": 2, **exact}
     for (wide, _, numel), (_, across, same) in run_ranks(bytes_of_a_step, 4, [exact, short], timeout=120.0):
-        from_peer = 2 * numel // 4  # each of two all-gathers and a reduction receives it from three peers
+        from_peer = 2 * numel // 4  # bytes from each of three peers in each of three collectives
         assert numel == same and wide == 3 * 3 * from_peer
         assert 0 < across < 0.75 * 2 * from_peer
 
@@ -340,9 +340,9 @@ LOCO = Case(all_of("gradients", zeropp_loco_param={"err_beta": 0.5, "reset_T": 5
 
 
 def run_from(at: int, folder: str, saves: bool, refreshes: bool = False) -> tuple[dict[str, torch.Tensor], int]:
-    """Train to the end, and save or refresh after `at` steps, or continue from there.
+    """Train four steps and save or refresh after `at` steps, or (not `saves`) load and train the steps after `at`.
 
-    Return parameters and LoCo's states.
+    Return parameters with LoCo's states, and the number of these states.
     """
     subject = specimen(LOCO.model)
     engine = start(subject, LOCO.config)
@@ -362,7 +362,7 @@ def run_from(at: int, folder: str, saves: bool, refreshes: bool = False) -> tupl
 
 
 def test_error_feedback_of_gradients_is_saved_and_refreshed(tmp_path: Path) -> None:
-    at = 2  # after 4 reductions of a unit: the next but one drops the errors
+    at = 2  # after four reductions of each unit; the sixth resets the errors
     straight = run_ranks(run_from, 2, at, str(tmp_path), True)
     resumed = run_ranks(run_from, 2, at, str(tmp_path), False)
     refreshed = run_ranks(run_from, 2, at, str(tmp_path), True, True)
@@ -387,7 +387,7 @@ class HalfUsed(torch.nn.Module):
 
 
 def load_what_was_saved(folder: str) -> list[dict[str, torch.Tensor]]:
-    """Save errors of LoCo before a block is used. Return them, and those that equal and fewer units load."""
+    """Save LoCo's errors before a block is used. Return the errors as saved, and loaded by equal and by fewer units."""
     found = []
     for threshold in (0, 0, 1000):
         config = Case(all_of("gradients", zeropp_loco_param={}, stage3_param_persistence_threshold=threshold)).config
@@ -427,7 +427,7 @@ def errors_at_loss_scales(folder: str) -> list[tuple[float, torch.Tensor]]:
 
     engine, *_ = windlass.initialize(model=HalfUsed(), config={**config, "fp16": {"enabled": True, **scaling}})
     engine.module.both = True
-    for factor in (1.0, float("inf")):  # a message that is not finite leaves the errors as they are
+    for factor in (1.0, float("inf")):  # a message that is not finite adds nothing to the errors
         engine.backward(engine(torch.randn(4, 8).half()).float().square().mean() * factor)
         engine.step()
         note(engine)
@@ -463,13 +463,13 @@ def states_after_a_load_of_weights(folder: str) -> tuple[int, int]:
 
 
 def test_errors_of_the_previous_weights_are_dropped(tmp_path: Path) -> None:
-    """A load without optimizer states drops them, as what other updates have not sent; they have another loss scale."""
+    """A load without optimizer states drops LoCo's errors, which belong to gradients of the replaced weights."""
     for before, after in run_ranks(states_after_a_load_of_weights, 2, str(tmp_path)):
         assert before and not after
 
 
 def inexact_reads(keys: list[str]) -> list[str]:
-    """Read a frozen and a trained block in every way under each key. Return the reads with other values."""
+    """Read a frozen and a trained block in every way under each key. Return the reads that are not exact."""
     wrong = []
     for key in keys:
         model = HalfUsed()
@@ -498,7 +498,7 @@ def test_only_computation_sees_rounded_weights() -> None:
 
 
 def forward_weights_after_unfreezing() -> list[torch.Tensor]:
-    """Unfreeze a block after a step. Return its weight in a forward, and its exact value, after the next step."""
+    """Unfreeze a block after the first of three steps. Return its weight in the next forward, and its exact value."""
     model, seen = HalfUsed(), []
     model.both = True
     model.blocks[0].requires_grad_(False)

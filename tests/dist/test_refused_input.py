@@ -1,4 +1,4 @@
-"""Tests that unsupported input raises the same error on every rank, with the cause, the place and the fix."""
+"""Tests that unsupported input raises on every rank, with an error that names the cause, the place and the fix."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def refusal(what: str) -> str:
     try:
         windlass.initialize(model=model, config=config or None, **more).__getitem__(0).destroy()
     except windlass.WindlassError as error:
-        if what == "warm-up":  # raised last; another engine can still take the model
+        if what == "warm-up":  # raised last: another engine can still be built on the model
             del config["scheduler"]
             windlass.initialize(model=model, config=config)[0].destroy()
         return f"{type(error).__name__}: {error}"
@@ -98,7 +98,7 @@ def test_invalid_input_is_refused_by_name_on_every_rank(what: str) -> None:
 
 
 def apart() -> list[str]:
-    """Return the errors of `initialize` when rank 1 freezes another parameter, has another layer, or uses 16 bits."""
+    """Return the errors of `initialize` if rank 1 freezes a parameter, has another layer, dtype or optimizer group."""
     import windlass
 
     text = []
@@ -138,7 +138,7 @@ def test_ranks_with_different_models_raise_with_the_parameter() -> None:
 def bad_disk(what: str, folder: str) -> list[Any]:
     """Make one rank's disk unusable.
 
-    Return the error of `initialize`, whether the model is unchanged, and whether it trains elsewhere.
+    Return the error of `initialize`, whether the model is unchanged, and the files left. Then train on a usable disk.
     """
     import windlass
 
@@ -209,7 +209,7 @@ def test_all_space_is_reserved_before_any_transfer(optimizer: str, tmp_path: Pat
 
 
 def files_of(folder: str) -> dict[str, Any]:
-    """Return the files that an engine leaves and finds on disk, and its warning about memory that looks like a disk."""
+    """Return modes and remains of an engine's files and of other processes' files, and warnings about /dev/shm."""
     received: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: received.append(record.getMessage())  # type: ignore[method-assign]
@@ -290,7 +290,7 @@ def test_no_file_remains_after_any_exit(tmp_path: Path) -> None:
 
 
 def nan_loss(setting: Setting) -> list[str]:
-    """Feed NaN to one rank: every rank raises, and no weight is lost."""
+    """Pass NaN to rank 1. Return the error, and whether all weights are finite."""
     subject = specimen("mlp")
     engine = start(subject, ds_config(Recipe(), setting))
     rank = torch.distributed.get_rank()
@@ -342,7 +342,7 @@ def set_by_hand(stages: list[int]) -> None:
             assert after["bias"] < before["bias"] and torch.equal(after["weight"], before["weight"])
         engine = initialize(model=model, config=config)[0]
         model.bias.grad = torch.ones(1)
-        engine.step()  # a DeepSpeed script continues
+        engine.step()  # a DeepSpeed engine does not raise
         assert model.bias.grad is None
         engine.destroy()
 

@@ -175,7 +175,7 @@ def require_law(case: Case, found: list[dict[str, Any]], bound: float = BOUND) -
 MODELS = ["mlp", "tied", "frozen", "unused_by_rank", "unused_by_step"]
 
 
-# every model on two ranks, every second one on one and three
+# each model runs on two ranks, and on one or three in turn; the other rows are slow
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [
@@ -214,7 +214,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_local_gradient_that_is_not_finite_is_named(stage: int) -> None:
-    # overflows in the first and in the last parameters: each rank checks full gradients
+    # no gradient of the last rank is finite: the error names the first parameter
     with pytest.raises(
         RankError, match=r"(?s)LossError.*step 1: the gradient norm is nan, first in 'blocks.0.norm.weight'"
     ):
@@ -343,7 +343,7 @@ def test_full_gradient_is_the_mean_of_local_gradients(stage: int) -> None:
 
 
 def unfrozen_run(case: Case) -> dict[str, Any]:
-    """Train two steps with a frozen parameter, then unfreeze it."""
+    """Train two steps with a frozen parameter, then unfreeze it and train on."""
     model = oracle.build(specimen(case.model), dist.get_rank())
     late = dict(model.named_parameters())[LATE]
     late.requires_grad_(False)

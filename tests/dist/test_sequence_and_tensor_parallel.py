@@ -83,7 +83,7 @@ def refused() -> str:
     apply_tensor_parallel(model, axis_of_all("tp"), tp_sequence_norms=True)
     with pytest.raises(ModelError) as results:
         apply_long_context(model)
-    apply_long_context(model, tiled_mlp=False)  # the first call changed nothing
+    apply_long_context(model, tiled_mlp=False)  # the refused call changed nothing
     return str(results.value)
 
 

@@ -1,4 +1,4 @@
-"""Tests of batches that are sharded before they reach the model, and of DeepSpeed's names for that."""
+"""Tests of batches that are sharded before they reach the model, with windlass's and with DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_model_accepts_sharded_batches(from_first: bool) -> None:
 
 
 def own_samples(rank: int, kind: str, length: int) -> dict[str, Tensor]:
-    """Return the rank's own samples, of its own length."""
+    """Return samples whose values and length depend on the rank."""
     given = batch(kind, length + 2 * rank)
     return {name: value.roll(rank, 0) if name != "position_ids" else value for name, value in given.items()}
 
@@ -115,7 +115,7 @@ def registered(
         micro_batch_size=2,
         disable_in_eval=True,
     )
-    mpu.apply(model)  # a second time, or the first time
+    mpu.apply(model)  # the first application if registered by name, else the second
     world, rank = dist.get_world_size(), dist.get_rank()
     assert mpu.get_sequence_parallel_world_size() == 2 and mpu.get_sequence_parallel_rank() == rank % 2
     assert mpu.get_data_parallel_world_size() == world // 2 and mpu.get_data_parallel_rank() == rank // 2
@@ -135,7 +135,7 @@ def registered(
         own = model.loss_function(
             logits=output.logits, labels=None, shift_labels=part["shift_labels"], vocab_size=VOCABULARY
         )
-        if world == 2:  # as transformers does; with gloo its backward supports only the world group
+        if world == 2:  # as transformers does; over gloo, the backward of all_gather supports only the world group
             losses = torch.stack(torch.distributed.nn.functional.all_gather(own, group=group))
         else:
             losses = all_gather(own.view(1), mpu.sp, 0)
@@ -162,7 +162,7 @@ def test_a_registered_model_and_its_loader(world: int, pads: bool, by_name: bool
 def test_derived_positions_are_those_of_whole_sequences(pads: bool) -> None:
     """Positions derived from the mask (OPT) or from non-padding ids (RoBERTa) are those of full sequences.
 
-    A shard of a sequence does not contain them.
+    A shard alone does not determine these positions.
     """
     for name in ("opt", "roberta"):
         run_ranks(registered, 2, pads, False, name, (("left", 13), ("holes", 12), ("plain", 13)))
@@ -173,7 +173,7 @@ def epochs() -> None:
 
     class Epochs(Batches):
         def __iter__(self) -> Iterator[dict[str, Tensor]]:
-            ids = torch.full((1, 4), self.epoch)  # as a sampler, which shuffles when its iterator is made
+            ids = torch.full((1, 4), self.epoch)  # fixed when the iterator is made, as the order of a sampler is
             return iter([{"input_ids": ids, "labels": ids}])
 
     axis, batches = axis_of_all(), Epochs([])

@@ -104,7 +104,7 @@ class Late(nn.Module):
         self.register_buffer("steps", torch.zeros(3))
 
     def initialise(self) -> None:
-        """Initialize each parameter with another kind of in-place write."""
+        """Initialize parameters with different kinds of in-place writes."""
         nn.init.orthogonal_(self.first.weight)
         self.late.data.normal_(std=0.3)
         self.turned.data.normal_()
@@ -124,7 +124,7 @@ def late() -> nn.Module:
 
 
 def aliased() -> nn.Module:
-    """Write through a view taken long before, and from one parameter to another."""
+    """Return layers that were written through earlier views, and from one parameter to another."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
     view, row = model[0].weight.data, model[1].weight.detach()[3]
     for layer in model:
@@ -165,7 +165,7 @@ AWKWARD = {f.__name__: f for f in (late, aliased, applied, transformer)}
 
 
 def hugging_face(name: str) -> nn.Module:
-    """Return a tiny model for each kind of tying and initialization."""
+    """Return the tiny transformers model `name`. The models have different ties and initializations."""
     import transformers as t
 
     small: dict[str, Any] = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_attention_heads=2)
@@ -304,7 +304,7 @@ def test_mics_and_secondary_shards(zero: dict[str, Any]) -> None:
 
 
 def log_lines_at_stage(stage: int) -> list[str]:
-    """Return the log lines about a model that was sharded in vain."""
+    """Return the log lines about `zero.Init` of an engine at `stage`."""
     import logging
 
     import windlass
@@ -337,7 +337,7 @@ def accesses() -> dict[str, Any]:
     import windlass
     from windlass.compat import parameter_attributes
 
-    # DeepSpeed's clients may access more than windlass's own scripts.
+    # These accesses are refused even with DeepSpeed's attributes, which allow more.
     parameter_attributes.install_parameter_attributes()
     rank = torch.distributed.get_rank()
     torch.manual_seed(5 + rank)
@@ -523,7 +523,7 @@ def test_every_form_of_init() -> None:
 
 
 def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
-    """Build a model with shards in files. Return the files during construction, and the values."""
+    """Build models with shards in files. Return the differences from plain models, and the names of all files."""
     import windlass
 
     config = {
@@ -580,7 +580,7 @@ def fresh_ranks(function: Callable[..., Any], ranks: int, *args: Any, transport:
 
 
 def peak_of(megabytes: int, layers: int) -> dict[str, float]:
-    """Return the peak rise of proportional memory, in MB, from construction to an engine without optimizer."""
+    """Return the peak increase of proportional memory after construction and after `initialize`, and sizes, in MB."""
     import windlass
     from windlass.cli.benches.memory_sampler import MemorySampler
 

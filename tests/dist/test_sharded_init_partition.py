@@ -27,7 +27,7 @@ def large(directory: str) -> None:
 
 
 def peak(directory: str, small: str, axes: dict[str, int]) -> dict[str, float]:
-    """Return the peak rise of proportional memory, in MB, from the files to a tensor-parallel engine."""
+    """Load a model, create an engine, and return the peak rise of proportional memory and sizes to compare, in MB."""
     from transformers import AutoModelForCausalLM
 
     import windlass
@@ -58,7 +58,7 @@ def test_memory_grows_by_one_part(tmp_path: Path, axes: dict[str, int]) -> None:
 
 
 def refused() -> dict[str, Any]:
-    """Shard unsupported models. Each raises and stays unchanged."""
+    """Return the errors of models that cannot be sharded, and True if the first one still has its weights."""
     import windlass
 
     with windlass.zero.Init():

@@ -1,4 +1,4 @@
-"""Tests that ranks share memory only with the processes that they mean."""
+"""Test that ranks in different process-id namespaces do not share memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _problems() -> list[str | None]:
     pids: list[int] = [0] * group.size
     dist.all_gather_object(pids, os.getpid())
     found = [shared_memory_problem(group)]
-    # As in two containers: both ranks have one process id, which refers to rank 0's own process on rank 0.
+    # As in two containers: both ranks report the same process id, that of rank 0.
     with mock.patch("os.getpid", lambda: pids[0]):
         found.append(shared_memory_problem(group))
     return found

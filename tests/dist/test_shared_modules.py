@@ -1,4 +1,4 @@
-"""Tests that layers which share modules or parameters train as in one process, over every axis of the mesh."""
+"""Tests that layers which share modules or parameters train as in one process, with dp, pp, tp and sp."""
 
 from __future__ import annotations
 

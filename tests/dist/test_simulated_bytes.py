@@ -16,16 +16,16 @@ from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.predict_step import predict_step
 
 SAMPLES, LENGTH = 2, 16
-# No unit is a multiple of the ranks' cache lines, so that every unit has padding.
+# No unit's size is a multiple of the ranks' cache lines, so every unit has padding.
 SIZES = {
     **{"hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 4, "vocab_size": 66, "use_cache": False},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "head_dim": 10},
 }
 # Each token chooses every expert, so that routing is even.
 EXPERTS = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": None}
-# Nothing stays unsharded; the default settings keep all of so small a model unsharded.
+# No parameter stays unsharded; the default settings keep all parameters of such a small model unsharded.
 SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-# Norms and matrices of keys stay unsharded, and the last layers between forward and backward.
+# Norms and the matrices of keys and values always stay unsharded, the last layers between forward and backward.
 MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 9000}
 
 MERGED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "unit_merge_threshold": 20_000}
@@ -37,11 +37,12 @@ class Case:
 
     Attributes:
         axes: Section `parallel`; other ranks are data-parallel.
+        stage: ZeRO stage.
         zero, pipeline, other: Sections `zero_optimization` and `pipeline`, and further keys.
         micro_batches: Micro-batches of a step.
-        steps: Number of steps, of which the last one is counted.
-        checkpointing: The layers are recomputed, by transformers' own checkpointing.
-        model: Replaces values of the model's configuration.
+        steps: Number of steps; the bytes of the last one are compared.
+        checkpointing: True if transformers' own checkpointing recomputes the layers.
+        model: Values that replace those of the model's configuration.
     """
 
     axes: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +90,7 @@ def compressed(name: str, stage: int = 0, steps: int = 3, axes: dict[str, Any] |
     return Case(axes or {}, stage, SHARDED, micro_batches=1, other={"optimizer": optimizer}, steps=steps)
 
 
-# Steps 1 to 4 are reduced in full, 5 and 7 compressed, 9 and 11 local, and 10 synchronizes.
+# Steps 1 to 4, 6 and 8 reduce full gradients, 5 and 7 compressed gradients; 9 and 10 synchronize, and 11 is local.
 SCHEDULE = {"var_freeze_step": 8, "var_update_scaler": 4, "local_step_scaler": 1, "local_step_clipper": 2}
 PARTS = {"inner_steps": 3, "fragments": 2, "codec": "int8"}
 
@@ -161,7 +162,7 @@ def compressed_cases(ranks: int) -> Iterator[Case]:
         yield compressed("OneBitLamb", 0, 3, axes, freeze_step=2)
         yield compressed("OneBitLamb", 1, 3, axes, freeze_step=2)
         yield compressed("DiLoCo", 0, 3, axes, **PARTS)
-    if ranks > 2:  # no states are gathered in the first step; under pp it also sends headers, which are not simulated
+    if ranks > 2:  # the first step gathers no states; under pp, that step also sends headers, which are not simulated
         yield compressed("OneBitLamb", 0, 1, {"tp": 2}, freeze_step=2)
 
 
@@ -201,7 +202,7 @@ def cases_of_four_ranks() -> Iterator[Case]:
         yield Case({"pp": 2}, 2, pipeline=pipeline)
 
 
-# Models that differ from a plain decoder: biases, learned positions, tied or frozen parameters.
+# Models that differ from a plain decoder: biases, learned positions, tied embeddings.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 40, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 66},
     "qwen2": SIZES,
@@ -220,7 +221,7 @@ def other_model(name: str) -> Any:
 
 
 def moved_by_others(cases: list[tuple[str, Case]]) -> list[list[str]]:
-    """Return, for each model and configuration, a line for each operation whose bytes differ on this rank."""
+    """Return a line for each case with simulated bytes that differ from the counted bytes of this rank."""
     found = []
     for name, case in cases:
         torch.manual_seed(0)
@@ -248,7 +249,7 @@ Moved = tuple[int, int, dict[str, dict[str, int]]]
 
 
 def moved(cases: list[Case]) -> list[Moved]:
-    """Return for each case what `train_steps` returns."""
+    """Return the result of `train_steps` for each case."""
     return [moved_by(case) for case in cases]
 
 
@@ -266,7 +267,7 @@ def moved_by(case: Case) -> Moved:
 
 
 def train_steps(model: Any, case: Case) -> Moved:
-    """Return the pipeline stage, the data-parallel rank, and the bytes that the rank received in the last step."""
+    """Train, and return the pipeline stage, the data-parallel rank, and the bytes received in the last step."""
     import windlass
 
     engine: Any = windlass.initialize(model=model, config=case.config())[0]

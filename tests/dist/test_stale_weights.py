@@ -47,7 +47,7 @@ def test_a_backward_after_the_step_raises(name: str, stage: int, transport: str)
 
 
 def later_forward(setting: Setting) -> tuple[float, float]:
-    """Run a forward, a step, and another forward and backward: new graphs are not stale."""
+    """Train for two steps on one batch, and return both losses. The graph of the second forward is not stale."""
     subject = specimen("mlp")
     engine = start(subject, ds_config(Recipe(), setting))
     batch = subject.batch(Place(0, 0, dist.get_rank()))

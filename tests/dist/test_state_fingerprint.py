@@ -26,7 +26,7 @@ def trained(model: str, optimizer: str, folder: str) -> list[str]:
     """Return the fingerprint after two steps in every layout."""
     results = []
     for layout in LAYOUTS:
-        # one micro-batch per rank: the stages sum several in other orders, with other rounding
+        # One micro-batch per rank, because stages sum several micro-batches in different orders, with other rounding.
         row = Row(layout, layout, model, optimizer, micro_batches=2)
         engine = engine_for(row, layout, folder, 0)
         steps(engine, row, 0, 2)
@@ -50,7 +50,7 @@ def one_bit(value: torch.Tensor) -> torch.Tensor:
 
 
 def after_changes(layout: Layout, folder: str) -> dict[str, str]:
-    """Return the fingerprint after a bit flip in each tensor, which is undone afterwards."""
+    """Flip a bit of each parameter and optimizer state in turn, and flip it back. Return the fingerprints."""
     import windlass
     from windlass.zero.access.full_values import full_states
 
@@ -91,7 +91,7 @@ def test_one_bit_changes_the_fingerprint(layout: Layout, tmp_path: Any) -> None:
 
 
 def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
-    """Return the errors for a load that puts one element at a wrong place."""
+    """Return the error of a load that changes an element, and the log lines on fingerprints of a correct load."""
     from windlass.base.errors import CheckpointError
     from windlass.engine import engine_loading
 

@@ -33,7 +33,7 @@ NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # rounding is amplified by their no
 # (model, changes to its configuration, ranks, options)
 LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     *((name, {}, 2, {}) for name in CAUSAL),
-    # heads, features and tokens that do not divide; key heads that several ranks need; fewer key heads than ranks
+    # heads, features and tokens that cannot be split evenly; key heads that several ranks need, or fewer than ranks
     ("llama", {}, 3, {}),
     ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True}, 4, {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 45}, 4, {}),
@@ -67,14 +67,14 @@ LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 ]
 
 
-# Each is much like another family: phi3, gemma2, mixtral, deepseek_v2, gpt_neox, bloom.
+# Families that each resemble one of phi3, gemma2, mixtral, deepseek_v2, gpt_neox and bloom.
 ALIKE = ("glm", "gemma3", "granitemoe", "deepseek_v3", "gptj", "gpt_neo", "mpt")
 
 
 def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
-    """Mark as slow most three-rank cases, the second four-rank case of a model, and most on sharded sequences.
+    """Mark as slow the cases that add little to the others.
 
-    They add little to the others: two ranks, and similar models.
+    These are most cases on three ranks, some on four ranks or with sequence sharding, and the models in `ALIKE`.
     """
     name, changes, ranks, options = law
     alike = ranks > 2 and not changes and name not in ("llama", "gpt2", "mixtral")
@@ -101,7 +101,7 @@ def test_sharded_model_equals_the_full_model(
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
 def test_sharded_loss_has_full_precision(name: str, options: dict[str, Any]) -> None:
-    """All but the loss has 64 bits; transformers computes the loss in 32 bits too."""
+    """Logits agree in 64 bits. The loss, and so the gradients, have 32 bits, as in transformers."""
     for apart in run_ranks(trained_beside, 3, name, {}, options, 2, torch.float64):
         assert apart.logits < 1e-13, apart
         assert apart.gradients[0] < 2e-6, apart
@@ -110,7 +110,7 @@ def test_sharded_loss_has_full_precision(name: str, options: dict[str, Any]) -> 
 # ------------------------------------------------------------------------------------------------------------ volume
 
 
-_LOSS_NUMBERS = 3  # per token: maximum, sum, and the label's logit, in 4 bytes each
+_LOSS_NUMBERS = 3  # numbers per token in the loss: maximum, sum, and the label's logit, of 4 bytes each
 
 
 def count_step_bytes(
@@ -128,8 +128,9 @@ def count_step_bytes(
 
     With n ranks and B = batch x tokens x hidden x itemsize: each chain, and each module of experts, costs an all-reduce
     of B in forward and one in backward, `2 B (n - 1) / n` bytes each; so do the embedding in forward and the head in
-    backward. The loss costs three numbers a token. With sequence sharding, chains use all-gathers and reduce-scatters
-    instead, with the same number of bytes.
+    backward. A module of experts also reduces top_k numbers a token, and the loss reduces three. An all-gather joins
+    gathered outputs and split inputs. With sequence sharding, chains use all-gathers and reduce-scatters instead, with
+    the same number of bytes.
 
     The formula assumes no recomputation, that all parameters are trained, and that each chain has one input tensor
     (latent attention has several, of other widths).

@@ -10,7 +10,7 @@ import pytest
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import STEPS, Case, check, hold, plain, train
 
-if importlib.util.find_spec("peft") is None:  # an import takes seconds, in processes that run no test of this file too
+if importlib.util.find_spec("peft") is None:  # an import takes seconds, also where no test of this file runs
     pytest.skip("peft is not installed", allow_module_level=True)
 
 _CASES = [

@@ -148,7 +148,7 @@ def expert_of(kind: str) -> nn.Module:
 
 
 def of_mixtures(kind: str, sharded: bool) -> tuple[tuple[float, str], set[str]]:
-    """Return the error of the gradients under tensor parallelism, and the parameters of experts that are sharded."""
+    """Return the error of tensor-parallel gradients, and the names of sharded parameters of experts and gates."""
     torch.manual_seed(0)
     options = {"use_residual": kind == "residual", "enable_expert_tensor_parallelism": sharded}
     plain, axis = Mixed(expert_of(kind), **options), tensor_axis()
@@ -173,7 +173,7 @@ def test_experts_are_sharded_only_if_the_layer_enables_it(kind: str) -> None:
 
 
 def of_relative_positions() -> tuple[float, tuple[float, str], list[int]]:
-    """Train a T5, whose attention looks up a bias for each head by the distance of two tokens."""
+    """Run a T5, with a bias for each head and distance of two tokens. Return the errors and the table's local shape."""
     plain, axis = t5(), tensor_axis()
     model = copy.deepcopy(plain)
     apply_tensor_parallel(model, axis)
@@ -196,7 +196,7 @@ def test_biases_of_relative_positions_are_sharded_by_heads() -> None:
 
 
 def placed(name: str) -> tuple[int, int, bool]:
-    """Return the number of local elements, of all elements, and whether shared weights are still shared."""
+    """Return the number of local elements, the number of all elements, and True if tied weights are still tied."""
     _, model, _, _ = pair(name, {}, {})
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     here = sum(parameter.numel() for parameter in model.parameters())
@@ -211,7 +211,7 @@ def test_tied_weights_stay_tied_and_memory_is_sharded() -> None:
 
 
 def of_experts() -> tuple[set[str], bool, list[int]]:
-    """Shard experts that already lie on other ranks along their features, and gather them over both axes."""
+    """Shard the features of experts that are already distributed over ep. Gather the parameters over both axes."""
     mesh = build_mesh(MeshShape(ep=2, tp=2))
     plain, model = build("mixtral"), build("mixtral")
     for layer in model.model.layers:
@@ -236,7 +236,7 @@ def of_experts() -> tuple[set[str], bool, list[int]]:
 
 def test_experts_can_be_distributed_over_other_ranks() -> None:
     result = run_ranks(of_experts, 4)
-    assert [shape for _, _, shape in result] == [[2, 32, 32], [2, 16, 32]] * 2  # 2 of 4 experts, 16 + 8 of 24 features
+    assert [shape for _, _, shape in result] == [[2, 32, 32], [2, 16, 32]] * 2  # 2 of 4 experts; 16 or 8 of 24 features
     assert all(cut == {"ep", "tp"} and same for cut, same, _ in result)
 
 

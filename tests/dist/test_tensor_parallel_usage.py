@@ -39,7 +39,7 @@ def generated(name: str, options: dict[str, Any]) -> tuple[list[list[int]], list
     ids=str,
 )
 def test_sharded_model_generates_with_its_cache(name: str, options: dict[str, Any]) -> None:
-    """Tokens are generated one at a time. Along a sequence of one token, some ranks have none."""
+    """A decode step has one token. With sequence sharding over three ranks, two ranks have no token in this step."""
     for expected, actual in run_ranks(generated, 3, name, options):
         assert actual == expected
         assert len(actual[0]) == 13
@@ -116,7 +116,7 @@ def test_losses_in_bf16_and_fp16_equal_the_plain_model(name: str, autocast: bool
 
 
 def hidden_states() -> list[torch.Tensor]:
-    """Return the live tensors of three samples in this process, which may have run other tests."""
+    """Return the live tensors `[3, tokens, features]` of this process, which may have run other tests."""
     import gc
 
     gc.collect()
@@ -127,7 +127,7 @@ def hidden_states() -> list[torch.Tensor]:
 def kept_after(options: dict[str, Any]) -> list[list[int]]:
     """Return the shapes of hidden states that are alive after a step and were not before it.
 
-    gloo's threads free sent tensors a little later than the wait for them returns.
+    gloo's threads free sent tensors a little after the wait for them has returned.
     """
     _, model, _, _ = pair("llama", {}, options)
     before = hidden_states()
@@ -146,7 +146,7 @@ def test_no_activation_survives_a_step(options: dict[str, Any]) -> None:
 
 
 def dropped(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the random masks of a GPT-2 with dropout everywhere. Ranks start with different generator states."""
+    """Return loss and dropout masks of a GPT-2, and the error of recomputed gradients. Rng states of ranks differ."""
     changes = {"n_embd": 32, "n_head": 4, "attn_pdrop": 0.4, "resid_pdrop": 0.3, "embd_pdrop": 0.2}
     axis = tensor_axis()
     model = build("gpt2", **changes).train()
@@ -212,7 +212,7 @@ def test_routers_draw_the_same_noise_on_all_ranks() -> None:
 
 
 def replicated_attention() -> tuple[torch.Tensor, bool, float]:
-    """Replicated attention between sharded hidden states drops the same weights on all ranks."""
+    """Return the mask of replicated attention, True if recomputation repeats all masks, and the share of zeros."""
     axis = tensor_axis()
     model = build("olmo2", attention_dropout=0.4).train()
     model.config._attn_implementation = "eager"
@@ -231,4 +231,4 @@ def test_full_sequence_modules_drop_the_same_elements_on_all_ranks() -> None:
     (first, again, share), (second, also, _) = run_ranks(replicated_attention, 2)
     assert torch.equal(first, second)
     assert again and also
-    assert share > 0.5  # 28 of 64 for causality, and 0.4 of the others
+    assert share > 0.5  # 28 of 64 for causality, and 0.4 of the other weights

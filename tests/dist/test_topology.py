@@ -15,7 +15,7 @@ from windlass.parallel.script_ranks import sizes_of_mpu
 
 
 def query_grid(grid: PipelineParallelGrid) -> dict[str, Any]:
-    """Return everything that a script may query, and the sum over each group."""
+    """Return all values that a script may query, and for each group a sum that identifies its ranks."""
     sums = {}
     for axis in ("pipe", "data", "model", "slice"):
         total = torch.tensor(float(1 << grid.get_global_rank()))
@@ -95,8 +95,8 @@ def read_back() -> tuple[dict[str, int], str]:
 def test_grid_serves_as_mpu_and_another_rank_order_is_refused() -> None:
     """A grid is accepted as mpu, and another rank order is refused on every rank.
 
-    Rank 0 has the same place in every order, so its groups reveal the order, and a problem of one rank is raised on
-    all.
+    Rank 0 has the same coordinates in every order, so only its groups reveal the order. All ranks raise the error of
+    rank 0.
     """
     for result, refused in run_ranks(read_back, 4):
         assert result == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}

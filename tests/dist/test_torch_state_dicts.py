@@ -1,4 +1,4 @@
-"""Tests that plain PyTorch continues from a checkpoint and the engine from PyTorch's, with full weights or an error."""
+"""Tests that plain PyTorch and engines resume from each other's states, and that no call returns sharded weights."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_8_bit_states_are_decoded(tmp_path: Path) -> None:
 
 
 def refusals(folder: str) -> dict[str, Any]:
-    """Return the errors, at stage 3, of calls that would return weights that are not local."""
+    """Return the errors of calls that would return or write sharded weights at stage 3, and the full weights."""
     from tests.hf_models import gpt2
 
     engine = windlass.initialize(model=gpt2(), config=config_of(3, optimizer={"type": "AdamW", "params": {}}))[0]
@@ -202,7 +202,7 @@ def test_no_placeholder_is_returned(tmp_path: Path) -> None:
 
 
 class Counter(nn.Module):
-    """Layer with plain data beside its parameters, or with data that no file can hold."""
+    """Layer with an extra state: plain data, or an object that no file can hold."""
 
     def __init__(self, calls: int = 0, odd: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Tests that ranks train as one process of plain PyTorch, for any stage, transport and model.
 
-A covering array has every pair of factor values. `make test` runs its rows that have every model and every pair of the
-other values; `tests/parity` runs the products.
+A covering array has every pair of factor values. `make test` runs enough of its rows for every model and every pair of
+the other values; `tests/parity` runs all combinations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HF_ROWS = pairwise(HF_FACTORS, allowed_quick)
 
 
 def quick(rows: list[dict[str, Any]], counts: Callable[[str, str], bool]) -> list[Any]:
-    """Return the rows as parameters. Those that `make test` can do without are slow."""
+    """Return the rows as test parameters. Rows outside of a small subset that covers the pairs that count are slow."""
     kept = covering_rows(rows, counts, cost=lambda row: float(row["ranks"]))
     return [pytest.param(row, marks=() if k else pytest.mark.slow) for row, k in zip(rows, kept, strict=True)]
 
@@ -74,7 +74,7 @@ def short_recipe(name: str, steps: int, accumulates: bool = True) -> Recipe:
 def test_every_model_with_all_parameters_resharded(name: str, transport: str) -> None:
     """Every model trains correctly at stage 3 with no persistent parameters, no reuse and no merged units.
 
-    Over gloo every third one accumulates.
+    Over gloo, every third model accumulates gradients.
     """
     strict = Setting(stage=3, transport=transport, zero=FROZEN_KNOBS)
     accumulates = transport == "shm" or list(ZOO).index(name) % 3 == 0
@@ -96,7 +96,7 @@ def test_every_pair_is_covered() -> None:
     assert not missing
 
 
-# These stages differ only in where values are stored, and do the same arithmetic in the same order.
+# Models for which stages 1 to 3 do the same arithmetic in the same order, and differ only in where values are stored.
 SAME_ARITHMETIC = [
     "mlp",
     "four_blocks",
@@ -111,7 +111,7 @@ SAME_ARITHMETIC = [
 
 
 def in_turn(names: list[str], precisions: list[str]) -> list[Any]:
-    """Return every second model with one of the precisions in turn. The others are slow."""
+    """Return all pairs of models and precisions. Every second model is quick in one precision; other pairs are slow."""
     return [
         pytest.param(
             name, precision, marks=() if row % 2 == 0 and row // 2 % len(precisions) == column else pytest.mark.slow

@@ -30,7 +30,7 @@ FROZEN_KNOBS = (
 
 
 def settings(transport: str, tier: str, *zero: tuple[str, Any]) -> list[Setting]:
-    """Return every sharding stage, with its shards on the tier `tier`."""
+    """Return the settings of stages 1 to 3, with their shards on the tier `tier`."""
     away = {s: offload_to("cpu", "cpu" if s == 3 else "none", "") if tier == "host" else () for s in (1, 2, 3)}
     return [Setting(stage=s, transport=transport, zero=(*away[s], *zero)) for s in (1, 2, 3)]
 
@@ -159,7 +159,7 @@ def rounds_of(name: str, transport: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_agreeing_ranks_exchange_at_most_three_messages_per_step(name: str) -> None:
-    """Ranks with equal modules agree at most at the start of the forward, of the backward, and at the step.
+    """After the first step, ranks with equal modules have one agreement round each in forward, backward and step.
 
     With shared memory a forward needs no agreement.
     """
@@ -215,7 +215,7 @@ def test_units_to_be_kept_are_resharded_if_ranks_sync_elsewhere() -> None:
 
 
 def alone_in_a_forward(transport: str) -> list[torch.Tensor]:
-    """Evaluate twice on rank 1 while rank 0 is already in its step, and serves its gathers."""
+    """Evaluate twice on rank 1 while rank 0 is already in its step, and joins the all-gathers of rank 1."""
     subject, rank = specimen("mlp"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
     batch = subject.batch(Place(0, 0, rank))
@@ -258,7 +258,7 @@ def test_rank_that_waits_for_buffers_joins_the_evaluation_of_another() -> None:
 
 
 def most_kept_back(transport: str) -> list[int]:
-    """Return the most gradients per step that were copied out of the buffer ring, with rank 0 skipping a block."""
+    """Return for each step the highest number of gradients copied out of the buffer ring. Rank 0 skips a block."""
     subject, rank = specimen("early_exit"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=2, transport=transport)))
     gradients, most = engine._sharded.reducer, []

@@ -19,7 +19,7 @@ from windlass import checkpoint
 
 
 class Momentum(Foreign):
-    """Client's optimizer that keeps an average."""
+    """User-defined optimizer that keeps an average of the gradients."""
 
     def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
         state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(gradient, 0.3)
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def net(seed: int = 0) -> Net:
-    """Return a model in which only the first and the last bias are trained, so that unfrozen parameters are larger."""
+    """Return a model that trains only its first and last bias, so the parameters to unfreeze are larger."""
     torch.manual_seed(seed)
     made = Net(4)
     made.requires_grad_(False)
@@ -44,7 +44,7 @@ def net(seed: int = 0) -> Net:
 
 
 def planned_unfreezing(model: Any) -> list[list[nn.Parameter]]:
-    """Return the parameters unfrozen after two steps, a layer and half of another, and the rest after three."""
+    """Return the parameters to unfreeze after two steps (a layer and a bias), and after three (other weights)."""
     layers = model.layers
     return [[*layers[1].parameters(), layers[2].bias], [layers[2].weight, layers[3].weight, layers[0].weight]]
 
@@ -73,7 +73,7 @@ def steps(engine: Any, first: int, last: int, bits: str = "fp32") -> None:
 
 
 def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
-    """Train, unfreeze twice, save, and resume in an engine where all is trainable. Compare with plain torch."""
+    """Train, unfreeze twice, save, and resume in a fully trainable engine. Return the results, and plain torch's."""
     results = []
     for number, (kind, everything, stage, tier) in enumerate(cases):
         place = f"{folder}/{number}"
@@ -146,7 +146,7 @@ def test_unfreezing_equals_plain_torch_in_every_case(ranks: int, transport: str,
 
 
 def in_sixteen_bits(stage: int, tier: str, folder: str) -> float:
-    """Return the change of an unfrozen parameter."""
+    """Return the largest change of an unfrozen parameter."""
     engine = engine_for(net(), "AdamW", True, stage, tier, folder, "bf16")
     steps(engine, 0, 1, "bf16")
     before = whole(engine)["layers.1.weight"].float()
@@ -166,7 +166,7 @@ def test_unfreezing_with_16_bit_master_weights(stage: int, tier: str, tmp_path: 
 
 
 def unfrozen_on_one_rank(alone: bool, stage: int) -> str:
-    """Unfreeze another layer on rank 1 than on rank 0, or none."""
+    """Unfreeze different layers on ranks 0 and 1, or (`alone`) a layer on rank 0 only. Return the error."""
     import windlass
 
     engine, rank = engine_for(net(), "AdamW", True, stage, "none", "", "fp32"), dist.get_rank()
@@ -255,7 +255,10 @@ def test_freeze_and_unfreeze_with_an_average(stage: int, tier: str, transport: s
 
 
 def adapted(folder: str, stage: int, way: str) -> bool:
-    """Resume a run that unfroze a bias beside its frozen weight in an engine that began so, or the reverse."""
+    """Save a run that unfroze a bias, and load it in an engine that trained the bias from the start, or the reverse.
+
+    Return True if both engines then have the same fingerprint.
+    """
     engines = []
     for changed in (way == "to a new one", way != "to a new one"):
         torch.manual_seed(0)

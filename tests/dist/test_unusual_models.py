@@ -38,7 +38,7 @@ def train_all(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTr
 def test_unusual_model_trains_as_in_plain_pytorch(name: str, every: bool) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3 if every else 2, optimizer_params=SGD)
     expected = oracle.train(HOSTILE[name], recipe)
-    # stage 3 over gloo, where a wrong order shows, or every fourth time one of the others
+    # Stage 3 over gloo, which reveals a wrong order; every fourth model has one of the other settings.
     number = list(HOSTILE).index(name)
     settings = SETTINGS if every else [SETTINGS[1 + number // 4 % 3 if number % 4 == 3 else 0]]
     named = [Setting(s.stage, transport=s.transport, config=(("comm", {"transport": s.transport}),)) for s in settings]
@@ -61,7 +61,7 @@ def split(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
-    """Train under the engine with one habit. The result compares with that of `in_one_process`."""
+    """Train with the engine and one habit. `in_one_process` returns the expected result."""
     import windlass
 
     model = built()
@@ -170,7 +170,7 @@ class HidingActivation(Block):
 
 
 class SecondOutputs(nn.Module):
-    """Model whose loss reaches a hidden tensor, alone or after the output of its block."""
+    """Model with a loss of a hidden tensor, alone or added to the loss of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def stage_3(place: str, folder: Any) -> tuple[Setting, str]:
 
 
 def train_hidden(setting: Setting, alone: bool) -> tuple[str, dict[str, torch.Tensor]]:
-    """Make a step with hidden tensors, if it is not refused, and one without. Return the error and the weights."""
+    """Make a step with `alone`, unless it is refused, and a step with both losses. Return the error and the weights."""
     import windlass
 
     torch.manual_seed(7)
@@ -266,7 +266,7 @@ def sample_by_sample(setting: Setting) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("stage", "transport"), [(2, "gloo"), (3, "shm")])
 def test_gradients_of_single_samples_train_as_in_plain_pytorch(stage: int, transport: str, tmp_path: Any) -> None:
-    """The whole model runs inside the transforms, while collectives of the micro-batch before are in flight."""
+    """The whole model runs inside the transforms, while collectives of the previous micro-batch are in flight."""
     model = built()
     optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
     for step in range(STEPS):
@@ -302,7 +302,7 @@ def train_features(setting: Setting) -> dict[str, torch.Tensor]:
 
 
 def observe_features(model: nn.Module) -> list[torch.Tensor]:
-    """Collect what inner modules of the blocks return, by forward hooks."""
+    """Collect the outputs of inner modules of the blocks by forward hooks."""
     features: list[torch.Tensor] = []
     for block in model.blocks:
         block.up.register_forward_hook(lambda module, args, output: features.append(output))
@@ -351,10 +351,11 @@ class Collecting(nn.Module):
 
 
 def collected(stage: int, copies: bool) -> tuple[int, int, bool, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sizes of the caller's containers, whether they keep a leaf, its gradient, and the parameters.
+    """Return len(losses), len(seen), True if `states[0]` is still `x`, the gradient of `x`, and the parameters.
 
     Args:
-        copies: A hook of the script gives the first block copies of its arguments.
+        stage: ZeRO stage; 0: plain PyTorch.
+        copies: True if a hook of the script passes the first block a copy of the list of states.
     """
     import windlass
 

@@ -1,4 +1,4 @@
-"""Law: the update shown in docs/updates.md trains as its rule does in plain PyTorch."""
+"""Law: the update in docs/updates.md trains as the same rule does in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of user code beside the training loop: edited weights, hooks, changed rates, penalties, restarts."""
+"""Tests of user code: edited weights, hooks, changed rates, penalties, autocast, loaders, and repeated engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def with_habit(habit: str, precision: str, setting: Setting) -> dict[str, Any]:
-    """Train under the engine with one habit. The same functions serve the reference below."""
+    """Train with the engine and one habit. `in_one_process` returns the expected result."""
     subject, rank = specimen("tied"), dist.get_rank()
     recipe = Recipe(precision=precision, optimizer_params=SGD)
     model = oracle.build(subject, rank)
@@ -245,7 +245,7 @@ def test_engines_leave_no_resources(stage: int, transport: str) -> None:
 
 
 def dropped(setting: Setting) -> list[tuple[int, int]]:
-    """Create engines that are dropped without `destroy`."""
+    """Create engines and drop them without `destroy`. Return the open resources after each."""
     subject, counts = specimen("tied"), []
     for _ in range(4):
         engine = start(subject, ds_config(Recipe(), setting))

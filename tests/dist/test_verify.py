@@ -41,7 +41,7 @@ def assert_equal(found: dict[str, Any], steps: int = 3) -> None:
         assert not row["applied"] or {"reduce", "clip"} <= row["worst_ratios"].keys()
 
 
-# fault: its stage, and the expected step, phase, tensor, module and words of the hint
+# For each fault: the ZeRO stage, and the expected step, phase, tensor, module and words of the hint.
 FOUND: dict[str, tuple[int, int, str, str, str, str]] = {
     "missing_reduce": (2, 1, "reduce", "embed.weight", "embed (Embedding)", "only rank 0's part"),
     "doubled_scale": (3, 1, "reduce", "embed.weight", "embed (Embedding)", "2 times"),
@@ -195,7 +195,7 @@ def test_the_bound_of_a_sum_does_not_hide_a_lost_part() -> None:
 
 
 def train_with_drops(door: str, config: dict[str, Any]) -> None:
-    """Run a script that rejects a batch in every step."""
+    """Run a script that drops gradients of the first micro-batch in every step: all, or one parameter's ("one")."""
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()

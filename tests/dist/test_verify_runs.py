@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class Dropped(nn.Module):
-    """Model that draws from every generator that a model may use."""
+    """Model that draws from the generators of torch, Python and numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def with_evaluation(stage: int) -> None:
     engine = engine_of(oracle.build(specimen("batch_norm")), stage)
     for step in range(3):
         with torch.no_grad():
-            engine(**rows(Place(9, step, 0)))  # in training mode: it updates running statistics
+            engine(**rows(Place(9, step, 0)))  # training mode, which updates running statistics
         engine.eval_batch(rows(Place(8, step, 0)))
         train(engine, step)
 
@@ -243,7 +243,7 @@ class Ranked(nn.Module):
 
 def with_ranked(mean: bool, stage: int) -> None:
     model = Ranked(mean)
-    # as scripts do to train one weight more slowly
+    # a hook as in scripts that train one weight more slowly
     model.experts[0].weight.register_hook(lambda gradient: gradient * 0.5)
     engine = engine_of(model, stage)
     for step in range(3):
@@ -262,7 +262,7 @@ def test_forward_that_communicates_is_refused() -> None:
 
 
 class Unlike(nn.Module):
-    """Model that computes with an external table, which changes with every call."""
+    """Model that scales its output by the number of calls, so that no forward can be repeated."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Test of `weight_quantization` on ranks: packed shards from the start, outputs of one process."""
+"""Test of `weight_quantization` on two ranks: packed shards of rank 0's weights, and the outputs of one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def plain() -> nn.Module:
-    """Return the model of rank 0 with the values of the packed weights."""
+    """Return the model of rank 0 with the unpacked values of its packed weights."""
     torch.manual_seed(0)
     model = Model()
     init_group_wise_weight_quantization(model, config("post_init_quant", 0))
@@ -85,7 +85,7 @@ def run(key: str, stage: int, is_built_sharded: bool) -> dict[str, Any]:
 
 
 def _held(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes that this rank holds of weights, and those of the whole if they are packed."""
+    """Return the bytes of parameters on this rank, and the bytes of the full parameters."""
     held = whole = 0
     for parameter in model.parameters():
         shard = initial_shard.find(parameter)

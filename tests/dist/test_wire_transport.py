@@ -9,7 +9,7 @@ from windlass.comm.rank_group import world_group
 from windlass.comm.transport import BufferRequest, WireOptions, local_shard
 from windlass.comm.wire_transport import GlooTransport
 
-NUMEL = 2 * 150_000  # a shard is longer than the parts of which `ordered_sum` adds squares
+NUMEL = 2 * 150_000  # a shard is longer than the parts in which `ordered_sum` adds squares
 
 
 def _sums() -> list[tuple[torch.Tensor, float]]:

@@ -67,7 +67,7 @@ def test_the_schedule_is_that_of_the_paper() -> None:
 
 
 class ZeroOneSimulation(Simulation):
-    """All kinds of steps on the data of all ranks in one process, in plain PyTorch."""
+    """Simulation of all kinds of steps in one process of plain PyTorch, on the data of all ranks."""
 
     def __init__(self, case: Case, frozen: dict[str, Any]) -> None:
         super().__init__(case, frozen)
@@ -137,7 +137,7 @@ class ZeroOneSimulation(Simulation):
             self._copy(name)
 
     def _gather(self, kind: StepKind, name: str, step: int, parts: list[torch.Tensor]) -> None:
-        """Take a local step on every rank of stage 0, and synchronize."""
+        """Take a local step on every rank of stage 0, and synchronize in a SYNC step."""
         root, case = self._root(name), self.case
         for rank, part in enumerate(parts):
             self.own[rank][name] = self.own[rank][name] * BETA1 + part
@@ -221,7 +221,7 @@ CASES = [
     replace(CASE, stage=1),
     replace(CASE, stage=2, transport="shm", accumulation=2),
     replace(CASE, stage=2, bf16=True),
-    replace(CASE, stage=1, params=(*CASE.params, ("sync_interval", 2))),  # after compressed and after local steps
+    replace(CASE, stage=1, params=(*CASE.params, ("sync_interval", 2))),  # syncs after compressed and local steps
     replace(CASE, params=(*CASE.params, ("bias_correction", False))),
     replace(CASE, stage=1, params=(*CASE.params, ("bias_correction", False))),
     replace(CASE, params=(*CASE.params, ("max_update", 0.1))),
@@ -279,7 +279,7 @@ def test_without_errors_and_local_steps_it_is_adamw_with_a_constant_variance(tmp
 
 
 def weights_without_variance(case: Case) -> list[torch.Tensor]:
-    """Train one of two outputs, and return this rank's weights of the other one after each step."""
+    """Train one of two outputs. Return this rank's weights of the untrained output after each step."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2, bias=False)
     engine, *_ = windlass.initialize(model=model, config=case.config())
@@ -329,7 +329,7 @@ def test_a_run_resumed_between_synchronizations_is_exact(stage: int, tmp_path: P
 
 
 def continued(case: Case, folder: str, at: int, into: str = "") -> dict[str, Any]:
-    """Continue a checkpoint at another stage: return warnings, the loaded state, and errors after a step."""
+    """Continue from a checkpoint, also at another stage. Return warnings, the loaded state, and errors after a step."""
     engine, texts = start(specimen(case.model), case.config()), list[str]()
     with patch.object(logging.getLogger("windlass"), "warning", lambda text, *more: texts.append(str(text))):
         engine.load_checkpoint(folder)
@@ -343,7 +343,10 @@ def continued(case: Case, folder: str, at: int, into: str = "") -> dict[str, Any
 
 
 def test_changes_that_another_stage_does_not_keep_are_named_and_their_rates_too(tmp_path: Path) -> None:
-    """From stage 0 between two synchronizations to stage 1 and back: local steps begin with the common momentum."""
+    """Load a stage-0 checkpoint from between two synchronizations at stage 1, save it there, and load it at stage 0.
+
+    Local steps then begin with the common momentum.
+    """
     case = replace(CASE, params=(*CASE.params[:3], ("local_step_clipper", 4)))
     run_ranks(save, 2, case, str(tmp_path / "0"), 9)
     straight = run_ranks(continued, 2, case, str(tmp_path / "0"), 9)

@@ -18,6 +18,6 @@ import windlass  # noqa: E402
 
 with contextlib.suppress(ImportError):  # tests that need transformers skip without it
     import transformers.models.llama.modeling_llama  # noqa: F401
-windlass.initialize  # noqa: B018  (imported when it is asked for)
+windlass.initialize  # noqa: B018  (a lazy attribute: this access imports it)
 gc.freeze()
 gc.enable()

@@ -1,4 +1,4 @@
-"""Small checkpoints in both formats, their readers, and the allowed results of readers."""
+"""Small checkpoints of windlass and DeepSpeed, their readers, and the allowed results of readers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {"up.weight": (4, 6), "up.bias": (4,), "head": (3, 2, 2), "scale": (), 
 
 
 def net() -> torch.nn.Module:
-    """Return a plain model with parameters of these shapes."""
+    """Return a plain model with parameters of the shapes in `SHAPES`."""
     model = torch.nn.Module()
     model.up = torch.nn.Linear(6, 4)
     for name in ("head", "scale", "none"):

@@ -2,8 +2,8 @@
 
 The law: a reader returns the result of the seed or another valid value, or raises a WindlassError. It raises nothing
 else, does not hang, and takes no more memory than four times the file and a floor. `WINDLASS_FUZZ_SECONDS` is the total
-time of all fuzzers of a run, those of small texts (`texts`) included: each has a fraction of it. `WINDLASS_FUZZ_SEED`
-seeds the draws; by default the seed is random if the time is set.
+time of all fuzzers of a run, including those of small texts (`texts`); each fuzzer gets a fraction.
+`WINDLASS_FUZZ_SEED` seeds the draws; by default the seed is random if the time is set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
 _OF_CHECKPOINTS = 0.66  # fraction of the total time; the rest is for texts
 FLOOR = 64 << 20  # bytes beyond four times the file
 PATIENCE = 20  # seconds of computation for one case
-WAITS = 10  # times as long may pass on the clock, for a process that other processes keep waiting
+WAITS = 10  # factor on PATIENCE for time on the clock, because other processes may use the CPU
 
 Reader = Callable[[], Any]
 Mutation = Callable[[random.Random, bytes], bytes]
@@ -128,7 +128,7 @@ BYTES: tuple[Mutation, ...] = (flipped_bits, cut_short, repeated, edged_number, 
 
 
 def as_text(value: Any) -> str:
-    """Return the JSON text of a value. Marks in it become deeper nesting, or longer numbers, than encoders write."""
+    """Return a value's JSON text. "deep" and "long" become deeper nesting and longer numbers than encoders write."""
     try:
         text = json.dumps(value)
     except RecursionError:  # repeated mutations can nest that deep
@@ -189,7 +189,7 @@ class Hang(BaseException):
 
 @contextmanager
 def time_limit(seconds: int = PATIENCE, what: object = "a case") -> Iterator[None]:
-    """Raise Hang if the block computes longer than that, or waits ten times as long."""
+    """Raise Hang if the block computes for `seconds`, or takes ten times as long on the clock."""
     start, computed = time.monotonic(), time.process_time()
 
     def ring(number: int, frame: FrameType | None) -> None:
@@ -220,10 +220,10 @@ def memory_limit(nbytes: int) -> Iterator[None]:
 
 
 def keeps_the_law(read: Reader, nbytes: int, vouched: Callable[[Any], str], *, floor: int = FLOOR) -> str:
-    """Run a reader on mutated files. Return how it breaks the law, or an empty text.
+    """Run a reader on mutated files. Return how the reader breaks the law, or an empty text.
 
     Args:
-        nbytes: size of all files that it reads.
+        nbytes: size of all files that the reader reads.
         vouched: function that returns the error in a result, or an empty text.
     """
     tracemalloc.start()
@@ -251,13 +251,13 @@ def fuzz(
     vouched: Callable[[str, Any], str],
     found: Path,
 ) -> None:
-    """Fuzz for `share` of the time of all checkpoint fuzzers. Fail with the first violation, whose case is kept.
+    """Fuzz for `share` of the time of all checkpoint fuzzers. Fail at the first violation, with its case in `found`.
 
     Args:
-        make: writes a new case; returns its size and how to reproduce it.
-        readers: all are given each case.
-        vouched: returns the fault of a reader's value, or an empty text.
-        found: file of a violating case.
+        make: function that writes the files of a new case; returns the size of all files, and the mutated bytes.
+        readers: readers by name; each of them reads every case.
+        vouched: function that returns the error in a reader's result, or an empty text.
+        found: file for the mutated bytes of a case that violates the law.
     """
     draw = random.Random(SEED)
     end, cases = time.monotonic() + SECONDS * _OF_CHECKPOINTS * share, 0

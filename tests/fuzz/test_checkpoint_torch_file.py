@@ -87,7 +87,7 @@ def _fuzz(tmp_path: Path, stage: int, share: float, *, forged: bool) -> None:
     pickles = [pickle_of(good) for good in goods]
     rest = sum(map(len, goods))
     all_readers = readers(directory, tmp_path / "out")
-    del all_readers["plain"]  # for another model
+    del all_readers["plain"]  # reads into `net()`, which has other parameters
     if not stage:
         del all_readers["zero_to_fp32"]  # not for stage 0
     seeds = seeds_of(all_readers)

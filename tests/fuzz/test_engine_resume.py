@@ -1,4 +1,4 @@
-"""Fuzz test of resuming an engine: it loads saved values, or is unchanged, or refuses to train until it is loaded."""
+"""Fuzz test of resuming: an engine loads saved values, stays unchanged, or refuses to train until the next load."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from windlass.base.errors import CheckpointError, StorageError
 
 
 def resume_over_and_over(seconds: float, seed: int, long: bool, folder: str, found: str) -> None:
-    """Load damaged and forged checkpoints of this engine into it."""
+    """Save checkpoints of an engine, and load damaged and forged copies into the engine."""
     import windlass
     from tests.fuzz import mutations
 
-    mutations.SECONDS, mutations.SEED, mutations.LONG = seconds, seed, long  # those of the parent, whose draws differ
+    mutations.SECONDS, mutations.SEED, mutations.LONG = seconds, seed, long  # the values of the parent process
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     config = {
@@ -80,7 +80,7 @@ def resume_over_and_over(seconds: float, seed: int, long: bool, folder: str, fou
 
     try:
         fuzz(0.1, make, {"resume": resume}, known, Path(found))
-    except pytest.fail.Exception as error:  # no Exception, which the harness would return
+    except pytest.fail.Exception as error:  # not an Exception, so the harness would not return it
         raise AssertionError(str(error)) from None
     finally:
         engine.destroy()

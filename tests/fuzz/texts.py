@@ -1,8 +1,8 @@
 """Mutations of small text files, and the law for every reader of them.
 
 Law: a reader returns, or raises a `WindlassError` with printable text, within seconds and without much more memory than
-the file takes. If the time of a run is set (`mutations.SECONDS`), each test has a fraction of it; otherwise it has a
-fixed number of mutations.
+the file takes. If the time of a run is set (`mutations.SECONDS`), each test gets a fraction of the time; otherwise
+each test has a fixed number of mutations.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def replace_somewhere(data: dict[str, Any], draw: random.Random) -> None:
-    """Replace one or two values of a JSON object, perhaps deep inside, by odd ones."""
+    """Replace one or two values of a JSON object, perhaps deep inside, by odd values."""
     for _ in range(draw.choice((1, 1, 2))):
         place: Any = data
         while True:
@@ -92,10 +92,7 @@ def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
 
 
 def examples(count: int, per_second: int) -> int:
-    """Return the number of examples of a hypothesis test:
-
-    `count`, or the number that fits into its share of a timed run.
-    """
+    """Return the number of examples of a hypothesis test: `count`, or more if its share of a timed run allows more."""
     return max(count, int(SECONDS * SHARE * per_second)) if LONG else count
 
 

@@ -1,1 +1,1 @@
-"""Tests of laws on one CUDA GPU. They are skipped without one."""
+"""Tests of laws on one CUDA GPU. They are skipped without a GPU."""

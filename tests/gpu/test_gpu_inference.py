@@ -1,4 +1,4 @@
-"""The laws of inference on one CUDA GPU: recorded steps, the paged cache there, and draws on the device."""
+"""Laws of inference on one CUDA GPU: recorded steps, the paged cache, and draws on the device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_narrow_caches_stay_close(kv_dtype: str, tmp_path: Path) -> None:
 
 
 def test_a_decode_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
-    """Steps of recorded decodes raise an error if the host waits for a kernel; the arrival of tokens is an event."""
+    """Run recorded decode steps in a mode that raises if the host synchronizes. Waiting for an event is allowed."""
     from windlass import LLM, SamplingParams
 
     saved("llama", tmp_path)

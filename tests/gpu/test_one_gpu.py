@@ -35,7 +35,7 @@ MODELS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start a world of one rank over NCCL, with CPU arithmetic: no TF32."""
+    """Start a process group of one rank over NCCL, and turn TF32 off."""
     patch = pytest.MonkeyPatch()
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         patch.setenv(name, value)
@@ -114,7 +114,7 @@ def test_one_gpu_equals_plain_torch(stage: int, name: str, plain: bool, precisio
     )
     losses, grads, params = trained(subject, recipe, Setting(stage=stage, plain_backward=plain))
     expected = on_gpu(subject, recipe)
-    # GPU kernels sum in another order, and atomics (embedding gradients) in none
+    # GPU kernels sum in another order, and atomics (embedding gradients) in no fixed order
     loss_bound, bound = (1e-5, 1e-5) if precision == "fp32" else (2e-2, 2e-2)
     flat = [loss for step in expected.losses for loss in step[0]]
     assert losses == pytest.approx(flat, rel=loss_bound)
@@ -128,7 +128,7 @@ def test_one_gpu_equals_plain_torch(stage: int, name: str, plain: bool, precisio
 def test_memory_is_freed_after_destroy(stage: int) -> None:
     subject = on_cuda(ZOO["four_blocks"])
     torch.cuda.synchronize()
-    trained(subject, Recipe(ranks=1, steps=1), Setting(stage=stage))  # memory that CUDA libraries keep is excluded
+    trained(subject, Recipe(ranks=1, steps=1), Setting(stage=stage))  # allocates memory that CUDA libraries keep
     before = torch.cuda.memory_allocated()
     trained(subject, Recipe(ranks=1, steps=2), Setting(stage=stage))
     torch.cuda.synchronize()
@@ -136,7 +136,7 @@ def test_memory_is_freed_after_destroy(stage: int) -> None:
 
 
 def test_language_model_learns_on_one_gpu(tmp_path: Path) -> None:
-    """Training as in the demo: bf16, a schedule, clipping; the text is a pattern, so the loss must fall far."""
+    """Train in bf16 with a schedule on a periodic text: the loss must fall to less than half."""
     import windlass
 
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Law: the Triton kernel of paged attention computes what the reference does.
 
-On a GPU, or anywhere by Triton's interpreter: `TRITON_INTERPRET=1 pytest -m gpu tests/gpu/test_triton_attention.py`.
+The tests run on a GPU, or anywhere in Triton's interpreter:
+`TRITON_INTERPRET=1 pytest -m gpu tests/gpu/test_triton_attention.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def test_outputs_are_those_of_the_reference(
     most_programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decode steps, chunks and both; with one part of the keys, and with several."""
+    """Batches of decode steps, of prompt chunks, and of both, with the keys in one part or in several."""
     from windlass.kernels import triton_attention
 
     monkeypatch.setattr(triton_attention, "_PROGRAMS", most_programs)

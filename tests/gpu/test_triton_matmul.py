@@ -1,6 +1,7 @@
 """Law: the Triton kernel of packed products equals the product with the unpacked weight, within float32's rounding.
 
-On a GPU, or anywhere by Triton's interpreter: `TRITON_INTERPRET=1 pytest -m gpu tests/gpu/test_triton_matmul.py`.
+The tests run on a GPU, or anywhere in Triton's interpreter:
+`TRITON_INTERPRET=1 pytest -m gpu tests/gpu/test_triton_matmul.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MANY = (130, 70, 200)
 
 @pytest.fixture(autouse=True)
 def _uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the CPU as a device of the interpreter, and fail where a weight is unpacked in a forward."""
+    """With the interpreter, make layers on the CPU use the Triton kernel instead of native kernels."""
     if INTERPRETED:
         monkeypatch.setattr("windlass.kernels.device_matmul.runs_kernels", lambda device: True)
         monkeypatch.setattr("windlass.kernels.panel_cache._is_native", lambda weight_format, input: False)

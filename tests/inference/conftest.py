@@ -1,4 +1,4 @@
-"""Choice of the rows that `make test` runs of the inference tests."""
+"""Choice of the rows of inference tests that `make test` runs."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def answer_arrivals(
     """Answer requests that arrive while others run, and check that no block leaks.
 
     Args:
-        params: parameters of each request, or one for all, which then end after 4 to 23 tokens.
-        steps: number of steps between the arrival of a request, by its number, and that of the next one.
+        params: parameters of each request, or one for all, with answers of 4 to 23 tokens.
+        steps: function from the number of a request to the number of steps before the next request arrives.
         more: other arguments of `add_request` for each request.
     """
     if isinstance(params, SamplingParams):
@@ -48,7 +48,7 @@ def answer_arrivals(
 
 
 def make_prompts(count: int, vocab: int, longest: int = 20, seed: int = 0, shared: int = 0) -> list[list[int]]:
-    """Return random prompts of 1 to `longest` tokens. Every second one begins with the same `shared` tokens."""
+    """Return random prompts of 1 to `longest` tokens. Every second one has a common prefix of `shared` more tokens."""
     r = random.Random(seed)
     prefix = [r.randrange(3, vocab) for _ in range(shared)]
     prompts = []
@@ -70,7 +70,7 @@ def assert_greedy(model: Any, outputs: list[RequestOutput], tolerance: float = 1
         logprobs = logits.log_softmax(-1)
         best = logprobs.max(-1).values
         taken = logprobs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        # equal but for ties within rounding
+        # the best tokens, except for ties within rounding
         worst = (best - taken).max().item()
         assert worst <= tolerance, f"{output.request_id}: token {(best - taken).argmax()} is off by {worst}"
         if answer.logprobs is not None:

@@ -1,4 +1,4 @@
-"""Adapters that peft saves, and the answers of peft's own models."""
+"""Adapters saved by peft, and comparison of answers with peft's own models."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.slow
 PARTS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
-OWN_ATTENTION = {  # modules of attention without transformers' AttentionInterface
+OWN_ATTENTION = {  # models with attention that bypasses transformers' AttentionInterface
     *("big_bird", "bloom", "codegen", "cpmant", "falcon", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt"),
     *("megatron-bert", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "trocr", "xglm", "xlm"),
     "xlnet",
 }
-OWN_MASKS = {"doge", "git"}  # masks that depend on values, or that are added outside of the attention function
+OWN_MASKS = {"doge", "git"}  # models with masks that depend on values, or are added outside of attention
 WITHOUT_POSITIONS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
 }
@@ -36,7 +36,7 @@ RECURRENT = {
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
     *("rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 }
-INDEXED = {"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"}  # a cache beside keys and values
+INDEXED = {"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"}  # models with a cache beside keys and values
 RECOMPUTED = {"blt", "recurrent_gemma"}
 OWN_CACHE = OWN_ATTENTION | OWN_MASKS | WITHOUT_POSITIONS | RECURRENT | INDEXED
 
@@ -51,7 +51,7 @@ def _types() -> list[str]:
 
 
 def _avoid_padding(model: Any) -> None:
-    """Make the padding token unlikely where a bias allows it: RoBERTa's plain forward counts no position for it."""
+    """Make padding unlikely if the head has a bias: RoBERTa's plain forward does not count positions of padding."""
     bias, padding = getattr(model.get_output_embeddings(), "bias", None), getattr(model.config, "pad_token_id", None)
     if bias is not None and isinstance(padding, int) and 0 <= padding < bias.shape[0]:
         with torch.no_grad():

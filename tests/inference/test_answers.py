@@ -57,7 +57,7 @@ def test_a_cache_that_is_too_small_for_one_request_says_what_to_change() -> None
         assert llm.max_model_len == 32
         with pytest.raises(RequestError, match="32"):
             llm.generate([[3] * 40], GREEDY)
-        several = GREEDY.replace(n=8, temperature=1.0)  # more blocks than there are, so answers wait for each other
+        several = GREEDY.replace(n=8, temperature=1.0)  # needs more blocks than the cache has, so answers wait
         (output,) = llm.generate([[3] * 20], several)
         assert [len(one.token_ids) for one in output.outputs] == [12] * 8
         assert llm.stats().kv_cache_usage == 0
@@ -67,7 +67,7 @@ def test_a_cache_that_is_too_small_for_one_request_says_what_to_change() -> None
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_text_by_tokens_is_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
-    """A character of several tokens is shown once it is complete, and none is lost."""
+    """A character of several tokens is shown once it is complete, and no character is lost."""
     tokenizer = TOKENIZERS[name]()
     text = data.draw(st.text(st.sampled_from("ab ,é東\N{GRINNING FACE}\N{ZERO WIDTH JOINER}\n\t{1"), max_size=25))
     prompt = tokenizer("the quick", add_special_tokens=False).input_ids
@@ -249,7 +249,7 @@ def test_bad_words_are_not_generated() -> None:
 
 @pytest.mark.parametrize("cache", [112, 2048])
 def test_several_answers_share_the_prompt_and_leak_nothing(cache: int) -> None:
-    """One answer is the first of several; the best of several have the highest mean log-probability."""
+    """A single answer is the first of four; the best two are among the four, in the order of mean log-probability."""
     prompts = make_prompts(6, VOCABULARY, 20, shared=18)
     params = [SamplingParams(seed=number, max_tokens=16, ignore_eos=True) for number in range(6)]
     with serve(llama(), kv_cache_tokens=cache, max_model_len=64) as llm:

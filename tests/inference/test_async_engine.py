@@ -122,7 +122,7 @@ def test_a_step_runs_between_two_embeddings(monkeypatch: pytest.MonkeyPatch) -> 
             order.append("embedding")
             loop.call_soon_threadsafe(has_begun.set)
             assert may_end.wait(20)
-            time.sleep(0.002)  # until the other clients have queued theirs
+            time.sleep(0.002)  # time for other clients to queue inputs
             return [[1.0]]
 
         def observed(batch: Any) -> torch.Tensor:
@@ -271,7 +271,7 @@ def test_draining_finishes_running_requests() -> None:
 
 
 class FailingRunner:
-    """Runner that raises for batches that contain a token, like a forward that runs out of memory."""
+    """Runner that raises for batches with `token`, or for all batches, like a forward that runs out of memory."""
 
     def __init__(self, runner: Any, token: int, *, always: bool = False) -> None:
         self.run_batch, self.token, self.always, self.failures = runner.run, token, always, 0
@@ -285,7 +285,7 @@ class FailingRunner:
 
 @pytest.mark.parametrize("position", [0, 30])
 def test_a_forward_that_fails_ends_its_request_alone(position: int) -> None:
-    """Other requests get the tokens of a run without the failing request, also those of the failed step."""
+    """Other requests, also requests of the failed step, get the tokens of a run without the failing request."""
 
     async def main() -> None:
         model, engine = make_engine(deterministic=False)

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 class CalledAgain:
-    """Captured step that calls its function."""
+    """Captured step that calls its function in each replay."""
 
     def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         self._function = function
@@ -41,7 +41,7 @@ class AsynchronousRunner(PagedModelRunner):
 
 
 def make_engine(model: Any, *, graphs: bool, blocks: int = 24, **options: Any) -> LLMEngine:
-    """Engine whose steps are queued ahead, and perhaps recorded."""
+    """Return an engine that queues steps ahead and, with `graphs`, records decode steps."""
     chosen = EngineOptions(max_tokens_per_step=32, max_sequences=6, max_model_len=96, **options)
     runner = AsynchronousRunner(model, block_size=16, num_blocks=lambda _: blocks, has_scratch=graphs)
     if graphs:
@@ -106,7 +106,7 @@ def test_a_waiting_request_is_admitted_once_another_ends(cancels: bool) -> None:
     if cancels:
         engine.add_request(
             "several", [3] * 4, SamplingParams(n=2, seed=0)
-        )  # waits for two places, and precedes the next one
+        )  # needs two places, and is before "next" in the queue
     engine.add_request("next", [3] * 4, GREEDY)
     ended = False
     while not ended:

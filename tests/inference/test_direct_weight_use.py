@@ -1,4 +1,4 @@
-"""Packed weights of models that read some weights themselves, or have layers that no call reaches."""
+"""Tests of packed weights in models that read a layer's weight directly, with or without a call of the layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 class WeightReader(nn.Module):
-    """Model whose layers `own` are used by their weights."""
+    """Model that reads the weights of `own` layers and of the head. `calls_too`: it also calls the `own` layers."""
 
     def __init__(self, *, calls_too: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def made(**options: Any) -> WeightReader:
 @pytest.mark.parametrize("weights", [None, "fp32"])
 def test_layers_that_are_not_called_keep_their_weights(weights: str | None) -> None:
     model, prompt = made(), list(range(3, 24))
-    prune.identity(model.layers[0]["up"], "weight")  # its weight is no parameter
+    prune.identity(model.layers[0]["up"], "weight")  # now the weight is not a parameter
     expected = greedy(model, prompt)
     engine = make_rank_engine(
         copy.deepcopy(model),
@@ -71,7 +71,7 @@ def test_layers_that_are_not_called_keep_their_weights(weights: str | None) -> N
 
 
 def test_a_model_that_calls_a_layer_and_reads_its_weight_is_refused() -> None:
-    """The packed weight is gone, and what takes its place has no values."""
+    """Packing replaces the weight that the model reads by a tensor without values."""
     options = EngineOptions.from_arguments(max_model_len=64, **SMALL)
     with pytest.raises(
         ModelError, match="WeightReader computes other logits with packed weights .* serve the module itself"

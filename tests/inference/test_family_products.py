@@ -1,6 +1,6 @@
 """Law: greedy tokens and log-probabilities are the plain model's, for each family and each combination of options.
 
-The slow rows are the whole product. The quick ones have one combination for each family, drawn by its name.
+The slow rows are all combinations. The quick rows have one combination for each family, drawn with its name as seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 
-# peft 0.21 asks transformers for a name that it deprecates
+# peft 0.21 uses a name that transformers deprecates
 pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")]
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
@@ -57,7 +57,7 @@ def family(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """Combination of options. All have a cache that holds only some of the requests."""
+    """Combination of options. In each one, the KV cache holds only some of the requests."""
 
     policy: str
     max_tokens_per_step: int
@@ -76,7 +76,7 @@ def write_adapters(model: Any, name: str, folder: Path) -> dict[str, Path]:
         "target_modules": _TARGETS.get(name, ["q_proj", "v_proj"]),
         "fan_in_fan_out": name == "gpt2",
     }
-    # TiedTwice has no norms: larger adapters make logits of 12,000, whose rounding in fp32 exceeds the tolerance.
+    # TiedTwice has no norms: larger adapters make logits of 12,000, with rounding in fp32 above the tolerance.
     config["std"] = 0.2 if name == "TiedTwice" else 0.5
     return {one: write_adapter(model, folder / one, rank, r=rank, **config) for one, rank in (("two", 2), ("three", 3))}
 
@@ -84,7 +84,7 @@ def write_adapters(model: Any, name: str, folder: Path) -> dict[str, Path]:
 def answer(
     name: str, model: Any, directories: dict[str, Path], options: Options, count: int, seed: int, **axes: int
 ) -> list[RequestOutput]:
-    """Answer `count` requests that arrive at random times. With several ranks only the first has answers."""
+    """Answer `count` requests that arrive at random times. With several ranks, only rank 0 returns answers."""
     r = random.Random(seed)
     prompts = make_prompts(count, VOCABULARY, 30, seed, shared=18)
     given: dict[str, Any] = asdict(options)
@@ -114,7 +114,7 @@ def answer(
 
 
 def compare(model: Any, directories: dict[str, Path], options: Options, outputs: list[RequestOutput]) -> None:
-    """Compare all answers with those of the plain model, or of peft's."""
+    """Compare all answers with those of the plain model, or of peft's models."""
     if options.has_adapters:
         assert_adapters(model, outputs, directories)
     else:
@@ -135,7 +135,7 @@ def test_a_family_with_one_combination_of_options(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_with_every_combination_of_options(name: str, policy: str, budget: int, tmp_path: Path) -> None:
-    """Forty requests each."""
+    """Each combination answers forty requests."""
     model = family(name)
     directories = write_adapters(model, name, tmp_path)
     failed = {}

@@ -31,7 +31,7 @@ from windlass.storage.process_directory import process_start_time
 
 OWN_CACHE = {"bloom", "mpt", "falcon", "gptj", "gpt_neo", "qwen3_next"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-# shorter than most sequences, and in some layers alone
+# Windows that are shorter than most sequences, in some layers only.
 WINDOWED: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 7},
     "gemma3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
@@ -59,7 +59,7 @@ RECURRENT = {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
     },
-    "BambaForCausalLM": {  # counts from 0 in each forward without positions, and asks for the last logits by itself
+    "BambaForCausalLM": {  # without positions, a forward counts from 0; by default it returns the last logits only
         **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [1]},
         **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
     },
@@ -83,7 +83,7 @@ def test_recurrent_families_generate_what_the_plain_model_does(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", ["Mamba2ForCausalLM", "JambaForCausalLM", "BambaForCausalLM", "RwkvForCausalLM"])
 def test_recurrent_families_serve_mixed_requests(kind: str) -> None:
-    """Requests with all kinds of parameters run side by side, are preempted, and are cancelled."""
+    """Requests with different parameters run together and are preempted; one is cancelled."""
     tokenizer = byte_level_tokenizer()
     model = recurrent(kind, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     prompts = [prompt + [5, 6, 7] for prompt in make_prompts(10, len(tokenizer))]
@@ -122,7 +122,7 @@ def test_recurrent_families_serve_mixed_requests(kind: str) -> None:
 
 @torch.no_grad()
 def assert_logprobs(model: Any, before: list[int], tokens: list[int], entries: Any) -> None:
-    """Check the log-probabilities of tokens that follow others."""
+    """Check the log-probabilities of `tokens` after the tokens `before`."""
     logits = model(torch.tensor([[*before, *tokens][:-1]]), use_cache=False).logits[0, len(before) - 1 :]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     found = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
@@ -130,15 +130,15 @@ def assert_logprobs(model: Any, before: list[int], tokens: list[int], entries: A
 
 
 PAGED: dict[str, dict[str, Any]] = {
-    # the scale of queries depends on the position, which the layers without rotary embeddings count by their cache
+    # the scale of queries depends on the position, which layers without rotary embeddings take from their cache
     "Llama4ForCausalLM": {
         **{"config": "Llama4TextConfig", "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
         **{"intermediate_size_mlp": 24, "no_rope_layer_interval": 2, "floor_scale": 4, "attn_scale": 1.0},
         "attention_chunk_size": 8,
     },
-    "RobertaForCausalLM": {"is_decoder": True, "num_key_value_heads": None},  # counts from its padding token
+    "RobertaForCausalLM": {"is_decoder": True, "num_key_value_heads": None},  # positions start after pad_token_id
     "CamembertForCausalLM": {"is_decoder": True, "pad_token_id": 5, "num_key_value_heads": None},
-    # rotary frequencies that depend on the length, but only of sequences above a limit
+    # rotary frequencies that depend on the length, only for sequences above a limit
     "Phi3ForCausalLM": {
         "rope_parameters": {
             **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40},
@@ -214,7 +214,7 @@ def test_a_scaled_rotation_takes_the_length_that_it_is_scaled_to(kind: str) -> N
             assert output.outputs[0].token_ids == found[0, ids.shape[1] :].tolist()
     with pytest.raises(ConfigError, match="attends to 64 tokens"):
         LLM(model, max_model_len=65)
-    rope["rope_type"] = "dynamic"  # frequencies depend on the sequences before, so requests would depend on each other
+    rope["rope_type"] = "dynamic"  # frequencies depend on earlier sequences, so requests would depend on each other
     with pytest.raises(ConfigError, match="attends to 16 tokens"):
         LLM(build("llama", max_position_embeddings=16, rope_parameters=rope), max_model_len=64)
 
@@ -245,7 +245,7 @@ def test_a_paged_step_that_raises_at_load_is_not_used(
 def test_a_check_without_room_is_in_the_log(
     limits: dict[str, int], reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A paged step that is wrong is used then."""
+    """Without the check, a wrong paged step is used."""
     run = PagedModelRunner.run
     monkeypatch.setattr(PagedModelRunner, "run", lambda runner, batch: run(runner, batch) + 1.0)
     with caplog.at_level("WARNING"), LLM(build_longer("llama"), max_sequences=4, **limits) as llm:
@@ -277,7 +277,7 @@ def test_a_cache_that_fails_at_load_is_not_used(
 
 
 def test_a_model_that_is_not_causal_generates_as_its_own_generate_does() -> None:
-    """The tokens of CPM-Ant's prompt see each other, so that forwards with and without a cache differ."""
+    """The tokens of CPM-Ant's prompt attend to each other, so forwards with and without a cache differ."""
     torch.manual_seed(0)
     size = {"vocab_size": VOCABULARY, "hidden_size": 32, "dim_head": 8, "num_attention_heads": 4, "dim_ff": 48}
     model = model_of("CpmAntForCausalLM", **size, num_hidden_layers=2, prompt_length=4).eval()
@@ -293,7 +293,7 @@ def test_a_model_that_is_not_causal_generates_as_its_own_generate_does() -> None
 
 
 def _schedules() -> Iterator[Any]:
-    """Yield each policy with each budget, for one model in turn; the other rows are slow."""
+    """Yield all products of model, budget and policy. Each policy with each budget is quick for one of the models."""
     rows = product(
         enumerate(["llama", "gemma3"]), enumerate([1, 7, 64]), enumerate(["splitfuse", "prefill-first", "orca"])
     )
@@ -317,7 +317,7 @@ def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> 
 
 
 def count_moves(llm: LLM) -> Counter[str]:
-    """Count the preempted sequences whose blocks are saved and restored."""
+    """Return counters of the calls that save and restore blocks of preempted sequences."""
     runner, counts = llm.engine.runner, Counter()
     save, restore = runner.save_blocks, runner.restore_blocks
 
@@ -351,7 +351,7 @@ def test_options_change_no_token(changes: dict[str, Any]) -> None:
 def test_a_narrow_cache_changes_log_probabilities_by_its_rounding_alone(
     name: str, dtype: str, tolerance: float
 ) -> None:
-    """Chunks of prompts and decodes read rounded keys and values, of shared and of moved blocks too."""
+    """Prompt chunks and decodes read rounded keys and values, also from shared blocks and from moved blocks."""
     model = build_longer(name, **WINDOWED.get(name, {}))
     prompts = make_prompts(12, VOCABULARY, 40, shared=18)
     wanted = GREEDY.replace(prompt_logprobs=0, max_tokens=16)
@@ -414,7 +414,7 @@ def test_options_that_need_the_time_of_steps_work_without_a_check(
 
 
 def finish(llm: LLM) -> list[Any]:
-    """Run the engine until all requests have ended, and return their outputs in this order."""
+    """Run the engine until all requests have ended. Return the outputs in the order in which requests end."""
     outputs = []
     while llm.engine.has_requests():
         outputs += llm.engine.step()
@@ -422,7 +422,7 @@ def finish(llm: LLM) -> list[Any]:
 
 
 def test_answers_that_share_blocks_are_preempted_for_a_higher_priority() -> None:
-    """No single answer frees the prompt that all of them share."""
+    """All answers share the blocks of the prompt, so preempting one answer does not free these blocks."""
     model = build_longer("llama")
     low = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=14, ignore_eos=True)
     prompts = [[3 + place * step % 37 for place in range(size)] for size, step in ((64, 7), (90, 11))]
@@ -453,7 +453,7 @@ def test_a_request_whose_prefix_a_lower_priority_holds_preempts_it_only_if_it_ca
 
 @pytest.fixture
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine measure steps that take longer than moving any blocks."""
+    """Replace the measured cost of steps: each step takes longer than moving any blocks."""
     monkeypatch.setattr(engine_factory, "measure_step_cost", lambda *arguments, **options: StepCost(100.0))
 
 
@@ -521,7 +521,7 @@ def test_blocks_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
         (ours,) = tmp_path.iterdir()
         assert ours.stat().st_mode & 0o077 == 0
     assert not ours.exists()
-    # the same name, of an earlier process with this number
+    # a directory of an earlier process with the same process id
     left = tmp_path / ours.name.replace(f"-{process_start_time(os.getpid())}-", "-1-")
     left.mkdir()
     with LLM(model, swap_directory=tmp_path, check_at_load=False):
@@ -581,7 +581,7 @@ class SometimesDeeper(TiedTwice):
 
 
 def test_a_layer_that_did_not_run_at_load_gets_no_cache_later() -> None:
-    """The check at load chooses a runner without a paged cache. Without the check, the step that needs it raises."""
+    """The check at load chooses a runner without paged cache. Unchecked, the step that needs the cache raises."""
     model = SometimesDeeper()
     with LLM(model, max_model_len=64, kv_cache_tokens=256) as llm:
         assert_greedy(model, llm.generate([[3, 4, 5], [3, 17, 5]], GREEDY))
@@ -592,7 +592,7 @@ def test_a_layer_that_did_not_run_at_load_gets_no_cache_later() -> None:
 
 
 class NoPositions(nn.Module):
-    """User-defined model that computes positions itself and keeps no cache."""
+    """User-defined recurrent model that takes no positions and keeps no cache."""
 
     def __init__(self) -> None:
         super().__init__()

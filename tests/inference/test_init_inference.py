@@ -48,7 +48,7 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_weights_that_a_script_loads_are_followed() -> None:
-    """Keys and values of the former weights are in the prefix cache."""
+    """The prefix cache still has keys and values of the former weights, which must not be used."""
     first, second = small_model(), build("llama", seed=1, max_position_embeddings=96).eval()
     ids = torch.randint(3, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "pad_token_id": 0}
@@ -59,7 +59,7 @@ def test_weights_that_a_script_loads_are_followed() -> None:
 
 
 def test_the_engine_is_built_once_a_call_needs_it() -> None:
-    """Beams run by the module's own generate, and the KV cache would take memory that they need."""
+    """Beam search runs in the module's own `generate`, and needs the memory that a KV cache would take."""
     engine = windlass.init_inference(small_model(), **SMALL)
     ids, mask = padded()
     engine.generate(ids, attention_mask=mask, max_new_tokens=2, num_beams=2)
@@ -353,7 +353,7 @@ def test_refused_keys_say_why(given: dict[str, Any], reason: str) -> None:
 
 
 class TiedNet(nn.Module):
-    """Module of a user with a tied matrix and a buffer, which generates nothing."""
+    """User-defined module with a tied matrix and a buffer, and without `generate`."""
 
     def __init__(self, persistent: bool = True) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class TiedNet(nn.Module):
 def test_a_checkpoint_gives_a_model_its_weights(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is on the meta device, or has other weights. BLOOM's first files lack the prefix of their names."""
+    """The model is on the meta device, or has other weights. BLOOM's first files lack the prefix of tensor names."""
     monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
     name = "bloom" if form == "bin" else "mixtral"  # experts are joined from several tensors of the files
     model = build(name).eval()
@@ -459,7 +459,7 @@ def test_the_default_configuration_is_accepted() -> None:
 
 
 def test_packed_weights_stay_where_they_are() -> None:
-    """Scripts move the engine to its device before each call; packed layers have no other values to move."""
+    """Scripts call `to` on the engine before each call; packed layers keep their device and dtype."""
     ids, mask = padded()
     engine = windlass.init_inference(small_model(), weights="int8", **SMALL)
     expected = engine.generate(ids, attention_mask=mask, max_new_tokens=5)

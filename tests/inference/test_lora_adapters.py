@@ -24,7 +24,7 @@ from windlass.inference.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 
-# peft 0.21 asks transformers for a name that it deprecates
+# peft 0.21 uses a name that transformers deprecates
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
@@ -44,7 +44,7 @@ def served(name: str) -> Any:
     ],
 )
 def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path: Path) -> None:
-    """Covers the paged runner and, with bloom, the one of models with their own cache. All requests share a prefix."""
+    """Cover the paged runner and, with bloom, the own-cache runner. Half of the prompts share a prefix."""
     model = served(name)
     directories = write_three(model, name, tmp_path)
     before = copy.deepcopy(model.state_dict())
@@ -76,7 +76,7 @@ def test_an_adapter_with_its_directory_is_loaded_at_its_first_use(tmp_path: Path
         assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
         with pytest.raises(RequestError, match="was loaded from .*0, and lora_path is .*1; use another name"):
             llm.generate(prompts, GREEDY, lora_request=LoRARequest("adapter-0", 1, folders[1]))
-        llm.engine.remove_lora("adapter-0")  # the name may return, also for another directory
+        llm.engine.remove_lora("adapter-0")  # the name can be used again, also for another directory
         again = LoRARequest("adapter-0", 1, folders[1])
         assert_adapters(
             model, llm.generate(prompts, GREEDY, lora_request=[again, None, None]), {"adapter-0": folders[1]}
@@ -106,7 +106,7 @@ def test_an_adapter_of_the_output_head_changes_the_wanted_rows(tmp_path: Path) -
 
 @pytest.mark.parametrize("settings", [{"deterministic": True}, {"deterministic": False}, {"weights_tier": "disk"}])
 def test_a_loaded_model_with_packed_weights_takes_adapters(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Query, key and value projections are one packed product, of which each layer returns a part."""
+    """Query, key and value projections are one packed product, and each layer returns its part."""
     model = served("llama")
     model.save_pretrained(tmp_path / "model")
     directories = write_three(model, "llama", tmp_path)

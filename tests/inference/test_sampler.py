@@ -157,7 +157,7 @@ def test_draws_follow_their_distribution(params: SamplingParams) -> None:
 def test_one_row_at_a_time_draws_what_all_rows_together_do(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float, size: int
 ) -> None:
-    """Both invert the cumulative distribution of the same nucleus, which rounding may change by its last token."""
+    """Both invert the cumulative distribution of the same nucleus. Rounding may add or remove its last token."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     logits = logits_of(seed, size)
     uniforms = [(k + uniform) / 64 for k in range(64)]
@@ -180,7 +180,7 @@ def test_one_row_at_a_time_draws_what_all_rows_together_do(
 
 @pytest.mark.parametrize("size", [1500, 4000, 40_000])
 def test_a_nucleus_of_nearly_all_tokens_may_exceed_their_rounded_sum(size: int) -> None:
-    """The sum of all weights in another order can be less than the wanted part of their sum."""
+    """`top_p` times the sum of all weights can exceed their sum in another order."""
     for seed in range(100):
         logits = logits_of(seed, size)
         weights = (logits - logits.max()).exp().numpy()
@@ -193,7 +193,7 @@ def test_a_nucleus_of_nearly_all_tokens_may_exceed_their_rounded_sum(size: int) 
 @pytest.mark.parametrize("spread", [0.0, 0.001, 1.0, 3.0, 8.0])
 def test_a_nucleus_by_selection_is_that_by_sorting_everything(spread: float, top_p: float) -> None:
     logits = logits_of(4, 20_000, spread)
-    logits[::7] = logits[3]  # ties, of which the first tokens are kept
+    logits[::7] = logits[3]  # ties: the first tied tokens are kept
     logits[1::50] = -math.inf
     weights = (logits - logits.max()).exp()
     ordered, ids = weights.double().sort(descending=True, stable=True)

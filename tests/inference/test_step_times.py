@@ -1,4 +1,4 @@
-"""Laws of times: steps with parts of prompts correct the predicted ones, and the wait for a first token is bounded."""
+"""Laws of step times: steps with prompt tokens correct the prediction, and the wait for a first token is bounded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PROMPT = 20  # tokens
 
 
 class TimedRunner(PagedModelRunner):
-    """Runner whose steps take a stated time of a clock that stands still otherwise."""
+    """Runner with a simulated clock, which advances only by the stated time of each step."""
 
     now = 0.0
-    prompts, decodes = 1.0, 1.0  # ratio of the time of a step to the predicted one
+    prompts, decodes = 1.0, 1.0  # ratio of the time of a step to its predicted time
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         ratio = self.prompts if batch.num_tokens >= PROMPT else self.decodes
@@ -66,7 +66,7 @@ def test_only_steps_with_prompts_correct_the_predictions(
 
 
 def make_bounded_engine(**options: int) -> tuple[TimedRunner, LLMEngine]:
-    """Return an engine that refuses requests that would wait for more than 0.2 seconds, of 0.001 seconds a token."""
+    """Return a runner of 0.001 seconds a token, and an engine that refuses requests with a wait over 0.2 seconds."""
     model = build("llama", max_position_embeddings=96).eval()
     runner = TimedRunner(model, block_size=16, num_blocks=lambda _: 64)
     bounded = EngineOptions(
@@ -91,7 +91,7 @@ def test_a_request_that_would_wait_too_long_is_refused() -> None:
             assert output.metrics.first_token_time is not None
             answered[output.request_id] = output.metrics.first_token_time
     assert len(answered) == accepted and max(answered.values()) <= 0.2 + 0.064
-    engine.add_request("later", [1, 2, 3], params)  # the others have ended
+    engine.add_request("later", [1, 2, 3], params)  # the other requests have ended
 
 
 def test_a_request_that_waits_too_long_for_its_place_is_refused() -> None:

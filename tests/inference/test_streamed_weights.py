@@ -91,7 +91,7 @@ def test_drafts_are_checked_by_a_streamed_model(method: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_formats_have_the_bits_of_packed_weights_in_memory(weights: str, tmp_path: Path) -> None:
-    """Bytes read from the file shrink with the format."""
+    """The file has as many bytes as the packed weights in memory, up to padding to pages."""
     saved("llama", tmp_path, hidden_size=64, intermediate_size=96)
     prompts = make_prompts(6, VOCABULARY)
     with LLM(tmp_path, skip_tokenizer_init=True, weights=weights, **SMALL) as llm:
@@ -109,7 +109,7 @@ def test_formats_have_the_bits_of_packed_weights_in_memory(weights: str, tmp_pat
 
 
 def test_weights_pass_through_the_stated_memory(tmp_path: Path) -> None:
-    """A model with many layers: staging is three of its largest products, and no parameter of a product is resident."""
+    """Staging takes at most three of the largest products or a quarter of all, and no streamed weight is resident."""
     model = saved("llama", tmp_path, num_hidden_layers=12)
     with streamed(tmp_path) as llm:
         parts = modules_of(llm)
@@ -233,7 +233,7 @@ class CountedSource:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_use_gets_the_bytes_of_its_units(seed: int) -> None:
-    """Repeated, skipped, nested and unforeseen units, in rings that hold from one unit to all of them."""
+    """Repeated, skipped, nested and unexpected units, in rings that hold from one unit to all of them."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int) -> int:
@@ -258,7 +258,7 @@ def test_any_order_of_use_gets_the_bytes_of_its_units(seed: int) -> None:
                         check(inner, other)
                 check(unit, memory)
     before = stream.stats.mispredicted
-    for _ in range(3):  # one forward teaches the order of the next ones
+    for _ in range(3):  # the order of a forward predicts the next forward
         stream.begin_forward()
         for unit in usual:
             with stream.lend(unit) as memory:

@@ -59,7 +59,7 @@ def test_texts_obey_their_structure(make: Any, option: str) -> None:
     tokenizer = make()
     model = text_model(tokenizer)
     params = [
-        # a bias ends numbers and spaces of a random model
+        # the bias of the end token ends numbers and spaces of a random model
         SamplingParams(
             n=2,
             seed=seed,

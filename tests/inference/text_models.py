@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers with text, built here."""
+"""Tiny tokenizers, built from a short text, and models for them."""
 
 from __future__ import annotations
 

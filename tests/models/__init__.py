@@ -4,8 +4,8 @@ Each `Specimen` has functions that build a model, that make the micro-batch of a
 one micro-batch. This package does not import the engine: the oracle trains the same specimens in plain PyTorch.
 
 Reading order: `specimen` and `plain`, on which the others are built; `shared`, `adapters`, `unused`, `recomputed`,
-`training_variants`, `unusual_inputs`, `buffers`, `unusual_modules`, `layers` and `adversarial`, by the difficulty;
-`zoo`, the table of all; `rank_dependent`, whose ranks run different modules.
+`training_variants`, `unusual_inputs`, `buffers`, `unusual_modules`, `layers` and `adversarial`, for one difficulty
+each; `zoo`, the table of most specimens; `rank_dependent`, models that run different modules on different ranks.
 """
 
 from tests.models.adapters import LoraBlock, lora

@@ -10,7 +10,7 @@ from tests.models.specimen import WIDTH
 
 
 def frozen() -> nn.Module:
-    """Return a model whose first block and one matrix of the second are frozen. Gradients must pass through both."""
+    """Return a model with a frozen second block and a frozen matrix in the third. Gradients must pass through both."""
     model = Regressor(blocks=3)
     model.blocks[1].requires_grad_(False)
     model.blocks[2].up.weight.requires_grad_(False)
@@ -25,7 +25,7 @@ def frozen_first() -> nn.Module:
 
 
 class LoraLinear(nn.Module):
-    """Frozen matrix with a trainable low-rank one. `base_dtype` may differ from the adapter's fp32."""
+    """Frozen matrix with a trainable low-rank adapter. `base_dtype` may differ from the adapter's fp32."""
 
     def __init__(self, base_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Two models that train against each other: the generator's loss passes through the discriminator.
 
-One loop trains plain PyTorch models and engines. It also drops gradients between backwards and steps.
+One loop trains plain PyTorch models and engines. It drops gradients that the loss of one model leaves in the other.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class Side:
     """One of the two models in training.
 
     Attributes:
-        call: its forward.
-        zero_grad: drops its gradients at the beginning of its half of a step.
-        backward: runs the backward of its loss, which may pass through the other model.
+        call: forward of the model.
+        zero_grad: drops the model's gradients at the beginning of the model's half of a step.
+        backward: runs the backward of the model's loss, which may pass through the other model.
+        step: updates the model.
     """
 
     call: Callable[[Tensor], Tensor]

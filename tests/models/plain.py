@@ -46,7 +46,7 @@ def mlp() -> nn.Module:
 
 
 class FourBlocks(nn.Module):
-    """Model of four equal blocks, each above the default persistence threshold, so that stage 3 shards them."""
+    """Model of four equal blocks, which are larger than those of other specimens."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()

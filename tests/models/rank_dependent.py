@@ -1,4 +1,4 @@
-"""Models whose modules differ between ranks in which of them run, or how often."""
+"""Models that run different modules on different ranks, or the same modules a different number of times."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
 
 def experts_by_place(place: Place) -> Batch:
-    """Return a batch and its experts. Ranks choose the same only in step 1; one expert is never chosen."""
+    """Return a batch and its experts. In step 1 all ranks choose the same; one expert is never chosen."""
     generator = place.generator() if place.step != 1 else torch.Generator().manual_seed(place.micro)
     first, second = torch.randint(0, 6, (2,), generator=generator).tolist()
     return {**rows(place), "first": first % 3, "second": second % 2}
@@ -113,7 +113,7 @@ class Plain(nn.Module):
 
 
 def batch_or_none(place: Place) -> Batch:
-    """Return a batch or None. Rank 0 has all micro-batches, the others fewer, and in step 3 some have none."""
+    """Return a batch or None. Rank 0 has all micro-batches, other ranks the first 0 to 3, and none in step 3."""
     left = int(torch.randint(0, 4, (), generator=Place(place.step, 0, place.rank).generator()))
     here = place.rank == 0 or (place.micro < left and place.step != 3)
     return {"batch": rows(place) if here else None}

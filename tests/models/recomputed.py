@@ -26,7 +26,7 @@ class Checkpointed(nn.Module):
 
 
 class CheckpointedPairs(nn.Module):
-    """Model with a checkpoint around two blocks and a frozen block inside it."""
+    """Model with a checkpoint around each pair of blocks, and a frozen block in the second pair."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

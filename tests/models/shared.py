@@ -42,7 +42,7 @@ class Sibling(nn.Module):
 
 
 class SiblingBlock(nn.Module):
-    """Block that reads the weight of another block."""
+    """Model with two blocks that read the weight of another block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Siamese(nn.Module):
 
 
 class LayerReuse(nn.Module):
-    """Model that applies one block three times in depth, with another in between."""
+    """Model that applies one block three times in depth, with another block in between."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def retained(call: Callable[..., Any], batch: Batch, backward: Callable[..., Non
 
 
 def discarded(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Drop the graph of a forward, before and after the one that is trained."""
+    """Drop the graph of a forward, before and after the forward that is trained."""
     call(x=batch["y"], y=batch["x"])
     loss = call(**batch)
     call(x=batch["y"], y=batch["x"])
@@ -106,7 +106,7 @@ class FragileBlock(nn.Module):
 
 
 def interrupted(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Catch the error of a failed forward (out of memory, a bad sample), then train another one."""
+    """Catch the error of a failed forward (out of memory, a bad sample), then train on the same batch."""
     try:
         call(**batch, fail=True)
     except ArithmeticError:

@@ -41,7 +41,7 @@ def branch_by_step(place: Place) -> Batch:
 
 
 def branch_by_micro(place: Place) -> Batch:
-    """Return a batch whose side changes within a step. In step 3 all take the left one."""
+    """Return a batch whose side changes within a step. In step 3 all micro-batches take the left side."""
     return {**rows(place), "left": place.step == 3 or place.micro % 2 == 0}
 
 
@@ -51,7 +51,7 @@ def branch_by_rank(place: Place) -> Batch:
 
 
 class Untidy(nn.Module):
-    """Model with a block output that is dropped, one that is detached, and a block that returns its input."""
+    """Model with a dropped block output, a detached block output, and a module that returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Untidy(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.passing(self.blocks[0](x))
-        self.blocks[1](h)  # its output is never used, its parameters get no gradient
+        self.blocks[1](h)  # the output is never used, so the parameters get no gradient
         with torch.no_grad():
             target = self.blocks[2](y)
         return mse(self.blocks[3](h), y + 0.1 * target) + mse(self.blocks[2](h.detach()), y)

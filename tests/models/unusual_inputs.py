@@ -15,14 +15,14 @@ from tests.models.specimen import WIDTH, Batch, mse
 
 @dataclass
 class Outputs:
-    """Output that is neither a tensor nor a container that torch knows."""
+    """Output that is neither a tensor nor a container of torch's pytrees."""
 
     hidden: Tensor
     extra: dict[str, Any]
 
 
 class Opaque:
-    """Output whose tensors cannot be found."""
+    """Output with a tensor that a search of containers cannot find."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
@@ -88,7 +88,7 @@ class LossOutside(nn.Module):
 
 
 def loss_outside(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Return a loss of several outputs of the model."""
+    """Train on a loss of several outputs of the model."""
     out, states = call(batch["x"])
     loss = mse(out, batch["y"]) + 0.1 * states[0].float().square().mean()
     backward(loss)

@@ -43,7 +43,7 @@ class OddBlock(nn.Module):
 
 
 class SparseTables(nn.Module):
-    """Model of embeddings with sparse gradients: one that is used twice, one that few tokens use."""
+    """Model of embeddings with sparse gradients: one that is used twice, and one with few rows in use."""
 
     def __init__(self) -> None:
         super().__init__()

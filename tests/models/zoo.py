@@ -45,8 +45,8 @@ def _specimen(
     return Specimen(name, build, batch, train, frozenset(traits))
 
 
-# Traits: `moving` - step, micro-batch and rank determine the parameters that get a gradient; `divergent` - ranks run
-# different modules;
+# Traits: `moving` - step, micro-batch and rank determine the parameters that get a gradient;
+# `divergent` - ranks run different modules;
 # `chaotic` - gradients of the size of their rounding error, which AdamW would turn into full steps;
 # `fp32` - has its own dtypes, or is unstable in 16 bits; `rounds` - computes in 16 bits in every precision;
 # `once` - the forward depends on buffers that ranks share, for which DDP's rule is defined only without accumulation.

@@ -1,4 +1,4 @@
-"""Parameter server jobs whose servers and workers are threads of one process: links do not tell the difference."""
+"""Parameter server jobs with servers and workers in threads of one process, over the same links as processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.shard_process import ShardProcess
 from windlass.parameter_server.worker import ParameterServerWorker
 
-CONNECT = timedelta(seconds=240)  # a test machine may stand still
+CONNECT = timedelta(seconds=240)  # a test machine may be suspended
 _RANDOM = threading.Lock()  # all threads share torch's generator: a seed of one must not reach the model of another
 
 
@@ -76,7 +76,7 @@ class Job:
         self.start(process.run)
 
     def serving(self, server: int) -> ParameterServer:
-        """Return the server of a shard that has replicas."""
+        """Return the server that serves a shard with replicas."""
         address = self.rendezvous().record(server).address
         assert address is not None
         found = self.processes[server, address.replica].serving
@@ -84,7 +84,7 @@ class Job:
         return found
 
     def build_from(self, seed: int) -> nn.Module:
-        """Build the model from a seed of its own: only that of server 0 counts."""
+        """Build the model from a seed. Seeds of servers and workers differ; training starts from server 0's model."""
         with _RANDOM, torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.build()
@@ -119,7 +119,7 @@ class Job:
     def finish(self) -> None:
         until = time.monotonic() + 240
         while any(thread.is_alive() for thread in self.threads):
-            if self.failures:  # the others may wait for the one that failed
+            if self.failures:  # other threads may wait for the failed one
                 until = min(until, time.monotonic() + 5)
             if time.monotonic() > until:
                 break

@@ -49,7 +49,7 @@ class Bag(nn.Module):
 
 
 class Gated(nn.Module):
-    """Layers of which some batches use one, and none another."""
+    """Model with a layer that only some batches use, and a layer that no batch uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def run_synchronous(job: Job, **kinds: Any) -> list[dict[str, torch.Tensor]]:
 def test_synchronous_training_equals_data_parallel_training(
     build: Any, make_optimizer: Any, servers: int, workers: int
 ) -> None:
-    """The parameters start from those of server 0, and all workers end with the same."""
+    """Training starts from the parameters of server 0, and all workers end with the same parameters."""
     job = Job(build, make_optimizer, ParameterServerSettings(), servers=servers, workers=workers)
     wanted = plain(job.build_from(0), make_optimizer, workers)
     for found in run_synchronous(job):
@@ -134,7 +134,7 @@ def test_synchronous_training_equals_data_parallel_training(
 
 
 def test_a_worker_with_less_data_leaves_the_others() -> None:
-    """After `close` of one worker an update is the mean over the others."""
+    """After `close` of one worker, an update is the mean over the other workers."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=2, workers=2)
     reference = job.build_from(0)
     optimizer = sgd(list(reference.parameters()))
@@ -211,15 +211,15 @@ def test_bounded_staleness_holds_the_fast_worker() -> None:
     came = threading.Event()
 
     def third() -> None:
-        train_once(fast_model, fast, 2)  # two steps ahead at its pull
-        fast.pull()  # three ahead: waits for a push of the slow one
+        train_once(fast_model, fast, 2)  # the fast worker is two steps ahead at its pull
+        fast.pull()  # three steps ahead: waits for a push of the slow worker
         came.set()
 
     job.start(third)
     assert not came.wait(0.2)
     train_once(slow_model, slow, 0)
     assert came.wait(30)
-    slow.close()  # the fast one no longer waits for it
+    slow.close()  # the fast worker no longer waits for the slow one
     for step in range(3, 8):
         train_once(fast_model, fast, step)
     fast.close()
@@ -263,7 +263,7 @@ def test_backup_workers_do_not_hold_up_an_update() -> None:
 
 @pytest.mark.parametrize("mode", ["asynchronous", "bounded"])
 def test_workers_come_and_go(mode: Any) -> None:
-    """A worker that dies silently does not hold up the others; one that comes later joins at their step."""
+    """A worker that dies silently does not hold up the others; a worker that comes later joins at their step."""
     job = Job(mlp, sgd, ParameterServerSettings(mode=mode), servers=2, workers=2)
     job.start_servers()
     (model, stays), (other, dies) = job.worker(0), job.worker(1)
@@ -298,7 +298,7 @@ def test_the_connection_of_a_worker_that_left_is_closed() -> None:
 
 
 def require_refusal(worker: ParameterServerWorker) -> None:
-    """Pull and close a worker whose update lacks the other one of two workers."""
+    """Check that the server refuses a pull because one of two workers is missing, and close the worker."""
     with pytest.raises(CommunicationError, match="server 0 .* cannot make update 1: 1 of the 2 workers that a synchr"):
         worker.pull()
     worker.close()
@@ -339,7 +339,7 @@ def test_a_worker_that_never_connects_does_not_hold_up_a_pull_for_ever() -> None
 
 
 def test_a_worker_that_closes_without_a_connection_retires() -> None:
-    """Its server is lost, so the one in its place does not read its BYE."""
+    """The worker's server is lost, so the server that replaces it cannot read the worker's BYE message."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)
     job.start_servers()
     _, worker = job.worker(1)
@@ -356,7 +356,7 @@ def test_a_worker_that_closes_without_a_connection_retires() -> None:
 
 
 class _Left:
-    """Store in which these workers have retired."""
+    """Rendezvous store in which the given workers have retired."""
 
     def __init__(self, retired: set[int]) -> None:
         self.retired = retired
@@ -416,7 +416,7 @@ def test_a_loss_costs_at_most_the_updates_since_the_snapshot(tmp_path: Path) -> 
 
 
 def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: Path) -> None:
-    """The worker connects with the process in its place at once, not after the longest wait for the lost one."""
+    """The worker connects to the replacement at once, not after the longest wait for the lost server."""
     settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path)
     job = Job(mlp, sgd, settings, servers=1, workers=1)
     job.start_server(0)
@@ -434,8 +434,7 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
 
 
 def test_a_server_that_does_not_answer_a_call_in_time_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server answers late, as on a machine that was suspended: it is the same process, and no other one replaces
-    it."""
+    """The server answers late, as on a machine that was suspended, and no other process replaces it."""
     call, waits = JobRendezvous.call_server, list[float]()
 
     def fail_twice(self: JobRendezvous, address: Any, wait: Any = None) -> PairLink:
@@ -628,7 +627,7 @@ def test_workers_that_come_back_keep_their_steps() -> None:
     clock.join(0, 0, 10)
     clock.join(1, 0, 3)
     assert not clock.may_pull(0, 0) and clock.may_pull(1, 0)
-    clock.join(2, 0, -1)  # a new one
+    clock.join(2, 0, -1)  # a new worker
     assert clock.steps == {0: 10, 1: 3, 2: 3}
 
 
@@ -641,7 +640,7 @@ def test_a_process_that_takes_over_waits_for_the_slowest_worker() -> None:
     clock.take_over({2})
     clock.join(0, 0, 11)
     assert clock.absent == {1, 5} and clock.steps == {0: 11, 1: 3, 5: 9} and not clock.may_pull(0, 0)
-    clock.leave(1, retires=False)  # it does not come back
+    clock.leave(1, retires=False)  # worker 1 does not come back
     assert clock.may_pull(0, 0)
 
 
@@ -656,7 +655,7 @@ def test_a_push_that_is_in_an_update_counts_once() -> None:
 
 
 class WrittenLink:
-    """Link whose other side has sent these tensors."""
+    """Link from which the given tensors can be received."""
 
     peer = "worker 3"
 
@@ -736,7 +735,7 @@ def test_a_new_run_keeps_the_hyper_parameters_that_its_script_changed(tmp_path: 
     path, clock = tmp_path / "a", UpdateClock(ParameterServerSettings(), 1)
     first = one_shard(adamw)
     assert first._optimizer is not None
-    first._optimizer.param_groups[0]["weight_decay"] = 0.5  # changed by the optimizer: a state
+    first._optimizer.param_groups[0]["weight_decay"] = 0.5  # a change by the optimizer, which the snapshot restores
     first.save(path, clock)
     again = one_shard(lambda own: torch.optim.AdamW(own, lr=0.75))
     again.load(path, clock)
@@ -792,7 +791,7 @@ def test_a_failed_update_ends_the_server_and_names_the_cause() -> None:
 
 
 def test_a_failed_update_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of the connection does not repeat it: the shard may be half updated."""
+    """The end of the connection does not repeat the failed update: the shard may be half updated."""
     tries = []
 
     def fail(shard: ServerShard, gradient: Any) -> None:
@@ -810,7 +809,7 @@ def test_the_worker_of_a_failed_update_gets_the_cause_before_the_server_ends(mon
         raise RuntimeError("no such step")
 
     def send_later(link: PairLink, text: str) -> None:
-        time.sleep(0.2)  # the server looks for failures several times
+        time.sleep(0.2)  # the server checks for failures several times meanwhile
         send_problem(link, text)
 
     monkeypatch.setattr(ServerShard, "update", fail)
@@ -820,7 +819,7 @@ def test_the_worker_of_a_failed_update_gets_the_cause_before_the_server_ends(mon
 
 
 class NarrowTables(nn.Module):
-    """Sparse gradients of rows of one element, and of an embedding bag."""
+    """Embedding with rows of one element, and an embedding bag, both with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -861,7 +860,7 @@ def test_sparse_adam_is_for_sparse_gradients() -> None:
 
 
 def test_only_the_dtype_of_messages_has_to_be_equal() -> None:
-    """Narrower parameters are converted on their process; float64 ones change the size of each message."""
+    """Narrower parameters are converted on their process; float64 parameters change the size of each message."""
     fingerprint = layout_of(mlp(), 1).fingerprint
     assert layout_of(mlp().bfloat16(), 1).fingerprint == fingerprint != layout_of(mlp().double(), 1).fingerprint
 

@@ -47,7 +47,7 @@ def has_replicas(job: Job, server: int, count: int) -> bool:
 
 
 def lose(job: Job, server: int) -> None:
-    """End the server of a shard, as a kill does. Its process becomes a replica, as one that is started again."""
+    """End the server of a shard as a kill does, and wait until its process is a replica, as after a new start."""
     before = job.rendezvous().record(server).generation
     job.serving(server).abandon()
     wait_for(lambda: job.rendezvous().record(server).generation > before and has_replicas(job, server, 1))
@@ -77,7 +77,7 @@ def test_a_replica_continues_where_its_server_was_lost(mode: Any, build: Any, ma
 
 
 def test_a_replica_waits_for_a_worker_that_joined() -> None:
-    """The workers of the start have closed when its server is lost."""
+    """The server is lost after all workers of the start have closed."""
     job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
     job.start_processes(replicas=1)
     _, first = job.worker(0)
@@ -154,7 +154,7 @@ def test_a_replica_that_was_lost_comes_back() -> None:
 
 
 def test_a_server_that_was_replaced_while_it_ran_makes_no_update(caplog: pytest.LogCaptureFixture) -> None:
-    """Only the entry in the store decides: a server whose replica does not answer reads there if it was replaced."""
+    """A server whose replica does not answer reads the shard's entry in the store, and ends if it was replaced."""
     job = Job(mlp, adamw, ParameterServerSettings(), servers=1, workers=1)
     wanted = plain(job.build_from(0), adamw, 1)
     job.start_processes(replicas=1)
@@ -173,7 +173,7 @@ def test_a_server_that_was_replaced_while_it_ran_makes_no_update(caplog: pytest.
 
 
 def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> None:
-    """The replica is lost, then the server: the process that is started in its place reads the snapshot."""
+    """The server of a shard without replicas is lost. Its process reads the snapshot, and serves as generation 2."""
     settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=1)
     job = Job(mlp, adamw, settings, servers=1, workers=1)
     wanted = plain(job.build_from(0), adamw, 1)
@@ -191,7 +191,7 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
 
 
 def test_a_process_does_not_take_the_entry_of_another_for_its_own() -> None:
-    """With an equal number, a process would take the other process's entry for an earlier one of its own."""
+    """A process finds an entry with its own replica number, registers as generation 2, and lacks a snapshot."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     rendezvous = job.rendezvous()
     rendezvous.register_server(0, replica=1)
@@ -296,7 +296,7 @@ def test_the_modules_of_a_replica_may_have_other_values() -> None:
 
 
 def test_a_server_that_waits_is_not_lost() -> None:
-    """Neither for another worker nor for its own lock, which an update holds while it waits for a replica."""
+    """A server waits for another worker, or for its own lock, which an update holds while it waits for a replica."""
     job = Job(mlp, adamw, ParameterServerSettings(heartbeat_seconds=1.5), servers=1, workers=2)
     job.start_processes(replicas=1)
     (model, worker), (other_model, other) = job.worker(0), job.worker(1)
@@ -316,7 +316,7 @@ def test_a_server_that_waits_is_not_lost() -> None:
 
 @pytest.mark.parametrize("continues", [False, True])
 def test_a_server_without_heartbeats_is_called_again(continues: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is stopped sends none. Here it is one whose lock is held, without heartbeats on the first link."""
+    """The test imitates a stopped server: it holds the server's lock, and sends no heartbeats on the first link."""
     links = list[PairLink]()
 
     def send(link: PairLink, seconds: float) -> None:

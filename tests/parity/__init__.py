@@ -1,1 +1,4 @@
-"""Full products of the covering arrays in tests/dist. They are slow, and `make parity` runs them."""
+"""Full products of the covering arrays in tests/dist, and runs that change between DeepSpeed and windlass.
+
+These tests are slow. `make parity` runs them.
+"""

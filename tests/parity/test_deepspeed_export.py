@@ -1,4 +1,4 @@
-"""Law: DeepSpeed resumes from a checkpoint that windlass saved in DeepSpeed's format, and its scripts read it."""
+"""Law: DeepSpeed resumes from a checkpoint that windlass saved in its format; its zero_to_fp32 reads the weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_exported_run_resumes_in_deepspeed(stage: int, precision: str, ranks: in
         assert (actual["steps"], actual["samples"], actual["epoch"]) == (STEPS, STEPS * 2 * ranks, CLIENT["epoch"])
         assert actual["rates"] == pytest.approx(ours["rates"], rel=1e-12)
     if stage:
-        # the loss scaler is an object of DeepSpeed
+        # weights_only=False: the file contains a loss scaler object of DeepSpeed
         optim = next((tmp_path / f"global_step{SAVED_AT}").glob("*optim_states.pt"))
         inner = torch.load(optim, weights_only=False)["optimizer_state_dict"]
         assert inner["loss_scaler"].loss_scale == 1.0 and not inner["loss_scaler"].has_overflow([])

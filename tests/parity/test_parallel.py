@@ -1,7 +1,7 @@
-"""Full product of mesh axes: every axis and pair of axes, at every stage, on device and host, for every kind of model.
+"""Full product of mesh axes: every axis and pair of axes, at every stage, on device and host, for each model.
 
-Models with and without tied embeddings. Meshes of three axes, and numbers of ranks that are not a power of two, are
-included.
+Each model has tied and untied embeddings; only mixtral has the axis `ep`. Single cases have meshes of three axes, and
+numbers of ranks that are not a power of two.
 """
 
 from __future__ import annotations

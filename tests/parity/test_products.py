@@ -1,7 +1,8 @@
 """Full product behind the covering array of tests/dist/test_training_equivalence.py.
 
 `make parity` runs every combination of model, stage, optimizer, accumulation, precision, overlap and backward call
-(5,000 cases), each with one number of ranks and one transport, in turn. PARITY=everything runs each with all of them.
+(5,000 cases), each with one number of ranks, one transport and one of `SETTINGS`, in turn. PARITY=everything runs each
+case with all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.dist.equivalence_runs import hold
 pytestmark = pytest.mark.slow
 
 LAW = ("model", "stage", "optimizer", "accumulation", "precision", "overlap", "plain_backward")
-# Options that must not change results: their default, and another value.
+# Values of the other factors, which the cases take in turn.
 SETTINGS = [
     {"clipping": 1.0, "buckets": "default", "persistence": 0, "knobs": "frozen"},
     {"clipping": 0.1, "buckets": "tiny", "persistence": 300, "knobs": "default"},

@@ -1,7 +1,7 @@
-"""Runs of two ranks in which one rank has a fault that the run must not survive; see `test_hangs`.
+"""Runs of two ranks in which one rank has a fault, such as an exception, a kill or a skipped call; see `test_hangs`.
 
 `python -m tests.process.hanging_runs FOLDER FAULT:TRANSPORT:RANK...` starts all runs at once. FOLDER has one folder
-FAULT:TRANSPORT:RANK per run, with each rank's output in rankN.out, its exit code and its run time in seconds.
+FAULT:TRANSPORT:RANK per run: rankN.out has the output of rank N, and rankN.status its exit code and run time (s).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _once(module: torch.nn.Module, given: Any) -> None:
 
 
 def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
-    """Run the fault of the faulty rank while the others continue."""
+    """Cause the fault on this rank."""
     if fault == "save":
         engine.save_checkpoint(tempfile.gettempdir() + "/never")
     elif fault == "eval":

@@ -13,7 +13,7 @@ def listening(pid: int) -> list[str]:
     for entry in os.scandir(f"/proc/{pid}/fd"):
         try:
             inodes.add(os.readlink(entry.path))
-        except FileNotFoundError:  # the descriptor that read the folder
+        except FileNotFoundError:  # the descriptor was closed meanwhile
             continue
     results = []
     for table in ("tcp", "tcp6"):

@@ -68,7 +68,7 @@ class Machines:
         return f"10.77.{node}.2"
 
     def inside(self, where: int | str) -> list[str]:
-        """Return the prefix of a command that runs on a host, or on the launcher's (`"hub"`)."""
+        """Return the prefix of a command that runs on a host, or in the launcher's namespace (`"hub"`)."""
         return ["ip", "netns", "exec", f"{self.prefix}{where}"]
 
     def cut(self, node: int) -> None:

@@ -54,7 +54,7 @@ def _called(value: Any) -> str:
 
 
 def kinds(value: Any) -> set[str]:
-    """Return the kinds, as in the list of symbols, that a value is of."""
+    """Return the kinds of a value, in the words of `tests/data/deepspeed_symbols.txt`."""
     tests = {
         "module": isinstance(value, ModuleType),
         "class": inspect.isclass(value),
@@ -71,7 +71,7 @@ def kinds(value: Any) -> set[str]:
 
 
 def habits() -> dict[str, bool]:
-    """Return which operations of scripts on the modules themselves work."""
+    """Return, for each common use of DeepSpeed's modules in scripts, True if it works."""
     import deepspeed
     import torch
     from deepspeed.utils import groups, z3_leaf_module

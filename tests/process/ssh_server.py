@@ -1,7 +1,7 @@
 """SSH server for tests on machines without sshd: `python ssh_server.py ADDRESS PORT FOLDER`.
 
-It runs commands through `sh -c`, as sshd does without a terminal. When a connection ends, it only closes the pipes of
-its processes and does not kill them. FOLDER holds its key and the keys of the accepted clients.
+The server runs commands through `sh -c`, as sshd does without a terminal. When a connection ends, the server only
+closes the pipes of its processes and does not kill them. FOLDER holds the server's key and the clients' keys.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def test_disk_writes_the_best_section(tmp_path: Path) -> None:
     assert "read GB/s" in result.output and "best" in result.output
 
 
-@pytest.mark.slow  # starts ranks; `tests/dist/test_collective_benchmark.py` has the measurement
+@pytest.mark.slow  # starts ranks; `tests/dist/test_collective_benchmark.py` tests the measurement
 def test_collectives(tmp_path: Path) -> None:
     words = [
         "--collectives",

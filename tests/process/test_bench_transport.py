@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from windlass.cli.bench import bench_app
 
 
-@pytest.mark.slow  # `tests/unit/bench/test_transport.py` has the parts
+@pytest.mark.slow  # `tests/unit/bench/test_transport.py` tests the parts
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_losses_are_equal_over_shared_memory_and_gloo(ranks: int, tmp_path: Path) -> None:
     small = {"--hidden": 64, "--layers": 1, "--length": 8, "--batch": 1, "--rounds": 1, "--steps": 2, "-n": ranks}

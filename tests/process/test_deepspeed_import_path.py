@@ -1,4 +1,4 @@
-"""Tests of the folder that makes `import deepspeed` windlass, by PYTHONPATH or by import, and of its metadata."""
+"""Tests of the folder with which `import deepspeed` imports windlass (PYTHONPATH or an import), and its metadata."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_command_prints_the_folder() -> None:
 
 
 def test_wheel_contains_the_metadata() -> None:
-    """Metadata uses `*.egg-info`, since wheel builders leave out folders named `*.dist-info`. Both are read."""
+    """Metadata uses `*.egg-info`, since wheel builders leave out `*.dist-info`. Python reads both."""
     assert not list(STAND_IN_FOLDER.glob("*.dist-info"))
     (folder,) = STAND_IN_FOLDER.glob("*.egg-info")
     assert folder.name == f"deepspeed-{VERSION}.egg-info"
@@ -106,7 +106,7 @@ for program in ("deepspeed.utils.zero_to_fp32", "deepspeed.launcher.runner", "de
 
 
 def test_programs_of_the_stand_in_run() -> None:
-    """All run in one process, which imports torch once."""
+    """All programs run in one process, which imports torch once."""
     done = _run(_PROGRAMS, path=[str(STAND_IN_FOLDER)])
     assert done.returncode == 0, done.stderr
     *parts, rest = done.stdout.split("ended with 0\n")

@@ -45,7 +45,7 @@ def resolved() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def walked(resolved: list[Any]) -> dict[str, dict[str, Any]]:
-    """Result for each name."""
+    """Result of `resolve` for each name."""
     names: dict[str, dict[str, Any]] = resolved[1]
     return names
 

@@ -1,4 +1,4 @@
-"""Tests of processes with a disk tier: however they end, they leave no files, and the next one removes leftovers."""
+"""Tests of the end of processes with a disk tier: no file remains; the next tier removes the folder of a killed one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ back = torch.zeros(1 << 20)
 tier.read(extent, 0, back).wait()
 sys.exit(10 * refused + bool((back == 1).all()) + len(os.listdir(folder)))
 """
-_ENDS = {  # the end, and its exit code
+_ENDS = {  # code with which the process ends, and its exit code
     "end": ("", 0),
     "exception": ("raise RuntimeError('odd')", 1),
     "exit": ("sys.exit(3)", 3),

@@ -1,4 +1,4 @@
-"""Tests that a run that loses a rank restarts on the remaining ones at its last checkpoint, and leaves no leftovers."""
+"""Tests that a run that loses a rank restarts on the others at its last checkpoint, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def test_rank_ended_by_a_user_signal_is_not_restarted(tmp_path: Path, script: Callable[[str], list[str]]) -> None:
-    """One of three ranks is killed and not replaced. Then one fails with an exit code, and all of them restart."""
+    """One of three ranks is killed and not replaced. Then one of the others fails with an exit code; both restart."""
     assert start_elastic(script(LOSES_ONE), 3, max_restarts=2).exit_code == 0
     result = started(tmp_path)
     assert {"start0.1of3", "start1.0of2", "start2.0of2", "start2.1of2"} <= set(result), result
@@ -83,7 +83,7 @@ def test_too_few_ranks_or_too_many_restarts_return_the_failure(
         start_elastic(script(LOSES_ONE), 2, max_restarts=1, min_nproc=3)
 
 
-# Batches depend on the step alone, so every layout sees the same samples.
+# Batches depend on the step alone, so every layout trains on the same samples.
 TRAINS = """
 import json, os, signal, sys
 from pathlib import Path
@@ -138,7 +138,7 @@ def run(source: Path, folder: Path, nproc: int, stage: int, *words: str) -> None
 def test_losses_equal_a_manually_resumed_run(tmp_path: Path, stage: int) -> None:
     """Losses continue as in a run resumed by hand.
 
-    One of three ranks is killed two steps after a checkpoint, and two continue with 12 samples per step as before.
+    One of three ranks is killed two steps after a checkpoint. The others continue with 12 samples a step as before.
     """
     source = tmp_path / "train.py"
     source.write_text(TRAINS)
@@ -155,7 +155,7 @@ def test_losses_equal_a_manually_resumed_run(tmp_path: Path, stage: int) -> None
             time.sleep(0.1)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still served"
-        # other processes use this machine too, so names are filtered by the process id
+        # other processes use /dev/shm too: only names with `windlass`, the process id or the port count
         names = set(os.listdir("/dev/shm")) - shared
         assert not [name for name in names if "windlass" in name or str(pid) in name or str(port) in name]
 

@@ -1,4 +1,4 @@
-"""Tests that the pictures of the guides are exactly those that the script draws."""
+"""Test that the guide on parallelism shows each figure that the script draws."""
 
 from __future__ import annotations
 

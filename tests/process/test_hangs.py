@@ -1,4 +1,4 @@
-"""Tests that each fault with which one rank blocks the others is reported by its cause and ends the run."""
+"""Tests that a fault of one rank that blocks the others is reported with its cause, and ends the run if it remains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rank:
 
 
 def run(folder: Path, faults: list[str], transport: str, faulty: int) -> dict[str, list[Rank]]:
-    """Run all `faults` at once, each in its own run. Return the ranks of each."""
+    """Run all `faults` at once, each in its own run. Return the ranks of each run by fault."""
     names = [f"{fault}:{transport}:{faulty}" for fault in faults]
     command = [sys.executable, "-m", "tests.process.hanging_runs", str(folder), *names]
     subprocess.run(command, check=True, timeout=280)
@@ -54,7 +54,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert all("finished" in rank.text and "hang report:" not in rank.text for rank in ranks), ranks
         return
     results = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
-    if fault == "stop":  # after it is continued, it may report the other as dead
+    if fault == "stop":  # once continued, the stopped rank may report the other one as dead
         results = ranks[well]
     assert "hang report:" in results.text, (fault, ranks)
     table = rows(results.text)
@@ -70,7 +70,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         operation = r"(gather|reduce|barrier|step|forward|agreed order: [^(]+?|a collective along tp)( \(\w+\))?"
         where = r"\S+\.py:\d+ in \w+: " if fault == "caught" else LINE  # in a layer of transformers
         assert re.search(rf"{operation} +(-|\d\.weight.*\(\d\)) +{where}\w", table[str(well)]), table
-    if fault == "save":  # the engine itself notices, and both ranks raise
+    if fault == "save":  # the engine detects the different calls, and both ranks raise
         assert "a collective failed on ranks 0-1: " in headline
         assert "ranks wait for each other in different calls" in headline and f"rank {faulty} is at" in headline
         assert re.search(rf"save +- +{LINE}engine\.save_checkpoint", table[str(faulty)]), table
@@ -114,7 +114,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
 
 
 def test_each_fault_is_diagnosed_by_its_cause(tmp_path: Path) -> None:
-    """All faults run at once, which takes as long as the longest."""
+    """All runs start at once, to take only as long as the longest of them."""
     faults = ["save", "eval", "gather", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, "gloo", 1).items():
         check(fault, ranks, "gloo", 1)
@@ -124,7 +124,7 @@ def test_each_fault_is_diagnosed_by_its_cause(tmp_path: Path) -> None:
 def test_error_caught_inside_a_collective_computation(tmp_path: Path) -> None:
     """An error caught on one of two ranks along tp ends the run; an error caught on both does not.
 
-    Collectives are never matched with others.
+    A collective of one call is never matched with that of another call.
     """
     result = run(tmp_path, ["caught", "alike"], "gloo", 1)
     check("caught", result["caught"], "gloo", 1)
@@ -134,9 +134,10 @@ def test_error_caught_inside_a_collective_computation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_call_left_out_along_ep_with_sharded_parameters_ends_all_ranks(tmp_path: Path) -> None:
-    """Ranks that send need the failed one in their all-gathers, so that no batch is dropped.
+    """A rank catches an error between forward and backward. The other one needs it in the all-gathers of its backward.
 
-    All end before `timeout_s`: a rank that can compare its calls with the others raises, the watchdog ends the others.
+    So the ranks cannot drop the batch. Both end before `timeout_s`: a rank that detects the different calls raises, and
+    the watchdog ends a rank that waits.
     """
     ranks = run(tmp_path, ["left out"], "gloo", 1)["left out"]
     for rank in ranks:
@@ -149,7 +150,7 @@ def test_call_left_out_along_ep_with_sharded_parameters_ends_all_ranks(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "faulty"), [("shm", 1), ("shm", 0), ("gloo", 0)])
 def test_faults_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Path) -> None:
-    """The faults are reported for either transport and rank. Rank 0 hosts the store with all heartbeats."""
+    """A fault of rank 0 differs from one of rank 1, because rank 0 hosts the store with all heartbeats."""
     faults = ["save", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, transport, faulty).items():
         check(fault, ranks, transport, faulty)

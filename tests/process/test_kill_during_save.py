@@ -1,4 +1,4 @@
-"""Tests of processes killed during a save: a complete checkpoint always exists, and only steps since then are lost."""
+"""Tests of processes killed during a save: a complete checkpoint always exists, and only later steps are lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests of a parameter of 2^31 + 1 elements: no count, offset or length has 32 bits.
+"""Tests of a parameter of 2^31 + 1 elements: no count, offset or length overflows 32 bits.
 
-Run the slow ones alone: they need 9 GB of memory and 14 GB of disk, and the one that trains needs 18 GiB and 16 GiB.
+Run the slow tests alone: they need 9 GB of memory and 14 GB of disk, and the one that trains needs 18 GiB and 16 GiB.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_boxes_beyond_32_bits() -> None:
 @pytest.mark.slow
 def test_kernels_and_disk_reach_the_last_element(tmp_path: Path) -> None:
     parameter = torch.zeros(NUMEL, dtype=torch.bfloat16)
-    gradient = torch.zeros(NUMEL, dtype=torch.bfloat16)  # never written: takes no memory
+    gradient = torch.zeros(NUMEL, dtype=torch.bfloat16)  # zero pages: only those written below take memory
     for number, spot in enumerate(SPOTS):
         parameter[spot] = 2.0 + number
     assert sum_of_squares(parameter).item() == sum((2.0 + n) ** 2 for n in range(len(SPOTS)))
@@ -83,7 +83,7 @@ def test_kernels_and_disk_reach_the_last_element(tmp_path: Path) -> None:
 
 
 class Large(nn.Module):
-    """Model with a frozen parameter of `NUMEL` elements, of which it uses a few."""
+    """Model that uses a few elements of a frozen parameter of `NUMEL` elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_checkpoint_export_and_torch_file_reach_the_last_element(tmp_path: Path)
 
 
 class Trained(nn.Module):
-    """Model with one trained parameter of `NUMEL` elements, of which the loss uses a few."""
+    """Model with one trained parameter of `NUMEL` elements. The loss uses a few of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,13 +152,13 @@ def first_values() -> torch.Tensor:
 
 
 def slopes(step: int) -> torch.Tensor:
-    """Return the gradient of the used elements, other in each step, and equal in bf16."""
+    """Return the gradient of the used elements: different in each step, and exact in bf16."""
     return torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0]) / (1 + 3 * step)
 
 
 ADAMW = {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.1}
 STEPS = 2
-ROOM = 18 << 30, 16 << 30  # bytes of memory and disk: three states in bf16 on disk; values, gradients and buffers here
+ROOM = 18 << 30, 16 << 30  # bytes of memory and disk: three bf16 states on disk; values, gradients, buffers in memory
 
 
 def trained(folder: str) -> tuple[list[float], int]:
@@ -197,4 +197,4 @@ def test_steps_reach_the_last_element_and_no_other(tmp_path: Path) -> None:
     ((found, changed),) = run_ranks(trained, 1, str(tmp_path / "disk"), timeout=1800.0)
     assert changed == len(SPOTS)
     torch.testing.assert_close(torch.tensor(found), parameter.detach(), rtol=2.0**-7, atol=0.0)
-    assert (torch.tensor(found) - first_values()).abs().min() > 0.05  # bf16 steps by 0.03 there
+    assert (torch.tensor(found) - first_values()).abs().min() > 0.05  # above 4, bf16 values are 0.03 apart

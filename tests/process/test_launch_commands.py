@@ -1,4 +1,4 @@
-"""Tests of `windlass run` and `deepspeed` as programs: output, cores, hosts that start by themselves, MPI."""
+"""Tests of `windlass run` and `deepspeed` as programs: output, cores, nodes that are started separately, MPI."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_table_on_a_terminal(tmp_path: Path) -> None:
     done = subprocess.Popen(words, stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # raised at the end of a terminal
+    with contextlib.suppress(OSError):  # raised once the other side of the terminal is closed
         while data := os.read(ours, 1 << 16):
             shown += data
     os.close(ours)
@@ -150,7 +150,7 @@ def test_a_program_and_a_path(program: Callable[..., subprocess.CompletedProcess
 def test_nested_launcher_starts_no_ranks(
     program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Under srun, mpirun and torchrun no ranks are started, unless a flag names their hosts."""
+    """Under srun and torchrun the launcher starts no further ranks, unless a flag gives their number."""
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     slurm |= {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[7-8]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert program(*RUN, "script.py", environ=slurm).stdout == "said by 1\n"
@@ -177,7 +177,7 @@ sys.stdout.write(f"{os.environ['RANK']} {os.environ['LOCAL_RANK']} {ranks.item()
 
 
 def _both(tmp_path: Path, *flags: str) -> list[str]:
-    """Start two nodes of two ranks by themselves on this machine. Return the printed lines."""
+    """Start two nodes of two ranks on this machine, each by its own command. Return the printed lines, sorted."""
     (tmp_path / "meets.py").write_text(MEETS)
     env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
     words = [*RUN, "--nnodes", "2", "--nproc-per-node", "2", *flags]
@@ -204,7 +204,7 @@ def test_separately_started_nodes_rendezvous(tmp_path: Path) -> None:
     assert _both(tmp_path, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x") == expected
 
 
-# the environment of Slurm for the tasks of a step on one host
+# fake srun: starts the tasks of a step on this host with the variables of Slurm
 SRUN = """#!{python}
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -283,7 +283,7 @@ if "fail" in sys.argv:
 def test_ranks_of_mpich_are_connected_by_mpi(
     program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Without a hostfile the ranks are on this machine. An exception on one rank ends those that wait for it."""
+    """Without a hostfile the ranks are on this machine. An exception on one rank ends the ranks that wait for it."""
     here = str(Path(mpiexec()).parent)
     (tmp_path / "rank.py").write_text(MPI_RANK)
     environ = {"PATH": os.pathsep.join([here, os.environ["PATH"]])}
@@ -295,7 +295,7 @@ def test_ranks_of_mpich_are_connected_by_mpi(
 
 @pytest.mark.slow
 def test_mpirun_alone_starts_ranks(program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """Rank, world and the address of the rendezvous come from MPI. Ranks of torchrun's kind are refused."""
+    """Rank, world and the address of the rendezvous come from MPI. Ranks that mpirun has not started are refused."""
     (tmp_path / "rank.py").write_text(MPI_RANK)
     done = program(mpiexec(), "-n", "2", sys.executable, "rank.py")
     assert sorted(done.stdout.splitlines()) == ["0 3.0 mpi4py", "1 3.0 mpi4py"], done.stderr

@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, save)
 mine.with_suffix(".pid").write_text(str(os.getpid()))
 time.sleep(600)
 """
-# Ignores Ctrl-C, and has started a child in a session of its own.
+# Script whose ranks ignore Ctrl-C and start a child outside their process group.
 STUBBORN = SAVER.replace(
     "signal.signal(signal.SIGINT, save)",
     """signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,7 +59,7 @@ class Launched:
         return [int(text) for path in self.folder.glob("rank*.pid") if (text := path.read_text())]
 
     def status(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while the launcher runs."""
         path = self.folder / "status"
         return int(text) if path.exists() and (text := path.read_text()) else None
 

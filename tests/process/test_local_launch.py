@@ -81,7 +81,7 @@ def test_module_is_run(tmp_path: Path, script: Callable[[str], str], monkeypatch
 
 def test_worst_exit_code_is_returned(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     outcome = start_ranks([script("import os, sys; sys.exit([4, 9, 2][int(os.environ['RANK'])])")], 3)
-    # Timing decides which failures the launcher sees before it stops the other ranks; only those count.
+    # Timing decides which ranks fail before the launcher stops the others; only these failures count.
     assert outcome.exit_code == max(failure.status for failure in outcome.failures)
     assert outcome.exit_code in (2, 4, 9)
     assert "Traceback" not in capfd.readouterr().err, "torch told its own version of the failure"
@@ -145,7 +145,7 @@ def test_rank_that_never_initializes_is_named(script: Callable[[str], str], capf
     assert "windlass: rank 0 has waited in initialize for 4 s; missing ranks: 1 (of 3); see their output" in text
 
 
-# All ranks must have started when the launcher gets the signal: rank 0 waits for a message of rank 1.
+# All ranks must have started when the launcher gets the signal: rank 0 waits for a file that rank 1 creates.
 HANG_UP = """
 import os, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests that ranks of one host listen only on its loopback interface, for every launcher."""
+"""Tests that ranks of one host listen only on its loopback interface, for four launchers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ dist.destroy_process_group()
 
 
 def outward() -> list[str]:
-    """Return a command prefix that runs a program on a host whose name resolves to an external address.
+    """Return a command prefix that runs a program under a host name with an external address, as on most hosts.
 
-    Most hosts' names do.
+    The prefix is empty if the host name cannot be set here.
     """
     named = subprocess.run(["hostname", "-I"], capture_output=True, text=True)
     address = next(iter(named.stdout.split()), None)

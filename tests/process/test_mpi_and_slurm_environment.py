@@ -1,4 +1,4 @@
-"""Tests that processes with only MPI's or Slurm's variables form a process group."""
+"""Test that processes with the variables of Open MPI, of Slurm or of pods alone form a process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ met = (comm.get_rank(), comm.get_world_size(), os.environ["LOCAL_RANK"], mine.it
 os.write(1, " ".join(map(str, (kind, "met", *met, "\\n"))).encode())  # one write, since ranks share the output
 comm.barrier()
 """
-# Runs each script with its variables in a child.
+# Program that runs each script with its variables in a forked child.
 FORKS = """
 import json, os, sys, traceback
 import torch, torch.distributed
@@ -58,7 +58,7 @@ def slurm(rank: int) -> dict[str, str]:
 
 
 def pods(rank: int) -> dict[str, str]:
-    """Return an environment without local rank, which is computed after all ranks have met."""
+    """Return an environment without a local rank: the ranks compute it once all have connected."""
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 

@@ -132,7 +132,7 @@ WAYS = {
 
 @in_shares
 def test_every_exit_ends_all_processes_on_all_hosts(machines: Machines, tmp_path: Path, every: bool) -> None:
-    """All kinds of ends run at once, since most of them wait. `make test` has one of each similar pair."""
+    """All runs start at once, since most of them wait. `make test` leaves out three ends that resemble others."""
     ways = {name: way for name, way in WAYS.items() if every or name not in ("ctrl-c", "term", "agent")}
     runs = {
         name: Launched(machines, tmp_path / name, SLEEPS, *way.words, options=way.options) for name, way in ways.items()
@@ -262,7 +262,7 @@ def plain_losses() -> list[float]:
         loss = nn.functional.mse_loss(model(x), x.prod(dim=1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the default
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as the default of gradient_clipping
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -319,7 +319,7 @@ def test_suspended_launcher_ends_no_rank(machines: Machines, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 def test_launch_over_pdsh(machines: Machines, tmp_path: Path) -> None:
-    """pdsh passes arguments, a failed rank ends those of the other host, and Ctrl-C and a kill end all."""
+    """pdsh passes arguments, a failed rank ends the other host's rank, Ctrl-C or a killed launcher ends all."""
     options = ("--launcher", "pdsh", "--include", "node-0@node-1")
     tells = Launched(machines, tmp_path / "tells", TELLS, *HOSTILE, options=options)
     assert tells.wait() == 0, tells.err.read_text()

@@ -115,7 +115,7 @@ ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, lambda own: SG
 
 
 def test_a_stopped_server_is_replaced_and_may_continue() -> None:
-    """Its connections stay open: the replica and the worker notice that no heartbeat comes."""
+    """The server's connections stay open: the replica and the worker detect its loss by missing heartbeats."""
     settings = ParameterServerSettings(mode="asynchronous", heartbeat_seconds=2.0)
     job = Job(lambda: nn.Linear(5, 2), sgd, settings, servers=1, workers=1)
     command = [sys.executable, "-c", SERVER, str(job.port)]

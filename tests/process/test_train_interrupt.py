@@ -1,4 +1,4 @@
-"""Test of Ctrl-C during `windlass train`: it saves, ends with all ranks in seconds, and continues with `--resume`."""
+"""Test of Ctrl-C during `windlass train`: the run saves, ends within a minute, and continues with `--resume`."""
 
 from __future__ import annotations
 

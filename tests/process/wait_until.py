@@ -16,7 +16,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if a process runs. A zombie does not."""
+    """Return True if a process runs. A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -70,7 +70,7 @@ class FakeEngine:
 
     Args:
         step_seconds: time of a step.
-        max_waiting: requests above this number are refused.
+        max_running: number of requests; further ones are refused.
         answer: text of all answers.
         fails_at: prompt at which the engine dies.
         gate: file that must exist for a request to go beyond its first token.
@@ -231,7 +231,7 @@ class FakeEngine:
 
 
 def make_fake_engine(model: str, **options: Any) -> FakeEngine:
-    """Return an engine: the factory that a server process calls. The model's name chooses a failure."""
+    """Return a fake engine, for the server processes of tests. The models broken, bug and dies cause a failure."""
     if model == "broken":
         raise ConfigError("the model is broken")
     if model == "bug":

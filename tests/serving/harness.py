@@ -35,7 +35,7 @@ def settings_with(**values: Any) -> ServerSettings:
 
 
 def client_of(engine: FakeEngine | None, **settings: Any) -> TestClient:
-    """Return a client of an application in this process; without an engine it is still starting."""
+    """Return a client of an application in this process. Without an engine, the application is still starting."""
     context = ServerContext(settings_with(**settings), engine)
     return TestClient(build_http_app(context), raise_server_exceptions=False)
 
@@ -82,11 +82,11 @@ def server_on_thread(engine: FakeEngine, **settings: Any) -> Iterator[str]:
 
 
 class ServerProcess:
-    """Server of a fake engine in a process of its own, with a router before several replicas, or before one.
+    """Server of fake engines in a process of its own, with a router if there are several replicas or `has_router`.
 
     Args:
         model: kind of engine; see `make_fake_engine`.
-        has_router: a single engine is a replica in another process too.
+        has_router: a single engine is a replica behind a router too, in another process.
         options: options of the engine, and settings of the server.
     """
 
@@ -161,7 +161,7 @@ class ServerProcess:
 
 
 def run_server_process(text: str) -> int:
-    """Run in the process of `ServerProcess`. Return its exit code."""
+    """Run the server in the process of `ServerProcess`, and return the exit code."""
     from windlass.base.errors import WindlassError
     from windlass.serving.engine_server import serve_engine
     from windlass.serving.replicas.replica_server import serve_replicas

@@ -306,7 +306,7 @@ def test_a_request_that_waited_too_long_is_429_with_retry_after() -> None:
 
 
 def test_more_prompts_than_the_queue_holds_are_400() -> None:
-    """A repetition of the request would be refused too, so it gets no Retry-After."""
+    """The status is 400 and not 429, since the same request would be refused again."""
     engine = FakeEngine()
     engine.max_queued = 2
     assert "allows 2" in refused(client_of(engine), TEXT, {"prompt": ["a"] * 3})["message"]
@@ -360,7 +360,7 @@ def test_a_text_that_cannot_fit_is_refused_without_its_tokens() -> None:
     engine = FakeEngine()
     engine.tokenizer = tokenizer = make_byte_tokenizer()
     client = client_of(engine)
-    tokenizer.encode = None  # a call fails
+    tokenizer.encode = None  # a call raises
     text = "a" * 10_000
     chat = {"messages": [{"role": "user", "content": text}]}
     for path, body, field in (
@@ -436,7 +436,7 @@ def test_parameters_that_exclude_all_tokens_are_an_error_of_the_request() -> Non
 def test_a_surrogate_inside_the_arguments_of_a_call_is_refused() -> None:
     class Strict(CharacterTokenizer):
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            text.encode()  # as the tokenizers of Hugging Face
+            text.encode()  # raises for a lone surrogate, as the tokenizers of Hugging Face do
             return super().encode(text, add_special_tokens)
 
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
@@ -446,7 +446,7 @@ def test_a_surrogate_inside_the_arguments_of_a_call_is_refused() -> None:
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that sends its head byte by byte is closed too; one that waits for its answer stays open."""
+    """A connection that sends its head byte by byte is closed too; one with an answer in progress stays open."""
     monkeypatch.setattr("windlass.serving.http_protocol.HEAD_SECONDS", 0.2)
     engine = FakeEngine(answer="abcdefgh", step_seconds=0.2)
     with server_on_thread(engine) as address, contextlib.ExitStack() as opened:
@@ -494,7 +494,7 @@ def test_a_huge_head_is_refused_and_the_server_goes_on() -> None:
         assert not answer or answer.startswith(b"HTTP/1.1 431 ")  # a reset may overtake the answer
         body = json.dumps({"prompt": "a" * 300}).encode()
         with socket.create_connection(place, timeout=240) as connection:
-            for number in range(3):  # heads are counted one by one
+            for number in range(3):  # the limit holds for each head alone
                 head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nX: {'a' * 60_000}\r\nContent-Type: application/json\r\n"
                 connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                 answer = b""

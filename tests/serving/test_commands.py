@@ -1,4 +1,4 @@
-"""Tests of the commands `windlass serve` and `windlass chat`, up to the model."""
+"""Tests of the commands `windlass serve` and `windlass chat` without a real model."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_an_answer_that_the_engine_ends_is_an_error_and_leaves_the_conversation_
 
 
 def test_a_message_without_any_answer_does_not_stay() -> None:
-    """Ctrl-C before the first token, an empty answer, and an engine that has stopped."""
+    """The causes are Ctrl-C before the first token, an empty answer, and an engine that has stopped."""
     import _thread
 
     from windlass.inference.async_engine import EngineStoppedError
@@ -290,7 +290,7 @@ def test_a_template_that_refuses_the_messages_is_an_error_of_that_message() -> N
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "good", "yes"]
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # Python's choices, by locale
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # error handlers that Python selects by locale
 def test_typed_bytes_that_are_no_text_become_replacements(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), "utf-8", errors)
     monkeypatch.setattr("sys.stdin", typed)

@@ -1,4 +1,4 @@
-"""Test of a model of two bits from its compression to HTTP answers: the tokens are those of the numbers in its file."""
+"""Test of a 2-bit model from its compression to HTTP answers: its tokens are those of the weights in its file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 12
 
 
 def numbers_of_file(tensors: dict[str, Tensor], layer: str) -> Tensor:
-    """Return a matrix of two-bit codes, 16 in a word, with a scale for each 64 input features."""
+    """Return a layer's float matrix from its two-bit codes, 16 in a word, and a scale for each 64 input features."""
     words, scale = tensors[f"{layer}.weight_packed"], tensors[f"{layer}.weight_scale"].float()
     codes = torch.stack([(words >> (2 * place)) & 3 for place in range(16)], 2).flatten(1)
     rows, columns = tensors[f"{layer}.weight_shape"].tolist()

@@ -22,7 +22,7 @@ from windlass.serving.embeddings_endpoint import EmbeddingRequest
 from windlass.serving.responses_request import ResponsesRequest
 from windlass.serving.server_settings import ApiKeys
 
-if TYPE_CHECKING:  # an import takes seconds, wherever tests are collected
+if TYPE_CHECKING:  # the import takes seconds in each process that collects tests
     import openai
 
 

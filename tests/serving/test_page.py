@@ -21,7 +21,7 @@ def test_the_page_has_no_other_files_and_its_policy_covers_its_parts() -> None:
     page, policy = answer.text, answer.headers["content-security-policy"]
     assert answer.headers["content-type"].startswith("text/html")
     assert not re.search(r"(src|href)=(?!\"data:,\")", page) and not re.search(r"https?://", page)
-    assert not re.search(r"\son\w+=|\sstyle=", page)  # the policy would block them
+    assert not re.search(r"\son\w+=|\sstyle=", page)  # inline handlers and styles, which the policy would block
     for tag in ("script", "style"):
         parts = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", page, re.S)
         assert len(parts) == 1
@@ -33,7 +33,7 @@ def test_the_page_has_no_other_files_and_its_policy_covers_its_parts() -> None:
 @pytest.mark.peer
 @pytest.mark.parametrize("mode", ["text", "chat"])
 def test_a_browser_shows_the_answer_its_speed_and_the_cache(mode: str, tmp_path: Path) -> None:
-    """Needs Chromium in PATH. A picture of the page lies in the folder of the test."""
+    """Needs Chromium in PATH. Saves a picture of the page in `tmp_path`."""
     with server_on_thread(FakeEngine(step_seconds=0.01)) as address:
         found = asyncio.run(_use_page(address, mode, tmp_path))
     expected = "hello" * 12 if mode == "text" else ("<user>hello<assistant>" * 3)[:60]

@@ -38,7 +38,7 @@ with TestClient(app) as client:
 
 
 class _RayServeStandIn(ModuleType):
-    """The two decorators of `ray.serve`, which record their arguments."""
+    """Module with the two decorators of `ray.serve`, which record their arguments."""
 
     def __init__(self) -> None:
         super().__init__("ray.serve")
@@ -115,9 +115,9 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start(serve: _RayServe
         pass
 
 
-@pytest.mark.slow  # starts a process that imports torch; `test_sharded_server.py` has the same ranks
+@pytest.mark.slow  # starts a process that imports torch; `test_sharded_server.py` tests the same ranks
 def test_a_replica_starts_the_other_ranks_of_its_model(tmp_path: Path) -> None:
-    """In a process of its own, since the replica becomes rank 0 of a process group."""
+    """The replica runs in a process of its own, since it becomes rank 0 of a process group."""
     directory = write_tiny_model(tmp_path / "model")
     program = tmp_path / "replica.py"
     program.write_text(REPLICA)

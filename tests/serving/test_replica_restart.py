@@ -1,4 +1,4 @@
-"""Tests of the start and restart of replicas under conditions that are not expected."""
+"""Tests of the start and restart of replicas after unreadable answers, unexpected errors and unusable paths."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.serving.harness import client_of, server_on_thread
 from windlass.serving.response_items import ResponseItems
 from windlass.serving.tool_calls import OptionalCalls
 
-if TYPE_CHECKING:  # an import takes seconds, wherever tests are collected
+if TYPE_CHECKING:  # the import takes seconds in each process that collects tests
     import openai
 
 TOOLS: list[Any] = [

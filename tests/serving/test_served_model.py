@@ -44,7 +44,7 @@ class ServedModel:
         assert self.process.poll() is None, self.log_path.read_text()
 
     def metric(self, name: str, label: str = "") -> float:
-        """Return the sum of a metric over the engines, of its values with a label."""
+        """Return the sum of a metric over the engines. Only values with `label` in their labels count."""
         lines = self.client.with_options(max_retries=0).get("/../metrics", cast_to=str).splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{") and label in line)
 
@@ -266,7 +266,7 @@ def test_nothing_is_lost_and_no_block_leaks_under_load(served: ServedModel) -> N
     assert served.process.poll() is None and "Traceback" not in served.log_path.read_text()
 
 
-@pytest.mark.slow  # loads two more models; tests/serving/test_server_process.py has replicas without a model
+@pytest.mark.slow  # loads two more models; tests/serving/test_server_process.py tests replicas without a model
 def test_two_replicas_answer_as_one_engine(directory: Path, served: ServedModel) -> None:
     server = ServedModel(directory, "--replicas", "2", "--kv-cache-tokens", "2048")
     try:

@@ -23,7 +23,7 @@ TEXT = "/v1/completions"
 
 
 def test_sigterm_drains_and_ends_with_0(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"  # the request runs until it exists
+    gate = tmp_path / "gate"  # the request runs until this file exists
     with ServerProcess(tmp_path, step_seconds=0.01, gate=str(gate)) as server:
         server.wait_until_ready()
         response = server.open("POST", TEXT, {"prompt": "abc", "max_tokens": 40, "stream": True})
@@ -104,7 +104,7 @@ def test_a_huge_body_gets_413_and_is_not_kept(tmp_path: Path, replicas: int) -> 
         peak = _peak_bytes(server.process.pid)
         connection = HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
         headers = {"Content-Type": "application/json"}
-        # a chunked body, whose length is not declared, and a declared one, both sent to their end
+        # a chunked body without a declared length, and a body with one; both are sent to their end
         for length in ({}, {"Content-Length": str(100 * 2**20)}):
             pieces = (b"x" * 2**20 for _ in range(100))
             connection.request("POST", TEXT, pieces, {**headers, **length}, encode_chunked=not length)
@@ -146,7 +146,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_own_exit_code(tmp_path: P
 
 
 def test_a_replica_that_dies_fails_its_requests_alone_and_is_started_again(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"  # the requests run until it exists
+    gate = tmp_path / "gate"  # the requests run until this file exists
     with ServerProcess(tmp_path, replicas=2, step_seconds=0.01, gate=str(gate)) as server:
         server.wait_until_ready()
         # two conversations with different beginnings go to different replicas
@@ -178,7 +178,7 @@ def test_a_replica_that_dies_fails_its_requests_alone_and_is_started_again(tmp_p
 
 
 def test_a_single_replica_that_dies_is_started_again(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"  # the request runs until it exists
+    gate = tmp_path / "gate"  # the request runs until this file exists
     with ServerProcess(tmp_path, has_router=True, step_seconds=0.01, gate=str(gate)) as server:
         server.wait_until_ready()
         stream = server.open("POST", TEXT, {"prompt": "a", "max_tokens": 60, "stream": True})
@@ -199,7 +199,7 @@ def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path
         connection = HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         connection.request("POST", TEXT, b"\x1f\x8b", headers)
-        assert connection.getresponse().status == 415  # by the router, which forwards bodies without their encoding
+        assert connection.getresponse().status == 415  # from the router, which forwards no encoding
         connection.close()
         redirect = server.open("POST", f"{TEXT}/", {"prompt": "a"})
         assert (redirect.status, redirect.headers["location"]) == (307, f"http://127.0.0.1:{server.port}{TEXT}")
@@ -215,7 +215,7 @@ def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path
 
 
 def test_a_drain_of_replicas_ends_their_processes(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"  # the request runs until it exists
+    gate = tmp_path / "gate"  # the request runs until this file exists
     with ServerProcess(tmp_path, replicas=2, step_seconds=0.01, gate=str(gate)) as server:
         server.wait_until_ready()
         response = server.open("POST", TEXT, {"prompt": "abc", "max_tokens": 30, "stream": True})
@@ -258,7 +258,7 @@ def _children(pid: int) -> list[int]:
 
 
 def test_a_broken_client_does_no_harm(tmp_path: Path) -> None:
-    """Half a request, garbage, and a connection that is reset."""
+    """One client sends half a request, the other one garbage, and both reset their connections."""
     import socket
     import struct
 

@@ -62,7 +62,7 @@ class Server:
             return False
 
     def workers(self) -> list[int]:
-        """Processes of the ranks beside the first one, which is a child of the router."""
+        """Return the process ids of the ranks except rank 0, which is a child of the router."""
         ranks = [pid for replica in _children(self.process.pid) for pid in _children(replica)]
         return [pid for pid in ranks if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -104,7 +104,7 @@ def test_one_command_serves_a_model_over_two_ranks(directory: Path, tmp_path: Pa
 
 
 def test_a_rank_that_dies_fails_its_requests_and_is_started_again(directory: Path, tmp_path: Path) -> None:
-    """Two stages answer, until one of them is lost, and again afterwards."""
+    """Two stages answer, lose a rank during a request, and answer again after the restart."""
     with Server(directory, tmp_path, "--pp", "2") as server:
         require_answer(server, directory)
         (worker,) = server.workers()

@@ -36,7 +36,7 @@ def surface(source: str) -> Iterator[str]:
 
 
 def find_surface() -> dict[str, set[str]]:
-    """Return the words of each file of the package outside compat, by path; the path's own words too."""
+    """Return the words of each file of the package outside compat and of its path, by path."""
     found: dict[str, set[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         path = file.relative_to(PACKAGE).as_posix()

@@ -14,7 +14,7 @@ from tests.paused_collection import paused_collection
 
 ROOT = Path(windlass.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.relative_to(ROOT).parts]
-# Names that torch and transformers define: a use of them counts as a use of theirs.
+# Names that torch and transformers define too: their use is not reported.
 FOREIGN = {*vars(nn.Module()), *dir(torch.Tensor), "_C", "_apply_gate", "_decode", "_exit"}
 FOREIGN |= {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 # A base class may lie in another file; `test_engine_interfaces` checks those of an engine.
@@ -35,7 +35,7 @@ def is_private(name: str) -> bool:
 
 
 def read_names(tree: ast.Module) -> PrivateNames:
-    """Read the private names of a file: on modules, classes and objects."""
+    """Return the private names that a file defines and uses."""
     names = PrivateNames()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

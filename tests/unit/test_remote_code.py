@@ -98,7 +98,7 @@ class StrangeTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """Model directory with a custom model class, and the marker file that its code creates. Stdin answers yes."""
+    """Yield a model directory with custom code, and the marker file that the code creates. Stdin answers yes."""
     dynamic_modules = pytest.importorskip("transformers.dynamic_module_utils")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,7 +141,7 @@ def trained(folder: Path, **trust: bool) -> Any:
 
 
 def initialised(folder: Path, **trust: bool) -> Any:
-    """Train as `trained` does, from config.json alone."""
+    """Build the model as `trained` does, but from config.json alone."""
     (folder / "model.safetensors").unlink()
     return trained(folder, **trust)
 

@@ -16,13 +16,13 @@ from tests.paused_collection import paused_collection
 
 ROOT = Path(windlass.__file__).parent
 PAGE = (ROOT.parent / "docs" / "wiring.md").read_text("utf-8")
-# Attribute of another class that has the name of one annotated as a callable.
+# Attribute that has the same name as a callable of another class.
 OTHER_ATTRIBUTES = {("CompressionClock.source", "zero/sharded_init/deferred")}
 SECTIONS = {result[1]: result[2] for result in re.finditer(r"(?ms)^## `(\w+)`\n(.*?)(?=^## |\Z)", PAGE)}
 
 
 def callable_fields(node: ast.ClassDef) -> list[str]:
-    """Return the fields of a frozen dataclass if it is one of callables: most of its fields are."""
+    """Return the callables and nested callbacks of a frozen dataclass if three quarters of its fields are callables."""
     if not any("dataclass(" in (text := ast.unparse(item)) and "frozen=True" in text for item in node.decorator_list):
         return []
     fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
@@ -34,7 +34,7 @@ def callable_fields(node: ast.ClassDef) -> list[str]:
 
 
 def observer_methods(node: ast.ClassDef) -> list[str]:
-    """Return the methods of an observer's base class; they do nothing but have a docstring."""
+    """Return the methods of an observer's base class, which have only a docstring."""
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
     is_base = not node.bases and node.name.endswith("Observer") and all(len(item.body) == 1 for item in methods)
     return [item.name for item in methods] if is_base else []

@@ -61,7 +61,7 @@ def get_config(args):
 
 
 class Points(Dataset):
-    """Ten points, so that a loader of them ends soon."""
+    """Ten points, so that an epoch of the loader ends soon."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(3)
@@ -109,7 +109,7 @@ def main():
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=args.stage == 3):
         model = Net(args.checkpoint_activations)
     total = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    if args.stage == 3:  # weights of the script's own, set by the first rank, for all
+    if args.stage == 3:  # the first rank sets the script's own weights, for all ranks
         generator = torch.Generator().manual_seed(5)
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             if deepspeed.comm.get_rank() == 0:

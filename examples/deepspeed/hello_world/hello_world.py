@@ -84,7 +84,7 @@ def main():
     for epoch in range(args.epochs):
         trainloader.data_sampler.set_epoch(epoch)
         for points, labels in trainloader:
-            if step < seen:  # done before the checkpoint
+            if step < seen:  # this step was trained before the checkpoint
                 step += 1
                 continue
             points, labels = points.to(device), labels.to(device)

@@ -1,4 +1,4 @@
-"""An image classifier as DeepSpeed's CIFAR-10 tutorial trains one; the images are made here, by a seed.
+"""An image classifier, trained as in DeepSpeed's CIFAR-10 tutorial, on images that are drawn here from a seed.
 
 deepspeed train.py --deepspeed --stage 2 --dtype bf16
 deepspeed train.py --deepspeed --moe --num-experts 4 --ep-world-size 2 --moe-param-group
@@ -151,7 +151,7 @@ def get_ds_config(args):
 
 
 def test(model_engine, testset, local_device, target_dtype, batch_size=32):
-    """Print the accuracy over the whole test set, of which each rank has a part."""
+    """Print the accuracy over the whole test set; each rank evaluates a part."""
     sampler = DistributedSampler(testset, shuffle=False)
     right = torch.zeros(len(CLASSES), device=local_device)
     total = torch.zeros(len(CLASSES), device=local_device)

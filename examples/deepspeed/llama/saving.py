@@ -11,7 +11,7 @@ CONFIG_NAME = "config.json"
 
 
 def save_hf_format(model, tokenizer, output_dir, sub_folder=""):
-    """Save at stages below 3, where every rank has all weights."""
+    """Save weights, configuration and tokenizer. The weights are complete only at stages below 3."""
     model_to_save = model.module if hasattr(model, "module") else model
     output_dir = os.path.join(output_dir, sub_folder)
     os.makedirs(output_dir, exist_ok=True)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def sources(count):
-    """Return the text of the first `count` modules of the standard library."""
+    """Return the texts of `count` modules of the standard library, by name, without the first (`__future__`)."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[1 : count + 1]]
 

@@ -1,4 +1,4 @@
-"""Script that trains small models with accelerate over DeepSpeed, as its guides show, and writes losses and weights.
+"""Script that trains small models with accelerate over DeepSpeed, as accelerate's guides show, and writes the results.
 
 accelerate_training.py OUT CASES       CASES: JSON, a list of {"name", "config", ...}; see `Case`
 """
@@ -57,7 +57,7 @@ def batches() -> TensorDataset:
 
 
 def run(case: Case, out: Path) -> dict[str, Any]:
-    """Train one model with the guides' training loop."""
+    """Train one model with the training loop of accelerate's guides."""
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(case.config)))
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=case.accumulation)

@@ -33,10 +33,10 @@ class Case:
     """Run of one Trainer.
 
     Args:
-        stage: None: lightning's own strategy.
+        stage: ZeRO stage; None: lightning's own strategy.
         config: DeepSpeed configuration; None: lightning's default.
         options: options of the strategy.
-        sharded: the net is built in `configure_model`, and so at stage 3 under `zero.Init`.
+        sharded: build the net in `configure_model`, at stage 3 under `zero.Init`.
         resume: stop after half of the steps, save, and continue in a new Trainer.
     """
 
@@ -57,7 +57,7 @@ class OnCPU(DeepSpeedStrategy):
     """lightning's strategy without its two checks for CUDA."""
 
     def setup_environment(self) -> None:
-        DDPStrategy.setup_environment(self)  # the parent of the omitted method calls this
+        DDPStrategy.setup_environment(self)  # the omitted method of DeepSpeedStrategy ends with this call
 
     def setup_distributed(self) -> None:
         reset_seed()
@@ -66,7 +66,7 @@ class OnCPU(DeepSpeedStrategy):
 
 
 class Net(pl.LightningModule):
-    """Two layers, with a record of the losses."""
+    """Network of three linear layers that records its losses."""
 
     def __init__(self, sharded: bool, scheduled: bool, own_optimizer: bool = True) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def loader(case: Case) -> DataLoader[Any]:
 
 
 def trainer_of(case: Case, steps: int, folder: Path) -> pl.Trainer:
-    """Return the Trainer as a user writes it, but for `OnCPU`."""
+    """Return the Trainer as a user writes it, except for `OnCPU`."""
     strategy: Any = "auto"
     if case.stage is not None:
         config = json.loads(json.dumps(case.config)) if case.config is not None else None

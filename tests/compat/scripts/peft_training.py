@@ -27,7 +27,7 @@ STEPS = 3
 RATE = 5e-3
 GROWN = 52
 _LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-# trained modules, tied head or not, new tokens or not
+# Options of the adapter (`lora`). `tied`: the base shares embedding and head; `grown`: it gets new tokens.
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {}, "tied": True},
     "modules": {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}, "grown": True},
@@ -45,7 +45,7 @@ class Case:
         variant: key of `VARIANTS`.
         route: "trainer", or "engine": a direct call of `deepspeed.initialize`.
         config: DeepSpeed configuration; None: without DeepSpeed.
-        sharded_init: at stage 3, construct the base after the configuration is known, and so under `zero.Init`.
+        sharded_init: at stage 3, construct the base after the configuration is known: under `zero.Init`.
     """
 
     name: str
@@ -67,19 +67,19 @@ def base(out: Path, variant: str) -> LlamaForCausalLM:
 
 
 def adapted(out: Path, variant: str) -> PeftModel:
-    """Return the model with adapters, initialized with random values on both sides."""
+    """Return the model with LoRA adapters, which have the same random values in every run."""
     model = base(out, variant)
     set_seed(5)
     return get_peft_model(model, LoraConfig(**_LORA, init_lora_weights="gaussian", **VARIANTS[variant]["lora"]))
 
 
 def probe() -> torch.Tensor:
-    """Return token ids, which include new tokens if there are any."""
+    """Return ids `[2, 24]` of tokens that every variant has."""
     return torch.arange(2, 50).view(2, 24) % 48
 
 
 def logits(model: Any, grown: bool) -> torch.Tensor:
-    """Return the logits of the probe."""
+    """Return the logits of the probe. With `grown`, token ids are shifted by 4 to include new tokens."""
     model.eval()
     with torch.no_grad():
         return model(input_ids=(probe() + 4 if grown else probe()).to(model.device)).logits.cpu()
@@ -160,7 +160,7 @@ def grown(case: Case) -> bool:
 
 
 def limit(case: Case) -> int:
-    """Return the number of tokens in the data, which uses the new tokens if there are any."""
+    """Return the size of the data's vocabulary, including new tokens if there are any."""
     return GROWN if grown(case) else 48
 
 

@@ -60,8 +60,8 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, count: int = 64, vocabulary: int = VOCABULARY) -> None:
         self.ids = torch.randint(2, vocabulary, (count, LENGTH), generator=torch.Generator().manual_seed(1))
-        # No token precedes the first one. Older transformers (5.8) count its label in the number of tokens that divides
-        # a loss, but not with sequence parallelism.
+        # Nothing predicts the first token, so its label is ignored. Otherwise older transformers (5.8) would count it
+        # in the divisor of the loss, but not with sequence parallelism.
         self.labels = self.ids.clone()
         self.labels[:, 0] = -100
 

@@ -38,9 +38,9 @@ class Case:
         kind: "sft", "dpo" or "grpo".
         config: DeepSpeed configuration; None: without DeepSpeed.
         lora: train adapters.
-        sharded_init: the trainer loads the model, and so at stage 3 under `zero.Init`. Otherwise the model is built
+        sharded_init: the trainer loads the model, at stage 3 under `zero.Init`. Otherwise the model is built
             before the configuration is known.
-        options: options among the trainer's arguments.
+        options: further arguments of the trainer. `reference`: True loads a reference model.
     """
 
     name: str
@@ -114,7 +114,7 @@ def trainer_of(case: Case, out: Path, folder: Path, losses: Losses) -> Any:
 def write(out: Path) -> None:
     """Write the initial models of the cases and a file of preference pairs.
 
-    The ranks share trl's additions to the pairs through its cache.
+    The pairs are in a file, so that the ranks share the columns that trl adds through the cache of `datasets`.
     """
     config = model_config()
     config.tie_word_embeddings = False

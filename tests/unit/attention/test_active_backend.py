@@ -177,7 +177,7 @@ def test_backend_registry(names: None) -> None:
 
 
 class _Nameless(AttentionBackend):
-    """Backend of a user who forgot its name and its function."""
+    """Backend without the required `name` and `attend`."""
 
 
 def test_incomplete_backends_are_refused_with_their_missing_parts(names: None) -> None:

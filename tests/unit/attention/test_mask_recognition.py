@@ -61,14 +61,14 @@ def masks() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield kind, MaskPredicate, {"or_mask_function": lambda b, h, q, k: (q < 2) & (k < 2)}
         yield kind, MaskPredicate, {"and_mask_function": lambda b, h, q, k: k != 1, "attention_mask": PADDING}
         yield kind, MaskPredicate, {"block_sequence_ids": BLOCKS}
-        yield kind, expected, {"block_sequence_ids": torch.full_like(BLOCKS, -1)}  # only text
+        yield kind, expected, {"block_sequence_ids": torch.full_like(BLOCKS, -1)}  # text without blocks
     yield "bidirectional", BIDIRECTIONAL, {}
     yield "bidirectional", BIDIRECTIONAL, {"attention_mask": PADDING}
     yield "bidirectional", MaskPredicate, {"and_mask_function": lambda b, h, q, k: (q - k).abs() < 2}
 
 
 def make(kind: str, implementation: str, given: dict[str, Any], *, first: int = 0, queries: int = LENGTH) -> Any:
-    """Let the installed transformers make a mask. Skip the test if it cannot.
+    """Make a mask with the installed transformers. Skip the test if this release cannot make it.
 
     Args:
         first: position of the first query.
@@ -92,7 +92,7 @@ def make(kind: str, implementation: str, given: dict[str, Any], *, first: int = 
 
 
 def full(kind: str, mask: Tensor | None, queries: int = LENGTH, keys: int = LENGTH) -> Tensor:
-    """Return the dense mask. None is a causal or full one, which older releases always leave to a kernel's flag."""
+    """Return the dense mask. Older releases give None for a causal or full mask: a kernel flag replaces it."""
     ones = torch.ones(SAMPLES, 1, queries, keys, dtype=torch.bool)
     if mask is None:
         return ones if "bidirectional" in kind else ones.tril(keys - queries)

@@ -63,7 +63,7 @@ def test_language_model_is_causal() -> None:
     model = LanguageModel(vocabulary=50, hidden=64, layers=2, length=16)
     tokens = torch.randint(0, 50, (2, 16))
     grads = []
-    for last in (3, 7):  # the last token is a target only, so its own embedding has no influence
+    for last in (3, 7):  # only the hidden state of the last position may depend on the last token
         changed = tokens.clone()
         changed[:, -1] = last
         grads.append([h for h in _hidden(model, changed)])

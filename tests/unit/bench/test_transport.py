@@ -42,7 +42,7 @@ def test_without_gpus_shared_memory_and_gloo_are_run() -> None:
 
 
 class Ranks:
-    """Fake of `measure` whose ranks answer at once; the settings `fails` and `off` fail or return other values."""
+    """Fake of `run_task` without processes. The setting `fails` fails, and those in `off` return other losses."""
 
     def __init__(self, fails: str = "", off: dict[str, float] | None = None) -> None:
         self.fails, self.off, self.calls = fails, off or {}, list[tuple[str, dict[str, str]]]()

@@ -25,7 +25,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def whole(name: str, offset: int = 0) -> torch.Tensor:
-    """Return the full tensor of that name, with values that no other name or position has (bf16 is exact to 256)."""
+    """Return the full tensor of a name. Only param/embed.weight and master/conv share values; all are exact in bf16."""
     shape = SHAPES[name]
     begin = 36 * (list(SHAPES).index(name) % 7) + offset
     return (torch.arange(math.prod(shape)).view(shape) + begin).to(dtype_of(name))
@@ -58,7 +58,7 @@ def state(rank: int, world: int, *, offset: int = 0) -> SavedState:
 
 
 def empty(rank: int = 0, world: int = 1) -> SavedState:
-    """Return memory to load the same names into."""
+    """Return a state with the names of `state`, and memory to load into."""
     return SavedState(
         shards=shards(rank, world, fill=False),
         tensors={"buffer/running_mean": torch.zeros(4), "buffer/count": torch.tensor(0)},

@@ -1,4 +1,4 @@
-"""Tests of asynchronous saves: the memory they take, and the tensors they leave unchanged."""
+"""Tests of async saves: the waits of the writer thread, and the memory of the copies."""
 
 from __future__ import annotations
 

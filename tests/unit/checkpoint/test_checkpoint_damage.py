@@ -1,6 +1,6 @@
 """Tests of damaged and malicious checkpoints and full disks.
 
-Each is reported, no content is executed, and no incomplete checkpoint is accepted as complete.
+Each case is reported, no content is executed, and no incomplete checkpoint is accepted as complete.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def test_fsync_failure_leaves_the_former_checkpoint(
 
 
 class Killed(BaseException):
-    """Stand-in for kill -9: no exception handler of the code under test can clean up after it."""
+    """Stand-in for kill -9, which handlers of `Exception` do not catch."""
 
 
 @pytest.mark.parametrize("tag", ["t", "u"])

@@ -300,7 +300,7 @@ STORAGE = b"(" + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _te
 
 
 def test_pickle_sets_state_of_placeholders_only(tmp_path: Path) -> None:
-    """Setting the state of any object but a stand-in is refused.
+    """The reader sets the state of stand-in objects only.
 
     Otherwise the BUILD opcode of a forged file could set the attributes of a storage.
     """
@@ -392,7 +392,7 @@ def test_large_file_of_small_tensors_is_read(tmp_path: Path) -> None:
     result = read_torch_file(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # 4.0 to 4.2, depending on Python's lists of free objects
+    # the factor is 4.0 to 4.2, depending on Python's lists of free objects
     assert len(result) == 2_000 and peak <= 5 * path.stat().st_size
 
 

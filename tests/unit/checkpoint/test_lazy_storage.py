@@ -26,7 +26,7 @@ _open: list[Any] = []
 
 @dataclass
 class Shelf:
-    """Lazy storage handle with tensors by name, which are in memory only while it is open."""
+    """Lazy storage handle of tensors by name. They are in memory only while the handle is open."""
 
     away: dict[str, torch.Tensor]
     here: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def test_box_read_in_parts_is_checked_completely(tmp_path: Path, wanted: list[tu
         shards = [resting(Shelf({"x": torch.zeros(stop - start)}), "x", (12,), start) for start, stop in wanted]
         with pytest.raises(CheckpointError, match="entry 'x' has crc32"):
             load(tmp_path, "t", SavedState(shards=shards))
-        _open.clear()  # handles that were open when the error was noticed
+        _open.clear()  # handles that were open when the error was raised
 
 
 def test_handle_that_differs_from_its_declaration_is_refused(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_writer_waits_only_for_tensors_that_are_freed(
 ) -> None:
     """A writer waits only for tensors that are freed before the next handle opens.
 
-    Tensors that stay in memory keep the disk busy; memory that is reused must have been written first.
+    Tensors that stay in memory are written later, without a wait. Memory that is reused must be written first.
     """
     memory, awaited = torch.empty(3 << 18), 0
     real = TensorFileWriter.wait

@@ -106,7 +106,7 @@ def test_enumerations_are_stored_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     encoded, _ = encode(argparse.Namespace(kind=Kind.ENCODER), "plain/")
     text = json.dumps(encoded)
     assert decode(json.loads(text), {}).kind is Kind.ENCODER
-    monkeypatch.delattr(f"{__name__}.Kind")  # as where the script is not imported
+    monkeypatch.delattr(f"{__name__}.Kind")  # as in a process that has not imported the script
     absent = decode(json.loads(text), {}).kind
     assert absent == UnknownEnumMember(__name__, "Kind", "ENCODER") and encode(absent, "")[0] == encoded["$"][1]["kind"]
     for forged in (["os", "path", "join"], ["os", "environ", "HOME"], ["builtins", "print", "x"]):
@@ -136,7 +136,7 @@ class Counter:
 
 
 class SlottedMeter:
-    """Object without `__dict__`, whose state torch cannot rebuild without `__setstate__`."""
+    """Object with `__slots__` and without `__setstate__`, which torch cannot rebuild."""
 
     __slots__ = ("total",)
 
@@ -145,14 +145,14 @@ class SlottedMeter:
 
 
 class BuiltFromArguments:
-    """Object that is made from arguments of a pickle."""
+    """Object of a class with its own `__new__`, which a file must not call."""
 
     def __new__(cls, size: int = 1) -> BuiltFromArguments:
         raise AssertionError("a file cannot construct it")
 
 
 def test_objects_of_declared_classes_are_rebuilt_from_their_state() -> None:
-    """A class that the script declares to torch as safe is saved as its state; of others only the name is read."""
+    """Objects of classes that are declared safe to torch are saved as their state. Others are not rebuilt on load."""
     state = {"hub": {"loss": Meter(torch.arange(3)), "steps": [Counter(5)]}}
     with pytest.raises(CheckpointError, match=r"hub\.loss is a .*Meter, .*add_safe_globals\(\[Meter\]\)"):
         encode(state, "plain/")
@@ -165,7 +165,7 @@ def test_objects_of_declared_classes_are_rebuilt_from_their_state() -> None:
         forged = {"$": ["object", [__name__, "Meter", [1]]]}
         with pytest.raises(CheckpointError, match="the state of an object is a list"):
             decode(forged, {})
-    unread = decode(json.loads(text), tensors)  # as where the script does not declare them
+    unread = decode(json.loads(text), tensors)  # the classes are no longer declared safe
     assert unknown_classes(unread) == {f"{__name__}.Meter", f"{__name__}.Counter"}
     assert encode(unread, "plain/")[0] == encoded
 
@@ -193,7 +193,7 @@ class HistoryBuffer:
 
 
 def test_history_of_mmengine_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mmengine's checkpoint hook saves the history of each scalar; `load_state_dict` skips other classes."""
+    """mmengine's checkpoint hook saves a history for each scalar, and its `load_state_dict` skips other classes."""
     module = types.ModuleType("mmengine.logging.history_buffer")
     monkeypatch.setattr(HistoryBuffer, "__module__", module.__name__)
     module.HistoryBuffer = HistoryBuffer  # type: ignore[attr-defined]

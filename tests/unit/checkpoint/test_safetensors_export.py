@@ -1,4 +1,4 @@
-"""Tests of exports: saved values and names, files that other libraries load, and bounded memory."""
+"""Tests of exports: saved values and names, files that other libraries load, and files that are kept or replaced."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ SCHEMA = {
     "variables": dict,
     "settings": list,
 }
-"""Keys of the JSON report. A change of a key has to change `FORMAT` and docs/environment.md too."""
+"""Keys of the JSON report. A change of a key has to change `FACTS_FORMAT` and docs/environment.md too."""
 
 
 def call(*arguments: str) -> int:

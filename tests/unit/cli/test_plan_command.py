@@ -1,4 +1,4 @@
-"""Command `windlass plan`: what it prints, writes and refuses."""
+"""Tests of `windlass plan`: its output, its files and refused options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_json_and_picture(model: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert code == 0 and found["missing"] == {} and found["micro_batch"] == 2 and found["world_size"] == 4
     assert list(found["moments"]) == ["init", "load", "forward", "backward", "step", "save"]
     held = found["moments"]["step"]["device"]
-    # shards on four ranks of float32 values, padded
+    # float32 shard of one of four ranks: one byte for each parameter, and padding
     assert 1 <= held["master weights"] / found["parameters"] < 1.05
     assert picture.read_bytes().startswith(b"\x89PNG")
     places = [place for place in ("device", "host", "disk") if any(m[place] for m in found["moments"].values())]

@@ -1,4 +1,4 @@
-"""Command `windlass report`: what it shows of a run, and that text from files cannot become markup."""
+"""Tests of `windlass report`: the page of a run, and text of files that must not become markup."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_two_runs_lie_side_by_side_and_differences_are_marked(tmp_path: Path) ->
 
 @pytest.mark.peer
 def test_a_browser_shows_the_report_of_two_runs(tmp_path: Path) -> None:
-    """Needs Chromium in PATH. A picture of the page lies in the folder of the test."""
+    """Needs Chromium in PATH. Saves a picture of the page in `tmp_path`."""
     write_record(tmp_path / "a" / "run.jsonl", zero_optimization={"stage": 2}, note=HOSTILE)
     write_record(tmp_path / "b" / "run.jsonl", steps=9, zero_optimization={"stage": 3}, note=HOSTILE)
     page_of(str(tmp_path / "a"), "--against", str(tmp_path / "b"), folder=tmp_path)
@@ -182,7 +182,7 @@ def test_curves_of_windlass_train_come_from_its_own_files(tmp_path: Path) -> Non
     metrics.append(MetricsRow(step=1, loss=7.5, tokens_per_second=100.0, memory_bytes=1 << 20))
     metrics.close()
     run = read_run(tmp_path)
-    assert run.curves["loss"] == [(1.0, 7.5)]  # the mean over the ranks, not rank 0's of the record
+    assert run.curves["loss"] == [(1.0, 7.5)]  # the mean over the ranks, not rank 0's loss in the record
     assert run.curves["held-out bits per byte"] == [(0.0, 8.0)] and run.curves["memory"] == [(1.0, 1.0)]
     assert run.curves["communication"][0] == (1.0, 2.0) and run.phases["backward"] == pytest.approx(0.2)
     assert run.facts["model"] == "tiny" and run.facts["after"] == "2.5" and run.config == {"seed": 3}
@@ -198,7 +198,7 @@ def test_a_record_keeps_no_secrets_and_survives_a_crash(tmp_path: Path) -> None:
     write_record(path, steps=2)
     whole = list(read_record(path))
     assert [line["kind"] for line in whole] == ["run", "step", "step", "log", "checkpoint", "end"]
-    assert whole[2]["loss"] is None  # infinite
+    assert whole[2]["loss"] is None  # an infinite loss is stored as null
     path.write_text(path.read_text()[:-20])
     assert list(read_record(path)) == whole[:-1]
     assert read_run(path).facts["end"].startswith("no end was recorded")

@@ -1,4 +1,4 @@
-"""Command `windlass simulate`: what it prints, writes and refuses."""
+"""Tests of `windlass simulate`: its output, its files and refused options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity of the teacher of a `distillation.cache`."""
+"""Tests of the identity of the teacher of a `distillation.cache`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.cli.training.teacher import _identity
 
 
 def test_teachers_that_differ_in_one_element_differ(tmp_path: Path) -> None:
-    """Fine-tunes of one base begin alike, and an adapter or a head may change any part of a matrix."""
+    """Fine-tuned models may differ in any part of a matrix, not only in its first elements."""
     found = []
     for name, value in (("a", 0.0), ("b", 1.0), ("c", 1.0)):
         (tmp_path / name).mkdir()

@@ -473,7 +473,7 @@ def test_a_directory_replaces_another_that_cannot_be_removed(
 
 
 def test_the_only_copy_of_a_directory_survives_a_replacement_that_fails(tmp_path: Path) -> None:
-    """A process was stopped between the two renames, and the next one has nothing to rename."""
+    """A process was stopped between the two renames, and the next process has nothing to rename."""
     (tmp_path / ".target.previous").mkdir()
     (tmp_path / ".target.previous" / "only").touch()
     with pytest.raises(FileNotFoundError):
@@ -525,7 +525,7 @@ def test_killed_rank_is_reported_without_secondary_failures(parent: Any) -> None
 def test_failing_rank_sends_its_reason_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails reports the failure to the watchdog.
 
-    It exits without reaching the exception hook and would otherwise be taken for a killed rank.
+    The rank exits without the exception hook. Without the report, it would count as a killed rank.
     """
     from windlass.cli.training import train_rank
 

@@ -1,6 +1,6 @@
 """Fake remote memory for activations.
 
-Every tensor moves there, with any delay. The source may be overwritten once the copy is made.
+Every tensor is accepted. The source of a copy may be overwritten once the copy is made.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from windlass.parallel.activation_store import ActivationTier
 
 
 class Arrival:
-    """Copy back whose value is valid only after `wait`."""
+    """Copy back from the remote memory, valid only after `wait`."""
 
     def __init__(self, place: FarPlace, stored: torch.Tensor) -> None:
         self._place, self._stored = place, stored
@@ -26,7 +26,7 @@ class Arrival:
 
 
 class Far:
-    """Copy to the remote memory that is made as late as possible."""
+    """Copy to the remote memory: made at once, or with `late` by the first `wait` or `fetch`."""
 
     def __init__(self, place: FarPlace, flat: torch.Tensor) -> None:
         self._place, self._source, self._stored = place, flat, None
@@ -58,7 +58,7 @@ class FarPlace:
 
     def __init__(self, *, late: bool = False, under_way: int = 2) -> None:
         self.late, self.max_in_flight = late, under_way
-        self.put_there: list[int] = []  # numbers of elements, in the order of arrival
+        self.put_there: list[int] = []  # number of elements of each tensor, in the order of the calls to `put`
         self.fetched: list[int] = []
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:

@@ -34,7 +34,7 @@ def test_live_regions_never_overlap(moves: list[tuple[bool, int]], random: objec
 
 
 def rounds(buffer: ActivationBuffer, calls: int, nbytes: int) -> list[BufferRegion | None]:
-    """Begin `calls` calls, as many as a forward has, and allocate in each."""
+    """Begin `calls` checkpointed calls and allocate `nbytes` bytes in each. Return the regions."""
     results = []
     for _ in range(calls):
         buffer.begin_call(nbytes, 0)

@@ -168,7 +168,7 @@ def _fails(x: torch.Tensor, again: bool) -> torch.Tensor:
 
 @_USES_TORCHSCRIPT
 def test_torchscript_functions_are_recomputed() -> None:
-    """TorchScript saves other tensors in its first runs, and hides the end of a recomputation."""
+    """Gradients are equal, although TorchScript saves other tensors in its first runs than in later ones."""
     fused = torch.jit.script(_fused)
     linear, bias = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
 

@@ -135,7 +135,7 @@ def test_replicas_reduce_only_their_shards() -> None:
 def test_ulysses_volume_is_4_n_h_over_p_per_forward() -> None:
     many = ModelShape(hidden=256, layers=1, heads=16, vocabulary=9)
     (result, ring) = compute_sequence_parallel_volumes(many, 1, 16, 1, StepWorkload(tokens=4096))
-    assert result.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # two passes, two bytes, and nothing to itself
+    assert result.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # 2 passes, 2 bytes an element, 15 of 16 ranks
     assert ring.nbytes == 0
     fewer = next(iter(compute_sequence_parallel_volumes(SHAPE, 1, 16, 1, StepWorkload(tokens=4096))))
     assert fewer.nbytes == result.nbytes  # 8 key heads on 16 ranks: each head goes to two ranks

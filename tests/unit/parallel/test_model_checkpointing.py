@@ -1,4 +1,4 @@
-"""Switch of activation checkpointing of models that cannot recompute."""
+"""Test that activation checkpointing of a model without support for it is refused."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_path_that_is_a_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 class Broken:
-    """Tier of which one operation fails."""
+    """Tier with one operation that fails."""
 
     def __init__(self, tier: Any, what: str) -> None:
         self._tier, self._what = tier, what

@@ -20,7 +20,7 @@ LATE = [False, True]
 
 
 def keeping(keeper: SavedTensorOffloader) -> saved_tensors_hooks:
-    """Return the region whose saved tensors `keeper` takes."""
+    """Return a context in which `keeper` offloads the saved tensors."""
     return saved_tensors_hooks(keeper.pack, keeper.unpack)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from windlass.plan.heap_model import BLOCK_ENDED, HeapModel
 
 MIB = 1 << 20
-_OVERHEAD = 96 + 32  # bytes beside a block, at most
+_OVERHEAD = 96 + 32  # maximum number of bytes that the heap adds to a block
 
 
 @given(st.lists(st.integers(1, 4 * MIB), max_size=40))
@@ -43,7 +43,7 @@ def test_a_hole_is_too_small_for_the_next_block_of_its_size_until_the_module_end
     within, after = HeapModel(), HeapModel()
     within.run([first, second, (1, 0), third])
     assert within.extent > 3 * MIB
-    # Thirty later remainders take the places in malloc's cache, so that those of the hole come free.
+    # The remainders of thirty later blocks fill malloc's cache, so that those beside the hole are merged into it.
     small = [(number, 64) for number in range(10, 40)]
     after.run([first, second, *small, BLOCK_ENDED, BLOCK_ENDED, (1, 0), third])
     assert after.extent < 3 * MIB

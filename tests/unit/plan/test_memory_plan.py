@@ -77,7 +77,7 @@ def two_layers() -> nn.Module:
 
 
 class Narrow(nn.Module):
-    """Three layers, of which autograd saves the inputs and the outputs of the activations."""
+    """Linear, tanh and linear layer. Autograd saves the inputs of both linear layers and the output of tanh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_bytes_of_linear_layers_equal_the_formula() -> None:
 
 
 class LayerDropped(Narrow):
-    """The same layers, each skipped with a small probability, which is drawn as models of transformers draw it."""
+    """Layers of `Narrow`, each skipped at random with a small probability, as in models of transformers."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -198,7 +198,7 @@ def test_memory_of_no_moment_falls_when_the_batch_or_its_length_grows(
 def test_memory_never_falls_when_ranks_go(stage: int, target: Target, two_layers: nn.Module) -> None:
     model = two_layers
     plans = [plan(model, settings(stage), ranks, target=target) for ranks in (4, 3, 2)]
-    # One rank is left out: it needs no buffers for peers.
+    # A plan for one rank is left out, because one rank needs no buffers for peers.
     # A unit is padded to 16 elements per rank. An element has at most 20 bytes, and holes add a fifth.
     padding = 4 * 16 * 24 * len(plan_layout(model, load_config(settings(stage)), 4, target).units)
     for place in (DEVICE, HOST):
@@ -225,7 +225,7 @@ def test_offloaded_slots_move_to_the_host_and_to_disk(two_layers: nn.Module) -> 
     on_disk = plan(model, settings(3, zero=disk), target=GPU)
     assert "optimizer states" in on_disk.moments["step"].disk and "staging" in on_disk.moments["step"].host
     assert on_disk.peak(HOST) > 0 and on_disk.peak(DISK) > 0
-    # Staging is a share of the planned rank's host memory, of at least 48 MiB.
+    # Staging memory is a quarter of the planned rank's host memory.
     layouts = [plan_layout(model, load_config(settings(3, zero=disk)), 2, GPU, host_memory=n << 30) for n in (1, 8)]
     assert [layout.staging for layout in layouts] == [256 << 20, 2 << 30]
 
@@ -409,7 +409,7 @@ def test_the_table_names_each_kind_in_a_narrow_terminal() -> None:
 @pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chosen_tiers_fit_a_limit_between_two_settings(stage: int) -> None:
-    """The limit is too small for all states and larger than needed with all of them on the host."""
+    """The limit is below the peak with all states on the device and above the peak with all of them on the host."""
     model = llama(num_hidden_layers=6, vocab_size=32)
     config = settings(stage, bf16={"enabled": True})
 
@@ -452,7 +452,7 @@ def test_states_that_differ_between_ranks_are_exact(name: str, params: dict[str,
     layout = plan_layout(Narrow(), load_config(config), 1, Target())
     planned = MemoryPlanner(Narrow(), load_config(config), layout, ActivationTrace()).slot_bytes()
     engine = windlass.initialize(model=Narrow(), config=config)[0]
-    for _ in range(2):  # the second step takes local gradients, whose states remain
+    for _ in range(2):  # the second step has local gradients, and their states remain
         engine.backward(engine(torch.ones(1, 32)).square().sum())
         engine.step()
     real = {slot: nbytes for (slot, _), nbytes in engine.report()["slots"].items()}

@@ -1,4 +1,4 @@
-"""Notes on out-of-memory errors: prediction against limit, and the cheapest change that fits."""
+"""Tests of notes on out-of-memory errors: prediction against limit, and the cheapest change that fits."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_chosen_tiers_are_planned_for_the_limit(llama: nn.Module) -> None:
 def test_a_model_that_already_checkpoints_is_planned_so() -> None:
     plain, checkpointed = (model_of("LlamaForCausalLM", **{**SIZES, "num_hidden_layers": 4}) for _ in range(2))
     enable_checkpointing(checkpointed)
-    raw = config(micro=63)  # activations are most of the memory, and no smaller micro-batch divides it
+    raw = config(micro=63)  # activations are most of the memory, and an odd micro-batch cannot be halved
     same = {**raw, "activation_checkpointing": {"enabled": True}}
     more, less = peak(failed(plain, raw), raw), peak(failed(plain, same), same)
     assert less < 0.8 * more

@@ -1,4 +1,4 @@
-"""Tests of cluster files: what they replace, and their mistakes."""
+"""Tests of cluster files: values that replace those of known parts, links between hosts, and errors."""
 
 from __future__ import annotations
 

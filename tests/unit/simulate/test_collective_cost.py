@@ -67,7 +67,10 @@ def test_all_to_all_pipeline_and_tree_take_the_time_of_their_formulas() -> None:
 def test_hierarchical_collectives_take_the_time_of_their_formula(
     operation: str, inside: int, across: int, hosts: int, devices: int
 ) -> None:
-    """A ring on each host over whole buffers, and rings over hosts, on a card each, over one device's part."""
+    """The time is that of a ring on each host over the buffer, and of a ring over hosts for each device's part.
+
+    Each ring over hosts has a network card of its own.
+    """
     costs = CollectiveCosts(cluster(devices, hosts), MeshShape(dp_shard=hosts * devices))
     nbytes = 1e8
     near = (devices - 1) * LATENCY + nbytes * (devices - 1) / devices / RATE
@@ -182,7 +185,7 @@ def test_transfers_divide_a_link_and_leave_what_they_cannot_use() -> None:
     only = loop.add(SimulatedTask("only", "data", (("a", "2"),), 0.0, {("a", "x"): 80.0}))
     late = loop.add(SimulatedTask("late", "data", (("a", "2"),), 1.0, {("a", "y"): 4.0}, [only]))
     end = loop.run()
-    # `y` lets `both` have 2 of the 10 of `x`, so `only` has 8 until 10; then both end, and `late` has `y` alone.
+    # `both` has rate 2 because of `y`, so `only` has the other 8 of `x`. Both end at 10 s; then only `late` uses `y`.
     assert (both.end, only.end, late.begin) == pytest.approx((10.0, 10.0, 10.0))
     assert end == pytest.approx(13.0) and loop.link_bytes["a", "x"] == 100.0
     assert loop.link_busy["a", "y"] == pytest.approx(12.0)

@@ -1,4 +1,4 @@
-"""Tests of predicted steps: the laws of bytes, of one device, and of more resources."""
+"""Tests of predicted steps: bytes of each axis, times on one device, waits, tiers, and kinds of steps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ AXIS_CASES = [
 def test_simulated_bytes_equal_the_formulas(
     world: int, axes: dict[str, Any], stage: int, pipeline: dict[str, Any]
 ) -> None:
-    """The formulas equal the counters of real ranks (bench/parallel_axes.py, tests/dist)."""
+    """The formulas are compared with the counters of real ranks in bench/parallel_axes.py and tests/dist."""
     shape = EXPERTS if "ep" in axes else DENSE
     settings = config(stage, KEYS, parallel=axes, pipeline=pipeline)
     found = predict_step(shape, settings, place(world), world_size=world, length=LENGTH).moved
@@ -114,7 +114,7 @@ def test_simulated_bytes_equal_the_formulas(
 
 
 def _add_scalars(expected: dict[str, dict[str, int]], grid: MeshShape, pipe: int, forwards: int) -> None:
-    """Add what the formulas leave out: losses, numbers of tokens, and numbers of rows for experts."""
+    """Add the traffic that the formulas leave out: losses, numbers of tokens, and numbers of rows for experts."""
     if pipe < grid.pp - 1:
         expected["pp"]["broadcast"] = 4
     if grid.sp > 1 and pipe == grid.pp - 1:
@@ -127,7 +127,7 @@ def _add_scalars(expected: dict[str, dict[str, int]], grid: MeshShape, pipe: int
 class PlainLayer:
     """Operations of a float32 layer of `DENSE` in eager PyTorch, as (FLOPs, bytes, kernels), and their times.
 
-    Written out from the sizes of its tensors, apart from the simulator's own tables.
+    The figures follow from the sizes of the layer's tensors, independently of the simulator's tables.
     """
 
     tokens, hidden, width, heads, keys, inner = SAMPLES * LENGTH, 64, 8, 8, 4, 128
@@ -145,14 +145,14 @@ class PlainLayer:
         activation = (0, 20 * t * self.inner, 2)
         down = self.product(t, self.inner, h)
         self.kept = [norm, queries, rotary, residual, norm, gates, activation, residual]
-        self.dropped = [output, down]  # what selective checkpointing saves: every second product
+        self.dropped = [output, down]  # products that selective checkpointing does not recompute: every second one
 
     @staticmethod
     def product(m: int, k: int, n: int) -> tuple[float, float, int]:
         return 2 * m * k * n, 4 * (m * k + k * n + m * n), 1
 
     def seconds(self, operations: list[tuple[float, float, int]], times: int = 1, share: float = 0.0) -> float:
-        """Return the time of operations whose FLOPs, bytes and kernels are all multiplied."""
+        """Return the time of operations that run `times` times each. `share`: arithmetic efficiency, if given."""
         part, total = self.device, 0.0
         arithmetic = part.flops["fp32"] * (share or part.matmul_efficiency)
         for flops, nbytes, kernels in operations:
@@ -195,13 +195,13 @@ def test_one_device_takes_the_sum_of_its_operations(checkpointing: str, bound: s
         2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     )  # matrices of queries, outputs, keys, values and MLP; norms
     layers = 3 * forward + layer.attention(back=False) + layer.attention(back=True) + again[checkpointing]
-    layers += layer.seconds([(0, 8 * numel, 1)])  # gradients, into the flat buffer of the layer
+    layers += layer.seconds([(0, 8 * numel, 1)])  # copy of gradients into the layer's flat buffer
     total = MICRO * (4 * layers + layer.ends(256))
     rate = part.memory_rate * part.memory_efficiency
     whole = 4 * numel + 2 * 256 * 64 + 64
     assert whole == DENSE.numel
-    total += whole * (4 + (4 + 2 * 8 + 2 * 4)) / rate  # the norm reads gradients; the update touches all
-    total += MICRO * whole * 8 / rate  # gradients, into the reduction's buffer
+    total += whole * (4 + (4 + 2 * 8 + 2 * 4)) / rate  # bytes of the gradient norm, and of the update
+    total += MICRO * whole * 8 / rate  # copy of gradients into the reduction's buffer
     assert math.isclose(found.seconds, total, rel_tol=1e-9)
     assert math.isclose(found.compute_seconds, total, rel_tol=1e-9)
     assert sum(found.waits.values()) == pytest.approx(0.0, abs=1e-12)
@@ -324,7 +324,7 @@ def test_pipeline_bubble_is_that_of_the_formula() -> None:
     infinite = LinkPart(math.inf, 0.0, 1.0)
     host = replace(HOSTS["dgx-h100"], device_link=infinite, nic=infinite)
     fast = Cluster(replace(DEVICES["h100"], launch_seconds=0.0), host, 1, Network(switch_latency=0.0))
-    shape = replace(DENSE, vocabulary=1)  # so that the ends cost nothing
+    shape = replace(DENSE, vocabulary=1)  # so that embedding and head take almost no time
     found = predict_step(shape, config(parallel={"pp": 4}, train_batch_size=16, gradient_accumulation_steps=8), fast,
                          world_size=4, length=LENGTH)  # fmt: skip
     assert found.waits["pipeline"] / found.seconds == pytest.approx(3 / 11, rel=0.1)
@@ -416,7 +416,7 @@ def test_a_message_leaves_before_the_next_action_of_its_sender() -> None:
     }
     first_forward = lanes["rank 0"][0].stop
     assert lanes["rank 1"][0].start == pytest.approx(first_forward)
-    # The last stage never waits until its last backward.
+    # The last stage has no idle time before the end of its last backward.
     last = max(number for number, span in enumerate(lanes["rank 1"]) if span.name.startswith("backward"))
     busy = sum(span.stop - span.start for span in lanes["rank 1"][: last + 1])
     assert lanes["rank 1"][last].stop - first_forward == pytest.approx(busy)
@@ -449,9 +449,9 @@ def test_optimizers_that_reduce_gradients_themselves_are_named() -> None:
              ("local", 31 * 32678 + 11, 0.75)],
         ),
         ("DiLoCo", {"inner_steps": 4}, [("local", 1, 0.75), ("outer", 12, 0.25)]),
-        # Each of the parts sends once, at different steps.
+        # Each of the two fragments is sent once in four steps, at different steps.
         ("DiLoCo", {"inner_steps": 4, "fragments": 2}, [("local", 1, 0.5), ("outer", 10, 0.25), ("outer", 12, 0.25)]),
-        # A message leaves, its means are on their way at the next step, and two steps send nothing.
+        # Half of a message is sent in each of two steps, and the other two steps send nothing.
         (
             "DiLoCo",
             {"inner_steps": 4, "overlap_steps": 3},

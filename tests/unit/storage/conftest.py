@@ -1,4 +1,4 @@
-"""Tiers on every I/O engine that this machine has."""
+"""Fixtures with disk tiers on every I/O engine that the system supports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeTier = Callable[..., DiskTier]
 
 
 def refusal(engine: str) -> str | None:
-    """Return the reason why an engine is not available on this machine, or None if it is."""
+    """Return the reason why an engine is not available, or None if it is."""
     file = os.open(os.devnull, os.O_RDWR)
     try:
         start_io_engine([file], requested=engine, queue_depth=1, threads=1, block_size=4096, alignment=1).engine.close()

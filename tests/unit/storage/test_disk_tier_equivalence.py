@@ -1,4 +1,4 @@
-"""Tests that a tier equals a bytearray for any sizes, offsets and order of reads and writes, without waiting."""
+"""Tests that a tier equals a bytearray for reads and writes of any size, offset and order, also without waits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Model:
 
 
 def _tensor(size: int, shift: int) -> torch.Tensor:
-    """Return a tensor of `size` bytes whose memory is aligned to no more than `shift` bytes."""
+    """Return a tensor of `size` bytes that begins `shift` bytes after an aligned address."""
     return torch.zeros(size + 8, dtype=torch.uint8)[shift : shift + size]
 
 
@@ -171,7 +171,7 @@ def test_non_contiguous_memory_is_refused(tier: DiskTier) -> None:
 
 
 def test_buffers_are_aligned_zeroed_and_tracked_until_freed(tier: DiskTier) -> None:
-    for _ in range(12):  # more than are kept at once: freed buffers make room, and their addresses are used again
+    for _ in range(12):  # more buffers than the tier keeps at once, so that addresses are used again
         buffer = tier.allocate_buffer(100_000)
         assert buffer.numel() == 100_000 and buffer.dtype == torch.uint8 and buffer.data_ptr() % 4096 == 0
         assert not bool(buffer.any())

@@ -1,4 +1,4 @@
-"""Tests of the files of a tier: private, removed however the process ends, and other files are never touched."""
+"""Tests of the files of a tier: private, removed with the tier or after a dead process, and no others removed."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_system_errors_are_returned(engine: str, path: str, write: bool, number:
 
 @pytest.mark.skipif(refusal("io_uring") is not None, reason="only io_uring reads from a pipe, which has no offsets")
 def test_close_cancels_queued_requests_and_waits_for_running_ones() -> None:
-    reader, writer = os.pipe()  # a read that does not end before the test writes
+    reader, writer = os.pipe()  # a read from this pipe does not end before the test writes
     memory, _ = aligned_buffer(4096)
     span = (0, 0, memory.data_ptr(), 4096, 0)
     try:

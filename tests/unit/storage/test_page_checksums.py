@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 def rewrite(tier: DiskTier, extent: Extent, at: int, data: bytes) -> None:
-    """Write `data` at byte `at` of an extent without the tier's knowledge."""
+    """Write `data` at byte `at` of an extent directly to the file, so that the tier's checksums stay."""
     for piece in tier._stripes.locate(extent.start + at, extent.start + at + len(data)):
         part = data[piece.start : piece.start + piece.nbytes]
         file = os.open(f"/proc/self/fd/{tier._stripes.descriptors[piece.file]}", os.O_RDWR)  # without O_DIRECT
@@ -66,7 +66,7 @@ def test_flipped_bit_is_detected_and_located(make_tier: MakeTier, engine: str, t
         "resume from a checkpoint",
     ):
         assert word in str(raised.value)
-    with pytest.raises(DamageError):  # for any part of the page
+    with pytest.raises(DamageError):  # a read of any part of the page fails
         tier.read(extent, at, torch.empty(1, dtype=torch.uint8)).wait()
 
 
@@ -128,7 +128,7 @@ def test_discarded_pages_are_rewritten_without_reading(tier: DiskTier) -> None:
 
 
 def test_checksum_covers_the_submitted_data(make_tier: MakeTier, engine: str) -> None:
-    """The checksum covers the caller's memory, not the aligned copy that direct I/O may need."""
+    """Checksums of pages from unaligned memory are CRC-32C of the data, or CRC-32 on the Python engine."""
     tier = make_tier(engine=engine)
     extent = tier.allocate(3 * PAGE, "values")
     values = torch.randint(0, 256, (3 * PAGE + 1,), dtype=torch.uint8)[1:]

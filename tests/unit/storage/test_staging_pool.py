@@ -58,7 +58,7 @@ def test_buffer_in_transfer_is_not_reused(tier: DiskTier) -> None:
 
 
 def test_buffers_of_sizes_that_are_not_needed_again_are_freed(tier: DiskTier) -> None:
-    """Otherwise the pool would keep buffers for records without states, which only `initialize` writes."""
+    """The pool frees buffers for records without states, because only `initialize` writes such records."""
     staging, transfer = StagingPool(tier, 1 << 20), Under()
     staging.release(staging.acquire(64 * KIB, torch.uint8))
     written, kept = staging.acquire(128 * KIB, torch.uint8), staging.acquire(64 * KIB, torch.uint8)

@@ -54,7 +54,7 @@ def test_each_moment_belongs_to_the_innermost_wait(log: RangeLog) -> None:
             with traced("disk", "parameters"):
                 time.sleep(0.01)
     with traced("step"), traced("update"):
-        time.sleep(0.01)  # neither computes nor waits for a wire
+        time.sleep(0.01)  # idle time: neither computation nor a wait for a wire
     log.end_step()
     (step,) = log.steps
     assert step.start + step.compute + step.idle + sum(step.waits.values()) == step.end

@@ -1,4 +1,4 @@
-"""Laws of the forecast: it is the plan of each configuration, and traces grow linearly with the micro-batch."""
+"""Laws of the forecast: it equals the plan of each configuration, and skips configurations without a plan."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_the_first_trial_has_the_users_values_and_middle_ones_where_there_are_no
 
 
 def test_lists_in_the_users_file_are_replaced_where_their_key_has_no_effect() -> None:
-    """A program may read the file itself, and then gets the values of the trial on top of it."""
+    """A program may read the user's file itself: the overrides of a trial must replace every list in it."""
     zero = {
         "stage": [0, 3],
         "stage3_max_reuse_distance": [0, 1000],
@@ -280,7 +280,7 @@ def test_refusals_name_the_fix(raw: dict[str, Any], limits: dict[str, Any], mess
 
 
 def test_candidates_that_differ_have_different_names() -> None:
-    """The folder of a trial, its prediction and its refusal go by its name."""
+    """Names differ, because the name of a candidate identifies its folder, its prediction and its refusal."""
     choices = {
         "bf16.enabled": (False, True),
         "torch_autocast.enabled": (False, True),

@@ -1,4 +1,4 @@
-"""Laws of the predicted order: what surely costs more comes later."""
+"""Laws of the predicted order: recomputation and smaller micro-batches are slower."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_no_best_of_an_earlier_search_stays_behind(tmp_path: Path) -> None:
     tuning(tmp_path, "measured(0.1)").run()
     best = tmp_path / "results" / "ds_config_optimal.json"
     given, text = best.with_name("given.json"), best.read_text()
-    os.link(best, given)  # a configuration that the next search starts from is kept
+    os.link(best, given)  # the configuration from which the next search starts is kept
     run = tuning(tmp_path, "sys.exit('no')")
     run.command = ProgramCommand(run.command.launcher, run.command.program, str(given))
     with pytest.raises(TuningError):
@@ -169,7 +169,7 @@ measured(0.1 / micro, fed=3 if micro == 2 else micro)
 
 
 def test_a_program_that_fails_after_its_first_forward_ends_the_search(tmp_path: Path) -> None:
-    """The first trial has written its facts, and each further one would take as long."""
+    """The search ends after three trials, because each further one would take as long."""
     run = tuning(tmp_path, "raise NameError('loss')", trials=15)
     with pytest.raises(TuningError, match="NameError: loss"):
         run.run()
@@ -264,7 +264,7 @@ def test_optuna_proposes_every_good_configuration(tmp_path: Path) -> None:
     body = "if stage == 0: raise ValueError('not for me')\nmeasured(0.01 * (3 - stage) + 0.1 / micro)"
     outcome = tuning(tmp_path, body, tuner="optuna", trials=14).run()
     assert outcome.best is not None and outcome.best.candidate.name == "z2_mbs16_gas1"
-    assert 5 <= len(outcome.records) <= 14  # a sampler proposes some candidates twice, which are run once
+    assert 5 <= len(outcome.records) <= 14  # a sampler proposes some candidates twice, but each runs once
     (tmp_path / "few").mkdir()
     assert len(tuning(tmp_path / "few", body, tuner="optuna", trials=4).run().records) == 4
 
@@ -298,7 +298,7 @@ def test_a_cluster_also_tries_every_configuration(tmp_path: Path) -> None:
 
 
 def test_a_trial_at_its_time_limit_is_not_out_of_memory(tmp_path: Path) -> None:
-    """The launcher reports how its rank was ended, as if the kernel might have done it."""
+    """The launcher's report that SIGKILL ended its rank, perhaps for lack of memory, does not count."""
     report = "windlass run: rank 0 was ended by SIGKILL (by a user, a scheduler, or the kernel for lack of memory)"
     body = f"""
 def ended(*_):

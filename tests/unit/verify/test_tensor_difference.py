@@ -1,4 +1,4 @@
-"""Tests of comparing tensors: which values differ, and the reported size of a difference."""
+"""Tests of comparing tensors: differing elements, size of a difference, samples and tolerances."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from windlass.watchdog.control_store import ControlStore
 def test_ranks_restarted_by_torchrun_find_an_empty_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks restarted by torchrun find an empty control store.
 
-    The underlying store of the previous attempt may still hold its dead ranks and its reason to end.
+    The underlying store may still hold the dead ranks and the end decision of the previous attempt.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setattr(control_store, "_get_default_store", lambda: store)

@@ -63,7 +63,7 @@ def test_unstarted_rank_is_not_fatal() -> None:
 def test_different_operations_are_fatal_once_no_rank_advances() -> None:
     item, other = sight(0, "gather", 15, names=("a.weight",)), sight(1, "agreement of the step", 15)
     assert verdict(item, other).fatal
-    assert diagnose([item, sight(1, "agreement of the step", 14)], LIMITS) is None  # the rank may be about to move
+    assert diagnose([item, sight(1, "agreement of the step", 14)], LIMITS) is None  # rank 1 may be about to continue
     assert (
         diagnose([item, other, sight(2)], LIMITS) is None
     )  # rank 2 is not waiting and may still join either operation
@@ -145,11 +145,11 @@ def test_peer_monitor_distinguishes_dead_and_silent_ranks(monkeypatch: pytest.Mo
         PeerState.SILENT,
         PeerState.NOT_STARTED,
     ]
-    now[0] += 20  # no heartbeat from that host
+    now[0] += 20  # no heartbeat from the host `there`
     assert lookout.peer_statuses()[2].state is PeerState.DEAD
     lookout.update(
         {3: Heartbeat(3, "there", 5, 1, ThreadLocation())}
-    )  # another rank of that host is alive and does not report rank 2 dead
+    )  # another rank of the host `there` is alive and does not report rank 2 dead
     assert lookout.peer_statuses()[2].state is PeerState.SILENT
     lookout.update({3: Heartbeat(3, "there", 5, 2, ThreadLocation(), dead_local_ranks=(2,))})
     assert lookout.peer_statuses()[2].state is PeerState.DEAD
@@ -168,8 +168,8 @@ def test_suspended_peer_monitor_reports_no_rank_silent(monkeypatch: pytest.Monke
 def test_lost_host_ends_the_run_in_time() -> None:
     """A lost host ends the run within 30 s.
 
-    The time is the sum of: the wait until the first check, the host's silence, one heartbeat until the diagnosis,
-    printing its table, and one heartbeat until all ranks have read it.
+    The time is the sum of: the wait until the first check, the time until a silent host counts as lost, one heartbeat
+    interval until the diagnosis, 2.5 for printing the report, and one until all ranks have read the decision.
     """
     assert LIMITS.check_peers_after + LIMITS.host_lost_after + (1 + 2.5 + 1) * LIMITS.beat_interval <= 30
 

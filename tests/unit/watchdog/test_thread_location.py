@@ -1,4 +1,4 @@
-"""Tests of locating a thread: its wait and its line, and code that looks like a wait but is none."""
+"""Tests of locating a thread: the wait and the source line of a running or failed thread."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_hoisting_keeps_the_order_of_gathers(seed: int) -> None:
 
 
 class Board:
-    """Control board of two ranks with equal records. It lists the waits of this rank."""
+    """Fake control board of two ranks that post equal records. It lists the waits of this rank."""
 
     def __init__(self) -> None:
         self.waited: list[str] = []
@@ -112,7 +112,7 @@ def scheduler_of(units: list[Any]) -> CollectiveScheduler:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_begin_of_a_phase_is_awaited_only_by_gathers(there: bool) -> None:
-    """Only a unit that has to be gathered waits for the start of a phase; unsharded units are computed at once."""
+    """Only a unit that must be all-gathered waits for the other ranks to start the phase."""
     units, board = [Unit(number, ShardState.SHARDED) for number in range(3)], Board()
     order: Any = scheduler_of(units)
     order.use_board(board)
@@ -138,9 +138,9 @@ def test_begin_of_a_phase_is_awaited_only_by_gathers(there: bool) -> None:
 
 
 def test_reading_experts_syncs_once_per_phase_or_step() -> None:
-    """A rank that reads experts meets all ranks once after a phase or a step.
+    """A rank that reads experts waits at one sync point after each phase or step, however often it reads.
 
-    Other ranks may have fewer experts and have moved on.
+    Other ranks may have fewer experts and may not read them.
     """
     board = Board()
     order: Any = scheduler_of([])

@@ -14,7 +14,7 @@ from windlass.zero.core.unit_layout import layout_of
 def test_full_weight_is_on_the_device_of_the_model() -> None:
     """A full weight is on the model's device, here `meta` in place of a GPU.
 
-    Master weights in host memory would otherwise give a weight that no loss on the device can use.
+    The shards of master weights may be in host memory; a loss on the device needs the full weight on the device.
     """
     shapes = [torch.Size([2, 3]), torch.Size([4])]
     dp_group = SimpleNamespace(group=SimpleNamespace(size=1, index=0))

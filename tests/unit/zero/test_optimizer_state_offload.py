@@ -1,4 +1,4 @@
-"""Tests of update chunks on disk: which states are read, kept and created, and in how much memory."""
+"""Tests of update chunks on disk: states are read, kept and created, within the staging limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def residence_of(tier: DiskTier, numel: int = N, keys: int = 2) -> tuple[OptimizerStateOffload, UpdateChunk]:
-    """Return an offload and a chunk of some state entries on disk, without states yet."""
+    """Return an offload, and a chunk on disk with `keys` state entries that have no states yet."""
     residence = OptimizerStateOffload(
         torch.device("cpu"),
         DeviceMemoryLedger(),
@@ -92,7 +92,7 @@ def test_removed_states_keep_the_others(tier: DiskTier) -> None:
 
 def test_read_only_chunk_is_not_written_back(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    read(residence, chunk)  # the earlier writes have arrived
+    read(residence, chunk)  # waits for the earlier writes
     before = tier.io_rates().disk_write_bytes
     with residence.resident([chunk], changes=False):
         chunk.values().zero_()
@@ -155,7 +155,7 @@ def test_refilled_chunk_has_exactly_the_given_states(tier: DiskTier) -> None:
 
 
 def test_prefetch_follows_step_order_and_limit(tier: DiskTier) -> None:
-    """Reading ahead keeps to the order of the step and to the limit.
+    """Chunks are read ahead in the order of the step and within the staging limit.
 
     A small chunk late in the step must not take the memory that earlier chunks need.
     """
@@ -196,7 +196,7 @@ sums_pages = pytest.mark.skipif(not can_sum_pages(), reason="only native updates
 
 
 def stepped_chunk(tier: DiskTier) -> tuple[OptimizerStateOffload, UpdateChunk]:
-    """Return a chunk of one parameter, whose record has several pages, after one step of Adam."""
+    """Return an offload, and a chunk of one parameter with several pages on disk, after one step of AdamW."""
     residence, chunk = residence_of(tier, PAGES, keys=1)
     residence.states[chunk.state_keys[0]] |= {"exp_avg": torch.zeros(PAGES), "exp_avg_sq": torch.zeros(PAGES)}
     chunk.master = torch.linspace(0, 1, PAGES)
@@ -211,7 +211,7 @@ def step(residence: OptimizerStateOffload, chunk: UpdateChunk, after: float | No
     """Update a chunk in one pass with its checksums. Return copies of its master weights and states.
 
     Args:
-        after: set the first master weight to this value after the update.
+        after: value of the first master weight that is set after the update. None: no change.
     """
     copies = []
     for _ in residence.iterate_batches([[chunk]], sums_pages=True):
@@ -230,7 +230,7 @@ def step(residence: OptimizerStateOffload, chunk: UpdateChunk, after: float | No
 def test_update_with_checksums_is_read_back(tier: DiskTier, after: float | None) -> None:
     residence, chunk = stepped_chunk(tier)
     expected = step(residence, chunk, after)
-    for _ in residence.iterate_batches([[chunk]], sums_pages=True):  # nothing is updated: all pages keep their sums
+    for _ in residence.iterate_batches([[chunk]], sums_pages=True):  # no update: all pages keep their checksums
         assert torch.equal(chunk.values(), expected[0])
     with residence.resident([chunk]):
         assert residence.page_sums(chunk) is None

@@ -1,4 +1,4 @@
-"""Tests that the rules for states of single ranks keep their invariant in another layout: mean, sum, or none."""
+"""Tests of per-rank states on another number of ranks: their mean or sum is kept, or they are zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of parameter shards, of tensors deferred to files, and of the transformers functions that are patched."""
+"""Tests of initial shards, of deferred tensors from files, and of the patch of transformers."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_transformers_without_the_patched_names_is_refused(monkeypatch: pytest.M
 def test_each_transformers_version_has_its_patched_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each version of transformers is patched by its own names.
 
-    transformers 5.0 returns no tuple. 4.57 lacks one name, and raises when a model is loaded.
+    The loader of transformers 5.0 does not return a tuple. 4.57 lacks one name, so loading a model raises.
     """
 
     class Info:

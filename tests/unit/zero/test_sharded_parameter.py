@@ -63,7 +63,7 @@ def test_sharded_parameter_keeps_shape_and_identity_without_memory(released: tup
         lambda p: p.type("torch.DoubleTensor"),
         lambda p: p.double() + 1,
         lambda p: p.to(torch.zeros(1, dtype=torch.float64)).sum(),
-        lambda p: p.type(torch.float16)[0].fill_(0),  # a part: the other rows would be needed
+        lambda p: p.type(torch.float16)[0].fill_(0),  # filling one row needs the values of the other rows
         lambda p: p.bfloat16().add_(1),
         lambda p: p.half().data,
         lambda p: p.to(torch.float16).tolist(),
@@ -97,7 +97,7 @@ def test_tensor_like_a_sharded_parameter_needs_no_values(released: tuple[nn.Para
     torch.manual_seed(0)
     found = create(parameter)
     assert type(found) is torch.Tensor and found.dtype == expected.dtype and torch.equal(found, expected)
-    found.add_(1)  # memory of its own
+    found.add_(1)  # the new tensor has memory of its own
     assert isinstance(parameter, ShardedParameter)
 
 
@@ -142,7 +142,7 @@ def test_weight_norm_can_be_initialized_and_not_read(norm: Any) -> None:
     """An initializer of a weight behind weight_norm draws the random numbers that it draws in plain PyTorch."""
     draws = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own warning, for the older of the two
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own warning about the older weight_norm
         convs = [norm(nn.Conv1d(4, 4, 3), name="weight", dim=2) for _ in range(2)]
     parameters = [item for item in convs[1].parameters() if item.dim() > 1]
     units = [FakeUnit(item, answer=False) for item in parameters]

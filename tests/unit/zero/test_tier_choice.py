@@ -1,4 +1,4 @@
-"""Laws of the choice of tiers: what it uses, and that it is never slower than a setting written by hand."""
+"""Laws of the choice of tiers: it fits into memory, and is not slower than any setting written by hand that fits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ traffic = st.builds(StepTraffic, st.integers(2, 8), st.integers(1, 4))
 
 
 def counted(of: list[UnitBytes], tiers: list[UnitTiers], given: FixedBytes) -> dict[Tier, int]:
-    """Count the bytes of a placement one unit at a time."""
+    """Return the bytes of a placement in each tier, counted one unit at a time."""
     used = {DEVICE: given.device, HOST: 0, NVME: 0}
     for unit, at in zip(of, tiers, strict=True):
         if unit.can_move:
@@ -78,7 +78,7 @@ def counted(of: list[UnitBytes], tiers: list[UnitTiers], given: FixedBytes) -> d
 
 @settings(max_examples=40, deadline=None)
 @given(units(), all_rates, memories, fixed, traffic)
-@example(  # a unit that cannot move stands before one that does
+@example(  # a unit that cannot move precedes one that moves
     [UnitBytes(2, can_move=False), UnitBytes(2)], RATES, TierMemory(0, None, 2), FixedBytes(), StepTraffic()
 )
 def test_a_choice_fits_and_is_not_slower_than_any_uniform_setting_that_fits(
@@ -143,7 +143,7 @@ def test_everything_stays_on_a_device_that_is_large_enough() -> None:
 
 
 def test_memory_between_two_settings_by_hand_is_used() -> None:
-    """Half of the states fit on the device, which a uniform setting leaves unused."""
+    """Half of the states fit on the device; a setting with all states on the host takes over 1.5 times as long."""
     memory = TierMemory(10 * 10**9, 10**12, None)
     choice = choose_tiers(LAYERS, RATES, memory)
     assert sum(one.state is DEVICE for one in choice.units) >= 5
@@ -155,7 +155,7 @@ def test_states_overflow_from_host_to_disk() -> None:
     choice = choose_tiers(LAYERS, RATES, TierMemory(4 * 10**9, 8 * 10**9, 10**12))
     assert {one.state for one in choice.units} == {DEVICE, HOST, NVME}
     order = [list(Tier).index(one.state) for one in choice.units]
-    assert order == sorted(order, reverse=True)  # the first units are the farthest
+    assert order == sorted(order, reverse=True)  # the first units are in the slowest tier
 
 
 def test_nothing_fits_names_the_nearest_placement_and_the_missing_bytes() -> None:
@@ -167,7 +167,7 @@ def test_nothing_fits_names_the_nearest_placement_and_the_missing_bytes() -> Non
 
 
 def test_infinite_links_and_many_units() -> None:
-    """On a CPU, host and device are one memory; more units than groups are placed by neighbours."""
+    """On a CPU, host and device are one memory. Many units are placed in groups of neighbours."""
     rates = replace(RATES, to_device=math.inf, to_host=math.inf)
     choice = choose_tiers(LAYERS * 10, rates, TierMemory(100 * 10**9, None, 10**12))
     assert choice.used[HOST] == 0 and choice.used[DEVICE] <= 100 * 10**9
@@ -177,7 +177,7 @@ def test_infinite_links_and_many_units() -> None:
 
 @pytest.mark.parametrize("moved", [1, 17, 31, 59])
 def test_a_ratio_that_fits_is_found_among_many_units(moved: int) -> None:
-    """The limits allow one number of units in host memory, and no group of neighbours ends there."""
+    """The limits allow only one number of offloaded units, where no group of neighbouring units ends."""
     layers = [replace(LAYERS[0], can_move=False)] * 60
     each = 16 * 10**8
     memory = TierMemory((60 - moved) * each, moved * each, None)

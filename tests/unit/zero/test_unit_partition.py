@@ -82,7 +82,7 @@ def test_small_adjacent_units_merge_below_the_limit_only() -> None:
 
 
 def test_partition_time_is_linear_in_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning takes time proportional to the parameters: a growing bundle is not recounted for each parameter."""
+    """Sizes of parameters are read a bounded number of times: a growing unit is not recounted for each parameter."""
     asked = 0
 
     def counted(parameter: nn.Parameter) -> int:

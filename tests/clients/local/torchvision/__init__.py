@@ -1,7 +1,7 @@
-"""The parts of torchvision that scripts use; it has no build for every torch: random pictures and a small network.
+"""Stand-in for torchvision, which has no build for every version of torch: random pictures and a small network.
 
-Scripts that import it were written for GPUs: on a machine without, their calls of `torch.cuda` do nothing, and
-`torch.device("cuda", rank)` is the processor.
+The scripts were written for GPUs. On a machine without one, `torch.cuda.set_device` and `torch.cuda.synchronize` do
+nothing, and `torch.device("cuda", rank)` is the CPU.
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ if not torch.cuda.is_available():
     torch.cuda.synchronize = lambda device=None: None
     torch.device = _Device
 
-torch.manual_seed(3)  # not every script sets one
+torch.manual_seed(3)  # not every script sets a seed

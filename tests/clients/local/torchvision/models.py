@@ -1,6 +1,6 @@
 """Network with the layers of AlexNet for pictures of 32 x 32 pixels.
 
-It has no dropout, because each stage of a pipeline would draw its masks from its own generator.
+Its dropout is 0, because each stage of a pipeline would draw masks from its own generator.
 """
 
 from __future__ import annotations

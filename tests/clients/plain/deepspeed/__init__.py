@@ -187,8 +187,11 @@ def GatheredParameters(
 
 @contextlib.contextmanager
 def Init(config_dict_or_path: Any) -> Iterator[None]:
-    """Give parameters of modules that are built inside the configuration's dtype. transformers loads models inside this
-    context if the script's configuration has stage 3, and then draws other random numbers."""
+    """Convert the parameters of modules built in this context to the configuration's dtype.
+
+    transformers loads models in this context if the script's configuration has stage 3, and then draws other random
+    numbers.
+    """
     init_distributed()
     built: list[nn.Parameter] = []
 

@@ -1,4 +1,4 @@
-"""Module `deepspeed` for the small examples in plain PyTorch on one rank, whose losses are the reference."""
+"""Stand-in for `deepspeed` in plain PyTorch on one rank: the reference for the losses of the small examples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Loader:
 
 
 class _Engine(nn.Module):
-    """AdamW or Adam with gradients clipped to norm 1, and the rates of DeepSpeed's WarmupLR."""
+    """Engine with AdamW, gradients clipped to the configured norm, and the rates of DeepSpeed's WarmupLR."""
 
     global_rank = local_rank = 0
     device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Tests that router biases move against the loads, one step at a time, and balance a skewed router."""
+"""Tests that each update lowers the biases of overloaded experts and raises the others, until a router is balanced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_bias_changes_against_the_load_by_its_rate() -> None:
     gate: Any = layer.deepspeed_moe["gate"]
     counts = layer(torch.rand(50, 4))[2] + layer(torch.rand(30, 4))[2]  # two micro-batches
     layer.eval()
-    layer(torch.rand(30, 4))  # no training, not counted
+    layer(torch.rand(30, 4))  # tokens in evaluation are not counted
     assert update_router_biases(layer, [single_rank_axis("data")]) == 1
     expected = [0.25 if count < 20 else -0.25 if count > 20 else 0.0 for count in counts.tolist()]
     assert gate.balance_bias.tolist() == expected

@@ -17,7 +17,7 @@ from windlass.parallel.experts.token_permutation import permute_tokens, reorder_
 
 @st.composite
 def routings(draw: Any) -> tuple[torch.Tensor, int]:
-    """Draw the experts of some tokens, with empty slots among them, and the number of experts."""
+    """Draw expert numbers `[tokens, k]`, with empty slots among them, and the number of experts."""
     experts, k, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 7))
     slots = draw(st.lists(st.integers(0, experts), min_size=k * tokens, max_size=k * tokens))
     return torch.tensor(slots, dtype=torch.int64).view(tokens, k), experts

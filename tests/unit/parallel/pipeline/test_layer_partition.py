@@ -1,4 +1,4 @@
-"""Tests that a layer sequence is partitioned with the lightest possible heaviest part, by trying every partition."""
+"""Tests of layer partitions: none of all partitions, tried one by one, has a lighter heaviest part."""
 
 from __future__ import annotations
 

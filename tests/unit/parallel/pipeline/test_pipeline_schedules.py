@@ -1,4 +1,4 @@
-"""Tests of the papers' properties of schedules: each action once and in order, no deadlock, bubble, memory."""
+"""Tests of pipeline schedules: each action once and in order, no deadlock, and the papers' bubble and memory."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_invalid_schedules_are_refused(name: ScheduleName, ranks: int, micros: i
 
 
 def _rendezvous(made: list[RankActions], ranks: int) -> None:
-    """Run the actions of all ranks with blocking sends and receives."""
+    """Assert that the actions of all ranks complete with blocking sends and receives."""
     partner = {
         ActionKind.SEND_ACTIVATION: (ActionKind.RECEIVE_ACTIVATION, 1),
         ActionKind.RECEIVE_ACTIVATION: (ActionKind.SEND_ACTIVATION, -1),

@@ -44,7 +44,7 @@ class Stubborn(nn.Module):
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Set the rank and the world size of this process."""
+    """Return a function that sets the rank and the world size of this process."""
 
     def place(rank: int, world: int) -> None:
         monkeypatch.setenv("RANK", str(rank))
@@ -124,7 +124,7 @@ def test_full_module_can_be_partitioned_later(at: Any) -> None:
         at(rank, 2)
         torch.manual_seed(1)
         early = PipelineSequential(_layers([]), num_stages=2, partition_method="uniform")
-        late.keep_stages(rank, 2)  # no further layers to build
+        late.keep_stages(rank, 2)  # a second call with the same stages has no effect
         assert list(late.state_dict()) == list(early.state_dict())
         assert all(torch.equal(late.state_dict()[key], full[key]) for key in early.state_dict())
         assert late.shared_parameters == early.shared_parameters == {"tied_modules.embed.weight": (0, 1)}

@@ -1,4 +1,4 @@
-"""Tests that a split backward gives the gradients of a full one, bit by bit if nothing is recomputed."""
+"""Tests that a split backward gives the gradients of a full one: bit by bit for inputs, up to rounding for weights."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ HEADER, ACTIVATION, GRADIENT = 3, 1, 5  # tags of stage 0's header and activatio
 
 
 class Wire(StageTransfers):
-    """Transfers of one rank, over messages that both ranks hold in one process."""
+    """Transfers of one rank through a dictionary of messages that both ranks share in one process."""
 
     is_single_rank = False
 
@@ -39,7 +39,7 @@ class Wire(StageTransfers):
 
 
 class Unreadable:
-    """Value whose pickle raises where it is read."""
+    """Object that can be pickled, but raises ValueError when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)

@@ -1,4 +1,4 @@
-"""Tests that models of transformers run in stages as they run whole, with their own forward on every stage."""
+"""Tests that models of transformers in stages compute what the full model computes, with its own forward."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _batch(padded: bool = True) -> dict[str, Tensor]:
 
 
 def _in_stages(model: nn.Module, ranks: int, each: int, batch: Any) -> tuple[list[Any], MicroBatchResult]:
-    """Return every rank's part of the model after the batch passed through all of them."""
+    """Run the batch through all stages. Return every rank's part of the model, and the last stage's result."""
     cuts = []
     for rank in range(ranks):
         part = copy.deepcopy(model)
@@ -262,7 +262,7 @@ def test_batches_may_be_tuples_and_losses_omitted() -> None:
 
 
 class Crossing(nn.Module):
-    """Model with a layer stack and something that a stage boundary would lose."""
+    """Model with a layer stack and a computation that a stage boundary would lose."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ def test_every_token_is_on_one_rank_and_every_rank_has_tokens(case: tuple[Sequen
     tokens = [token for ranges in cut.ranges for start, stop in ranges for token in range(start, stop)]
     assert sorted(tokens) == list(range(length))
     assert cut.length == length and min(cut.sizes) >= 1
-    assert max(cut.sizes) - min(cut.sizes) <= 2  # the part from either end may be one longer
+    assert max(cut.sizes) - min(cut.sizes) <= 2  # with zigzag, each of the two ranges of a rank may be one token longer
 
 
 @given(patterns())
@@ -66,7 +66,7 @@ def test_balanced_causal_ring_of_1024_ranks_has_equal_work() -> None:
     assert max(pairs) - min(pairs) < 2e-3 * max(pairs)
     even = SequenceShardPattern(1024, 8).shard(2**20)
     last, first = (even.group_ranges(g)[0] for g in (127, 0))
-    assert last[1] ** 2 - last[0] ** 2 > 200 * first[1] ** 2  # the purpose of balancing
+    assert last[1] ** 2 - last[0] ** 2 > 200 * first[1] ** 2  # unbalanced without zigzag
 
 
 def test_parts_of_given_sizes_are_consecutive() -> None:
@@ -93,7 +93,7 @@ def test_adjacent_ranges_are_merged() -> None:
 
 
 def test_local_batch_without_positions_is_refused() -> None:
-    """A client that does not shard its batches, as the Trainer of transformers 4, must not train on whole sequences."""
+    """Clients that do not shard batches, like the Trainer of transformers 4, must not train on whole sequences."""
     batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
     with pytest.raises(ModelError, match="no position_ids.*UlyssesSPDataLoaderAdapter .*Trainer does from version 5"):
         mark_sharded_batch(batch, single_rank_axis("sp"), 1)

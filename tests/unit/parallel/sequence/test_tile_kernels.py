@@ -34,7 +34,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: 
 
 
 def sight_and_mask(kind: str) -> tuple[BatchMask, Tensor]:
-    """Return the batch's mask description of that kind without the band, and the dense mask."""
+    """Return the mask description of a batch of this kind, without the band, and the dense mask."""
     if kind == "packed":
         number = (POSITIONS == 0).cumsum(1).expand(SAMPLES, -1)
         return make_document_mask(POSITIONS, SAMPLES), number[:, :, None] == number[:, None, :]
@@ -81,7 +81,7 @@ def test_merged_tiles_equal_attention(kernels: str, band: MaskBand, kind: str, c
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_keeps_accuracy(dtype: torch.dtype) -> None:
-    """Many tiles are as close to fp64 as one masked product in the same dtype."""
+    """Attention merged from many tiles is close to fp64: to 2e-6 in fp32 and to 2e-2 in bf16."""
     sight, mask = sight_and_mask("packed")
     q, k, v = inputs(dtype)
     output = sequence_attention(q, k, v, mask_of(sight, MaskBand(0, 30)), scale=0.3)

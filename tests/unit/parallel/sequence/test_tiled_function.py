@@ -1,4 +1,4 @@
-"""Tests that a computation in tiles equals the whole: results, gradients, and one gradient per parameter."""
+"""Tests that a computation in tiles equals the untiled one: results, gradients, and one gradient per parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.parallel.sequence.tiled_mlp import find_mlps, install_tiled_mlp
 
 
 def pair(tokens: int | None, **changes: object) -> tuple[GatedMLP, GatedMLP]:
-    """Return an MLP, and one with the same values that computes `tokens` at a time."""
+    """Return an MLP, and a copy that computes `tokens` tokens at a time."""
     torch.manual_seed(0)
     plain = GatedMLP(**changes)
     parts = copy.deepcopy(plain)
@@ -98,7 +98,7 @@ def test_autocast_is_the_same_in_the_backward_and_leaves_no_casts_behind() -> No
         own = hidden.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             output = mlp(own)
-            beside = nn.functional.linear(own, mlp.up.weight)  # the cast of this weight must have a graph
+            beside = nn.functional.linear(own, mlp.up.weight)  # the cached cast of this weight must have a graph
         (output * gradient).sum().backward(retain_graph=True)
         beside.sum().backward()
         results.append((output.detach(), own.grad, [p.grad for p in mlp.parameters()]))
@@ -155,9 +155,9 @@ def test_sums_over_tiles() -> None:
     "function",
     [
         lambda x: x.sum(0, keepdim=True),
-        lambda x: torch.stack([x.sum(0), x.square().sum(0)]),  # as many numbers of the last, smaller tile
+        lambda x: torch.stack([x.sum(0), x.square().sum(0)]),  # two rows from each tile, also from a smaller one
         lambda x: x[1::2],
-        lambda x: x[: len(x) // 4 * 3],  # none of the last tile
+        lambda x: x[: len(x) // 4 * 3],  # no row from a last tile of 1 token
     ],
     ids=["one", "two", "odd", "whole"],
 )

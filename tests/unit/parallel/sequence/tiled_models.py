@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Dispatch mode that records the size of the largest tensor that any operation creates, without views."""
+    """Dispatch mode that records the elements of the largest storage among the results of all operations."""
 
     def __init__(self) -> None:
         super().__init__()

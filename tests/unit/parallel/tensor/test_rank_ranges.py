@@ -1,4 +1,4 @@
-"""Tests of the arithmetic of shards and heads: each element has one owner, except those that are shared."""
+"""Tests of the arithmetic of shards and heads: each element has one owner, except shared key heads."""
 
 from __future__ import annotations
 

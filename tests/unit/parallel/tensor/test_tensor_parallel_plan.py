@@ -184,7 +184,7 @@ def test_ambiguous_modules_are_refused_with_table_entries(case: str) -> None:
 
 
 class _Two:
-    """Fake axis of two ranks that must not be used."""
+    """Fake axis of two ranks without collectives, because a refused model must not start one."""
 
     size, index = 2, 0
 
