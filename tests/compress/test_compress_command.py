@@ -21,7 +21,7 @@ from windlass.cli.checkpoints import format_size
 from windlass.cli.compression_figures import ModelFigures, choose_method, figure_lines, format_name
 from windlass.cli.main import main
 from windlass.cli.model_run import RunFigures, run_model
-from windlass.compress import partial_directory
+from windlass.compress import partial_directory, post_training
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.model_directory import ModelDirectory
@@ -125,14 +125,23 @@ def titles(path: Path) -> list[str]:
 def test_an_interruption_is_continued(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression_figures.StageProgress, "__call__", interrupt)
+    packed: list[str] = []
+    pack = post_training.pack_source
+
+    def record(directory: Any, name: str, layers: Any, round_weight: Any) -> Any:
+        packed.append(name)
+        return pack(directory, name, layers, round_weight)
+
+    monkeypatch.setattr(post_training, "pack_source", record)
     arguments = ["compress", str(model), str(tmp_path / "out"), "--no-measure", "--weights", "int4_g32_zp"]
-    with pytest.raises(SystemExit) as ended:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(compression_figures.StageProgress, "__call__", interrupt)
         main(arguments)
     assert ended.value.code == 130 and "interrupted after 3 layers; the same command" in capsys.readouterr().err
-    monkeypatch.undo()
+    first = len(packed)
     with pytest.raises(SystemExit):
         main(arguments)
+    assert 3 <= first < len(packed) == len(set(packed)), "no tensor is packed twice"
     out = capsys.readouterr().out
     assert "14 layers as int4_g32_zp by hqq" in out and "held-out" not in out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]

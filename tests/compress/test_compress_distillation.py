@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -104,8 +103,17 @@ def test_an_interrupted_training_continues_with_the_same_numbers(
             main(["compress", *map(str, [model, tmp_path / "out", *options])])
     assert ended.value.code == 143 and not (tmp_path / "out").exists()
     assert "interrupted after 3 steps; the same command continues there" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / ".out.work" / ".distilled", ignore_errors=True)
-    run(model, tmp_path / "out", *options)
+    steps: list[int] = []
+
+    def record(self: Any, done: int, total: int) -> None:
+        progress(self, done, total)
+        if self.stage == "distilling":
+            steps.append(done)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageProgress, "__call__", record)
+        run(model, tmp_path / "out", *options)
+    assert steps == [4, 5, 6, 7, 8]
     found = load(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from windlass.base.errors import ModelError
 from windlass.cli import compression_figures
 from windlass.cli.main import main
 from windlass.compress.merge_directories import merge_directories
-from windlass.compress.merge_models import merge_models
+from windlass.compress.merge_models import merge_models, merge_tensors
 from windlass.data.tokenizer import train_tokenizer
 
 LINES = [f"the {a} {b} {n}" for n in range(12) for a, b in (("fox", "sees"), ("cat", "is"))]
@@ -81,8 +82,17 @@ def test_an_interrupted_merge_continues(
         patch.setattr(compression_figures.StageProgress, "__call__", interrupt)
         assert command(folder / "one", folder / "two", tmp_path / "out") == 130
     assert "interrupted after 5 tensors; the same" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    assert command(folder / "one", folder / "two", tmp_path / "out") == 0
+    merged: list[str] = []
+
+    def record(name: str, *arguments: Any) -> Any:
+        merged.append(name)
+        return merge_tensors(name, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[merge_directories.__module__], "merge_tensors", record)
+        assert command(folder / "one", folder / "two", tmp_path / "out") == 0
     expected = merge_models([models["one"], models["two"]])
+    assert len(merged) == len(expected) - 5
     found = load(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -233,29 +233,36 @@ def read_files(directory: Path) -> dict[str, bytes]:
 def test_a_second_writer_of_a_directory_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "wide")
 
+    refused: list[str] = []
+
     def inner(layer: str, weight: torch.Tensor, form: Any) -> Any:
         with pytest.raises(ModelError, match=r"another process writes .*\.packed\.partial"):
             write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
+        refused.append(layer)
         return form.pack(weight)
 
     write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8", pack=inner)
+    assert refused
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "wide")
     read = packed_directory.ModelDirectory.read
     alive: list[Any] = []
+    names: set[str] = set()
 
     def watched(self: Any, name: str) -> torch.Tensor:
         import weakref
 
         assert not [ref for ref in alive if ref() is not None], "the tensor before is still held"
         tensor = read(self, name)
+        names.add(name)
         alive[:] = [weakref.ref(tensor)]
         return tensor
 
     monkeypatch.setattr(packed_directory.ModelDirectory, "read", watched)
     write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    assert names == set(packed_directory.ModelDirectory(tmp_path / "wide").places)
 
 
 def test_directories_that_cannot_be_packed_or_loaded(tmp_path: Path) -> None:

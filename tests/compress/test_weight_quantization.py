@@ -197,8 +197,9 @@ def test_symmetric_groups_take_the_native_formats() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
     init_group_wise_weight_quantization(model, section(post_init_quant={"0": group(4, 32, 1, True)}))
     assert model[0].format.name == "int4_g32"
-    # A second call accepts the packed layer.
+    packed_once = model[0]
     init_group_wise_weight_quantization(model, section(post_init_quant={"0": group(4, 32, 1, True)}))
+    assert model[0] is packed_once, "a packed layer stays as it is"
 
 
 def test_an_inference_engine_packs_too() -> None:
