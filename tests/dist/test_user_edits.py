@@ -182,8 +182,20 @@ def double(setting: Setting) -> dict[str, torch.Tensor]:
 
 
 def test_double_precision_stays_double(stage: int) -> None:
+    subject, recipe = specimen("mlp"), Recipe()
+    model = oracle.build(subject).double()
+    optimizer = oracle.make_optimizer(recipe, list(model.parameters()))
+    for step in range(STEPS):
+        for rank in range(2):
+            batch = cast(subject.batch(Place(step, 0, rank)), torch.float64)
+            subject.train(model, batch, lambda loss: (loss / 2).backward())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clipping)
+        optimizer.step()
+        optimizer.zero_grad()
     for result in run_ranks(double, 2, Setting(stage=stage)):
         assert {value.dtype for value in result.values()} == {torch.float64}
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(result[name], value.detach(), rtol=1e-9, atol=1e-12)
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
