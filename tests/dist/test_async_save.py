@@ -360,6 +360,7 @@ def laid_out_again(folder: str) -> str:
     case, read = CASES[5], StateRecordOnDisk.read
     engine = engine_for(case, folder, 0)
     train(engine, case, 0, 1)
+    saved = engine.fingerprint()
 
     def slowly(record: Any) -> Any:
         time.sleep(0.05)
@@ -369,7 +370,9 @@ def laid_out_again(folder: str) -> str:
         engine.save_checkpoint(f"{folder}/saved", blocking=False)
         engine.refresh()
     text = attempt(lambda: train(engine, case, 1, 2)) + attempt(engine.finish_checkpoint)
+    assert engine.fingerprint() != saved
     engine.load_checkpoint(f"{folder}/saved")
+    assert engine.fingerprint() == saved
     engine.destroy()
     return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -89,15 +90,15 @@ def deepest_stacks(transport: str, options: dict[str, Any], differs: bool) -> li
 
         return start
 
-    for owner, name in CALLS[transport]:
-        patch.object(owner, name, recorded(getattr(owner, name))).start()
     steps = []
-    for _ in range(4):
-        engine.backward(engine(torch.ones(1, 8)).sum())
-        engine.step()
-        steps.append(dict(deepest))
-        deepest.clear()
-    patch.stopall()
+    with ExitStack() as patched:
+        for owner, name in CALLS[transport]:
+            patched.enter_context(patch.object(owner, name, recorded(getattr(owner, name))))
+        for _ in range(4):
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            engine.step()
+            steps.append(dict(deepest))
+            deepest.clear()
     engine.destroy()
     return steps
 

@@ -191,6 +191,7 @@ def test_save_16bit_model_writes_the_full_model(stage: int, tmp_path: Path) -> N
     saved = load_file(tmp_path / "model.safetensors")
     state = result[0]["state"]
     model = specimen("tied").build()
+    assert {name for name, _ in model.named_parameters()} <= saved.keys() <= state.keys()
     model.load_state_dict({**saved, **{k: v for k, v in state.items() if k not in saved}}, strict=True)
     for name, value in saved.items():
         assert value.dtype == state[name].dtype and bool((value == state[name]).all()), name

@@ -168,8 +168,8 @@ def largest_gathered_object(root: Path) -> int:
         sizes.append(max(len(pickle.dumps(one)) for one in values))
         return values
 
-    RankGroup.all_gather_object = measured
-    save(root, "t", SavedState(tensors={"x": torch.ones(2)}, plain={"client": "a" * 1_000_000}))
+    with mock.patch.object(RankGroup, "all_gather_object", measured):
+        save(root, "t", SavedState(tensors={"x": torch.ones(2)}, plain={"client": "a" * 1_000_000}))
     return max(sizes)
 
 

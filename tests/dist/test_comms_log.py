@@ -103,7 +103,7 @@ def test_calls_are_counted_by_name_and_size() -> None:
         row = summary["all_reduce"][1024]
         assert row["msg_size_str"] == "1.0 KB" and 0 < row["avg_latency_ms"] <= row["total_latency_ms"]
         late = result["straggler_analysis"]["late"][4000]
-        assert late["total_comm_lat_ms"] < 250 and (late["total_straggler_ms"] > 150) == (rank < 2)
+        assert (late["total_straggler_ms"] > late["total_comm_lat_ms"]) == (rank < 2)  # the last rank came late
         assert summary["late"][4000]["busbw_avg_gbps"] == pytest.approx(
             calc_bw_log("all_reduce", 4000, summary["late"][4000]["total_latency_ms"], 3)[1]
         )

@@ -320,7 +320,7 @@ def _expert_states() -> list[Any]:
             own[f"{head}{middle}{int(number) % 2}.{inner}"] = value
     before = dict(own)
     spread.load_state_dict(own)
-    assert own == before or own.keys() == before.keys()
+    assert own.keys() == before.keys() and all(value is before[name] for name, value in own.items())
     engine = initialize(model=spread, config=_config(1))[0]
     held = {
         name: float(full_param(expert.weight).mean())

@@ -147,7 +147,7 @@ def compressed_cases(ranks: int) -> Iterator[Case]:
         for steps in (2, 3):
             yield compressed("OneBitAdam", stage, steps, freeze_step=2)
             yield compressed("OneBitLamb", stage, steps, freeze_step=2)
-        for steps in (4, 5, 6, 7, 9, 10):
+        for steps in (4, 5, 6, 7, 9, 10, 11):
             yield compressed("ZeroOneAdam", stage, steps, **SCHEDULE)
     yield compressed("PowerSGD", steps=2, start_step=2, rank=2)
     yield compressed("PowerSGD", start_step=2, rank=2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.deepspeed_checkpoint_writer import write
 from tests.fuzz.checkpoints import one_of, readers, seeds_of, trained
-from tests.fuzz.mutations import BYTES, SECONDS, fuzz, keeps_the_law
+from tests.fuzz.mutations import BYTES, LONG, SECONDS, fuzz, keeps_the_law
 from windlass.compat.checkpoint.torch_file import read_torch_file
 
 
@@ -127,6 +127,7 @@ pickles = st.lists(st.sampled_from(OPCODES) | st.sampled_from(PIECES) | st.binar
 
 @settings(
     max_examples=max(50, int(SECONDS * 5)),
+    derandomize=not LONG,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     phases=[Phase.generate, Phase.shrink],
 )
