@@ -30,7 +30,7 @@ def test_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]])
 
     This holds in bf16 and fp32, with a norm whose weight the file lacks.
     """
-    assert {"plain-fp32", "plain-bf16", "zero3-fp32", "zero3-bf16", "zero2-fp32"} <= losses.keys()
+    assert {"plain-fp32", "plain-bf16", "zero3-fp32", "zero3-bf16", "zero2-fp32", "zero2-bf16"} <= losses.keys()
     for name, result in losses.items():
         plain = losses[f"plain-{name.partition('-')[2]}"]
         assert len(result) == len(plain) == 3 and result[0] != result[-1]

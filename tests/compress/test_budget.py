@@ -62,16 +62,19 @@ def test_the_knapsack_is_the_best_of_all_choices(seed: int) -> None:
         assert solved(groups, "nbytes", loss=loss) == min(one[0] for one in every if one[1] <= loss)
         best = min(one[1] for one in every if one[2] <= seconds)
         assert solved(groups, "loss", seconds=seconds) == pytest.approx(best, rel=1e-12)
-        for other in (0.05, 0.2, 0.5, 0.8):
-            seconds = ascending[2][int(other * len(every))]
+        nearest = min(one[2] for one in every if one[0] <= nbytes)
+        for seconds in (
+            nearest * 0.999,
+            nearest,
+            *(ascending[2][int(at * len(every))] for at in (0.05, 0.2, 0.5, 0.8)),
+        ):
             within = [one[1] for one in every if one[0] <= nbytes and one[2] <= seconds]
             if within:
                 found = solved(groups, "loss", nbytes=int(nbytes), seconds=seconds)
-                assert found == pytest.approx(min(within), rel=1e-12), (share, other)
+                assert found == pytest.approx(min(within), rel=1e-12), (share, seconds)
                 continue
             with pytest.raises(UnmetLimitError) as raised:
                 choose_formats(groups, FormatLimits(nbytes=int(nbytes), seconds=seconds))
-            nearest = min(one[2] for one in every if one[0] <= nbytes)
             assert raised.value.resource == "seconds" and raised.value.nearest == pytest.approx(nearest)
             assert total(groups, raised.value.places, "seconds") == raised.value.nearest
     with pytest.raises(UnmetLimitError) as raised:
