@@ -92,11 +92,11 @@ def _run_rank(rank: int, ranks: int, shape: tuple[Any, ...], init_method: str, r
     number = 0
     for turn in range(rounds + 1):
         for case in cases if turn % 2 else reversed(cases):
-            order.trusts = False
+            order.skips_agreement = False
             taken = []
             for step in range(-2, steps):  # negative: two untimed steps, which record the order
                 number += 1
-                order.trusts = case == "agreeing, nobody asks" and step >= 0
+                order.skips_agreement = case == "agreeing, nobody asks" and step >= 0
                 dist.barrier()
                 results[0], start = 0, time.perf_counter()
                 _train_step(engine, x, case, number, rank, ranks, layers)

@@ -28,13 +28,8 @@ from windlass.inference.sampling_params import SamplingParams
 _RESULTS = Path(__file__).parent / "results" / "compressed_serve.json"
 _PROMPT, _ANSWER = 16, 48
 _TRIES = 5
-# windlass's format: type of llama.cpp's file, and least ratio of windlass's rate to llama.cpp's
-_FORMATS = {
-    "int8_g32": ("Q8_0", 1.0),
-    "int4_g32": ("Q4_0", 1.0),
-    "ternary": ("TQ2_0", 1.2),
-    "binary_g128": ("Q1_0", 1.2),
-}
+# windlass's format, and the least ratio of windlass's rate to llama.cpp's
+_FORMATS = {"int8_g32": 1.0, "int4_g32": 1.0, "ternary": 1.2, "binary_g128": 1.2}
 
 
 def main(
@@ -93,7 +88,7 @@ def _measure(
         row: dict[str, Any] = {"format": name, "windlass": statistics.median(own[name]), "rates": own[name]}
         row["bytes"] = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         if peer.get(name):
-            row |= {"llama": statistics.median(peer[name]), "llama_rates": peer[name], "goal": _FORMATS[name][1]}
+            row |= {"llama": statistics.median(peer[name]), "llama_rates": peer[name], "goal": _FORMATS[name]}
         rows.append(row)
     return rows
 

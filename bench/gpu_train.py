@@ -17,6 +17,7 @@ overhead. `master` compared with itself (`--engines master`) shows the noise.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,8 +57,9 @@ class EngineTrial:
 
     @property
     def max_loss_difference(self) -> float:
-        """Largest relative difference of two losses of one step."""
-        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.master_losses, strict=True))
+        """Largest relative difference of two losses of one step; infinite if a loss is NaN."""
+        apart = [abs(a - b) / abs(b) for a, b in zip(self.losses, self.master_losses, strict=True)]
+        return math.inf if any(map(math.isnan, apart)) else max(apart)
 
 
 def main(

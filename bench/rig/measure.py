@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -210,7 +211,15 @@ def _compare(measured: Measured) -> None:
     for name, result in measured.results.items():
         if synchronizes_gradients(name) and result.first_losses:
             pairs = [(result.first_losses, reference.first_losses), (result.losses, reference.losses)]
-            result.loss_apart = max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False))
+            result.loss_apart = max(_largest_difference(ours, theirs) for ours, theirs in pairs)
+
+
+def _largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest absolute difference of two losses; infinite if a loss is NaN or a step is missing."""
+    if len(losses) != len(reference):
+        return math.inf
+    apart = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+    return math.inf if any(map(math.isnan, apart)) else max(apart, default=0.0)
 
 
 def _slowest(told: list[dict[str, list[float]]], key: str) -> list[float]:

@@ -33,7 +33,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description="Fine-tune a LLaMA on a causal language modelling task")
     parser.add_argument("--model_name_or_path", type=str, default=None, help="a folder; by default a tiny one is made")
     parser.add_argument(
-        "--output_dir", type=str, default=None, help="where the model, the tokenizer and checkpoints go"
+        "--output_dir", type=str, default="output", help="where the model, the tokenizer and checkpoints go"
     )
     parser.add_argument("--per_device_train_batch_size", type=int, default=4)
     parser.add_argument("--per_device_eval_batch_size", type=int, default=4)
