@@ -143,8 +143,8 @@ def through_engine(setting: Setting) -> dict[str, Any]:
 def test_plain_backward_is_scaled_or_refused_by_name(scale: bool, stage: int) -> None:
     expected = run_ranks(through_engine, 2, Setting(stage=stage))
     for rank, (text, params) in enumerate(run_ranks(plain_backward, 2, scale, Setting(stage=stage))):
+        assert (params is None) == (not scale), text
         if params is None:
-            assert not scale, text
             assert "engine.scale" in text
         else:
             assert relative_error(params, expected[rank])[0] < 1e-3
@@ -164,19 +164,20 @@ def test_overflow_at_the_minimum_scale_raises_on_every_rank() -> None:
         assert text.startswith("LossError") and "min_loss_scale" in text
 
 
-def cast_by_engine(setting: Setting) -> list[float]:
-    """Return the losses of two forwards on fp32 inputs with auto_cast."""
+def cast_by_engine(setting: Setting) -> list[list[float]]:
+    """Return the losses of two forwards on fp32 inputs with auto_cast, and of two on fp16 inputs."""
     subject, rank = specimen("mlp"), dist.get_rank()
     config = {**ds_config(RECIPE, setting), "fp16": {"enabled": True, "auto_cast": True}}
     engine = start(subject, config)
-    losses = [float(engine(**subject.batch(Place(step, 0, rank))).detach()) for step in range(2)]
+    batches = [subject.batch(Place(step, 0, rank)) for step in range(2)]
+    losses = [[float(engine(**inputs).detach()) for inputs in (batch, cast(batch, torch.float16))] for batch in batches]
     engine.destroy()
     return losses
 
 
 def test_fp16_auto_cast_casts_the_inputs(stage: int) -> None:
     for losses in run_ranks(cast_by_engine, 2, Setting(stage=stage)):
-        assert all(loss == loss for loss in losses)
+        assert all(loss == expected for loss, expected in losses)
 
 
 def ends_of_backward(stage: int, plain: bool, precision: str) -> list[int]:

@@ -46,10 +46,10 @@ def train_step(engine: Any, rank: int, step: int) -> float:
 
 
 def alternate(stage: int, generates: bool, sections: dict[str, Any]) -> list[float]:
-    """Train; if `generates`, generate equally many tokens on all ranks before each step. Return the losses."""
+    """Train; if `generates`, generate before each step, more tokens on later data ranks. Return the losses."""
     engine = training_engine(stage, **sections)
     engine.train()
-    rank, losses = engine.data_loading_ranks[0], []
+    rank, losses = engine.data_loading_ranks[1], []
     prompt = torch.tensor([PROMPT + [3 + rank]])
     for step in range(3):
         if generates:

@@ -218,10 +218,11 @@ def refused_refresh() -> list[str]:
         return str(refused.value)
 
     trains(0)
+    before = engine.fingerprint()
     kept, model.layers[1] = model.layers[1], head()
     results = [error_text(engine.refresh), error_text(lambda: engine.save_checkpoint("nowhere"))]
     model.layers[1] = kept
-    before = engine.fingerprint()
+    assert engine.fingerprint() == before
     trains(1)
     assert engine.fingerprint() != before
     model.more = head()

@@ -30,7 +30,6 @@ def refusal(what: str) -> str:
 
     model = oracle.build(specimen("mlp"))
     config: dict[str, Any] = ds_config(Recipe(), Setting(stage=2))
-    more: dict[str, Any] = {}
     if what == "frozen":
         model.requires_grad_(False)
     elif what == "device":
@@ -54,17 +53,13 @@ def refusal(what: str) -> str:
         config["optimizer"]["type"] = "AdamV"
     elif what == "sparse":
         config["optimizer"] = {"type": "SparseAdam", "params": {"lr": 1e-3}}
-    elif what == "two_rates":
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        more = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-        config["scheduler"] = {"type": "StepLR", "params": {"step_size": 1}}
     elif what == "warm-up":
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}
     else:
         assert what == "config"
         config = {}
     try:
-        windlass.initialize(model=model, config=config or None, **more).__getitem__(0).destroy()
+        windlass.initialize(model=model, config=config or None).__getitem__(0).destroy()
     except windlass.WindlassError as error:
         if what == "warm-up":  # raised last: another engine can still be built on the model
             del config["scheduler"]
@@ -82,8 +77,8 @@ WORDS = {
     "ratio": ("ConfigError", "zero_optimization.offload_optimizer.ratio", "1.5", "less than or equal to 1"),
     "offload_param": ("ConfigError", "zero_optimization.offload_param", "stage 3", "2"),
     "no_path": ("ConfigError", "zero_optimization.offload_optimizer.nvme_path", "folder"),
-    "key": ("ConfigError", "stagee", "stage"),
-    "optimizer": ("ConfigError", "AdamV", "Adam"),
+    "key": ("ConfigError", "stagee", "nearest is zero_optimization.stage"),
+    "optimizer": ("ConfigError", "AdamV", "nearest is Adam"),
     "sparse": ("ConfigError", "SparseAdam"),
     "config": ("ConfigError", "config"),
     "warm-up": ("ConfigError", "warmup_num_steps", "-1"),

@@ -539,8 +539,8 @@ def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
 
 
 def test_shards_can_be_in_an_unlinked_file(tmp_path: Path) -> None:
-    for _, text, named in run_ranks(from_a_file, 2, str(tmp_path)):
-        assert not text and not named
+    for is_parameter, text, named in run_ranks(from_a_file, 2, str(tmp_path)):
+        assert is_parameter and not text and not named
 
 
 def refused_arguments() -> list[str]:

@@ -87,6 +87,11 @@ def test_links_resolve_and_snippets_match_their_files(guide: Path) -> None:
             assert not validate_config(json.loads(code)).problems
 
 
+@pytest.mark.parametrize("block", ["```pycon\n", "```console\n$ windlass run --dry-run"])
+def test_some_guide_has_each_checked_block(block: str) -> None:
+    assert any(block in guide.read_text() for guide in GUIDES)
+
+
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_console_sessions_print_the_documented_output(guide: Path) -> None:
     for number, session in enumerate(re.findall(r"```pycon\n(.*?)```", guide.read_text(), re.DOTALL)):

@@ -5,7 +5,6 @@ Each case is reported, no content is executed, and no incomplete checkpoint is a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -253,8 +252,8 @@ class Killed(BaseException):
     """Stand-in for kill -9, which handlers of `Exception` do not catch."""
 
 
-@pytest.mark.parametrize("tag", ["t", "u"])
-@pytest.mark.parametrize("step", range(13))
+# A save makes 13 of these calls if it replaces the tag, and 11 if the tag is new.
+@pytest.mark.parametrize(("tag", "step"), [*(("t", step) for step in range(13)), *(("u", step) for step in range(11))])
 def test_killed_writer_leaves_a_complete_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch, step: int, tag: str
 ) -> None:
@@ -272,7 +271,7 @@ def test_killed_writer_leaves_a_complete_checkpoint(
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
     monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
     monkeypatch.setattr(StagingCheckpoint, "discard", lambda draft: None)
-    with contextlib.suppress(Killed):
+    with pytest.raises(Killed):
         save(saved, tag, sample_states.state(0, 1, offset=5))
     monkeypatch.undo()
     into = sample_states.empty()

@@ -296,7 +296,7 @@ def test_prefetch_hides_gathers_and_reuse_saves_them() -> None:
     hidden = predict_step(shape, config(3, {**big, "stage3_max_reuse_distance": 0}), slow, length=2048)
     assert ahead.moved[0]["data"]["gather"] < again.moved[0]["data"]["gather"]
     assert hidden.moved == again.moved and hidden.seconds < again.seconds
-    assert alone.seconds >= ahead.seconds
+    assert alone.seconds > ahead.seconds
 
 
 def test_tiers_and_codecs_change_transfers() -> None:

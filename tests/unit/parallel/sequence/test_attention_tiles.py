@@ -75,8 +75,8 @@ def test_tiles_cover_exactly_the_visible_pairs(data: st.DataObject) -> None:
             actual = make_visible_tiles(sight, band, cut.group_ranges(local), cut.group_ranges(other), largest)
             part = expected[:, q][:, :, k].int()
             assert torch.equal(drawn(actual, band, len(q), len(k)), part)
-            if part.any():
-                assert is_any_visible(sight, band, cut.group_ranges(local), cut.group_ranges(other))
+            visible = is_any_visible(sight, band, cut.group_ranges(local), cut.group_ranges(other))
+            assert visible == bool(part.any())
             if largest is not None:
                 assert all(t.queries[1] - t.queries[0] <= largest for t in actual)
                 assert all(t.keys[1] - t.keys[0] <= largest for t in actual)
