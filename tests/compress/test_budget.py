@@ -82,7 +82,7 @@ def test_the_knapsack_is_the_best_of_all_choices(seed: int) -> None:
     assert raised.value.nearest == ascending[0][0]
 
 
-def test_choices_that_are_dropped_are_stated_as_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gap_bounds_the_error_of_a_truncated_search(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = random_groups(5)
     limits = FormatLimits(nbytes=2600, seconds=30.0)
     best = choose_formats(groups, limits)
@@ -239,7 +239,9 @@ def test_a_choice_stays_within_the_limit_of_loss(wide: Any) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
-def test_a_loss_is_used_up_to_the_fewest_bytes(wide: Any, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_within_a_loss_limit_has_the_fewest_bytes(
+    wide: Any, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loss of a choice is `factor` times the sum of its groups' losses. The choice has the fewest bytes."""
     losses: dict[str, float] = {}
 
@@ -336,7 +338,7 @@ def test_a_speed_that_is_missed_names_the_measured_nearest(wide: Any) -> None:
     assert f"the nearest is latency={1e3 * machine.whole(fastest):.3g}ms" in str(raised.value)
 
 
-def test_a_choice_that_is_slow_only_as_predicted_is_taken(wide: Any) -> None:
+def test_measured_speed_overrides_the_predicted_one(wide: Any) -> None:
     machine = Machine(wide)
     given: dict[str, Any] = {"times": TokenTimes(1.0, 0.5), "measure": machine.product}
     # The predicted time of all products is at most that of a token.
@@ -365,7 +367,7 @@ def test_the_time_of_a_product_is_measured(name: str, quantizes: bool, monkeypat
     assert all(panels.quantize_inputs == quantizes and panels.out_features == 32 for panels in multiplied)
 
 
-def test_paths_of_the_directory(tmp_path: Path, wide: Any) -> None:
+def test_chosen_formats_name_layers_of_the_directory(tmp_path: Path, wide: Any) -> None:
     found = choose(wide, "size=0.3")
     assert set(found.formats) <= {name.removesuffix(".weight") for name in wide[1].places}
     assert sum(one.nbytes for one in found.groups) < found.nbytes

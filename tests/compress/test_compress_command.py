@@ -243,7 +243,7 @@ def test_names_of_formats_and_methods() -> None:
     assert choose_method("rtn", "ternary", has_text=False) == "rtn"
 
 
-def test_the_table() -> None:
+def test_rows_of_the_savings_table() -> None:
     runs = RunFigures(0.1, 90_000_000, 50_000_000), RunFigures(0.04, 60_000_000, 50_000_000)
     lines = figure_lines(ModelFigures.of(8_000_000, 1.25, runs[0]), ModelFigures.of(2_000_000, 1.3, runs[1]))
     assert [re.split("  +", line.strip()) for line in lines] == [
@@ -494,7 +494,7 @@ def test_an_interruption_of_the_measurement_is_continued(
     assert (tmp_path / "out" / "compression.json").is_file()
 
 
-def test_two_processes_do_not_share_a_workspace(tmp_path: Path) -> None:
+def test_second_open_workspace_of_a_directory_is_refused(tmp_path: Path) -> None:
     first = CompressionWorkspace(tmp_path / "out", {"prune": "layers=1"})
     assert first.value("figure", lambda: 3) == 3
     with pytest.raises(ModelError, match=r"another process writes .*\.out\.work; wait for its end"):

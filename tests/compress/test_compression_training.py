@@ -191,7 +191,7 @@ def test_schedules_count_the_last_step_of_an_engine_that_is_freed() -> None:
     assert compression_clock(model).step == 1 and len(model[0].compressed_weight().unique()) <= 3
 
 
-def test_an_evaluation_before_the_first_range_rounds_by_its_own() -> None:
+def test_evaluation_without_calibration_uses_the_range_of_its_input() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     static = technique({"range_calibration": "static"}, {"bits": 8}, "*")
     init_compression(model, section(activation_quantization=static))
@@ -272,7 +272,7 @@ def test_static_ranges_follow_the_inputs_while_training() -> None:
 
 @pytest.mark.parametrize("calibration", ["static", "dynamic"])
 @pytest.mark.parametrize("form", ["symmetric", "asymmetric"])
-def test_an_input_without_rows_stays(calibration: str, form: str) -> None:
+def test_empty_input_changes_no_state(calibration: str, form: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     options = {"range_calibration": calibration, "quantization_type": form}
     init_compression(model, section(activation_quantization=technique(options, {"bits": 8}, "*")))
@@ -559,7 +559,7 @@ def test_snip_without_groups_prunes_all_layers_that_are_not_excluded() -> None:
     assert masked == ["layer.0.fc1", "layer.0.fc2", "layer.1.fc1", "layer.1.fc2"]
 
 
-def test_constants_behind_a_norm_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_constant_outputs_of_masked_channels_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     with torch.no_grad():

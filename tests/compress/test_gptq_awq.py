@@ -128,7 +128,7 @@ def test_layers_with_their_own_bits_are_read(tmp_path: Path) -> None:
     assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == "int4_g32"
 
 
-def test_groups_of_scattered_features_keep_their_numbers(tmp_path: Path) -> None:
+def test_gptq_activation_order_is_loaded_as_floats(tmp_path: Path) -> None:
     saved(tmp_path / "wide")
     entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
     weights = quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, False, ordered=False)

@@ -81,7 +81,7 @@ def test_batches_that_leave_out_an_expert_are_learned_from(tmp_path: Path) -> No
         assert not torch.equal(one.codes(), first.float()), one.name
 
 
-def test_what_it_needs_is_said(tmp_path: Path) -> None:
+def test_missing_text_and_other_methods_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "wide")
     with pytest.raises(ConfigError, match="needs a calibration text"):
         distil_directory(tmp_path / "wide", tmp_path / "out", "int3_g32")

@@ -398,7 +398,7 @@ def test_a_directory_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert {path.name for path in tmp_path.iterdir()} == {"wide", "out"} and read_files(tmp_path / "out") != before
 
 
-def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
+def test_directory_with_an_adapter_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "wide")
     (tmp_path / "wide" / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"has an adapter beside the model .*merge it"):

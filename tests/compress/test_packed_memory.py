@@ -158,7 +158,7 @@ def test_the_backward_reads_the_bytes_again(directory: Path) -> None:
         assert resident(file) <= 1 << 17  # at most two page faults, each of which maps 16 pages
 
 
-def test_written_pages_stay(tmp_path: Path) -> None:
+def test_modified_pages_cannot_be_dropped(tmp_path: Path) -> None:
     content = torch.arange(50000, dtype=torch.int32).view(torch.uint8)
     (tmp_path / "file").write_bytes(bytes(100) + content.numpy().tobytes())
     tensor, pages = map_bytes(tmp_path / "file", 100, content.numel())

@@ -214,7 +214,7 @@ class Residual(nn.Module):
         return out
 
 
-def test_channels_of_plain_modules_are_found_by_marks() -> None:
+def test_channel_units_of_plain_modules() -> None:
     from windlass.compress.channel_units import find_channel_units
 
     torch.manual_seed(0)
@@ -440,7 +440,7 @@ def test_sizes_stay_multiples_that_kernels_like() -> None:
     assert count_kept(group, 100) == 10908, "a number is taken as it is"
 
 
-def test_lists_that_are_not_one_entry_a_layer_stay() -> None:
+def test_config_lists_unrelated_to_layers_are_unchanged() -> None:
     model: Any = build("llama", num_hidden_layers=3, eos_token_id=[1, 2, 3])
     remove_layers(model, [1])
     assert model.config.eos_token_id == [1, 2, 3] and model.config.num_hidden_layers == 2

@@ -130,7 +130,7 @@ def test_checkpointing_under_the_engine_equals_plain_pytorch(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.mark.parametrize("name", NETS)
-def test_checkpointed_at_the_other_stages_over_gloo(name: str, tmp_path: Path) -> None:
+def test_checkpointing_at_stages_0_to_2_over_gloo(name: str, tmp_path: Path) -> None:
     hold(name, tiers_for(name, "gloo"), recipe_for(2), settings("gloo")[:3], tmp_path)
 
 

@@ -111,7 +111,7 @@ def own_module() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_user_defined_backend_over_sp(world: int) -> None:
+def test_attention_on_shards_equals_attention_on_full_tensors(world: int) -> None:
     run_ranks(own_module, world)
 
 

@@ -205,7 +205,7 @@ def _asked_around_a_step(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_queries_of_clients_around_a_step(stage: int) -> None:
+def test_schedule_log_line_and_state_offload_as_clients_use_them(stage: int) -> None:
     """The schedule's rates are those of the steps, and clients find the log line and the objects that they check.
 
     transformers' tests search the log line, accelerate checks the owner of the schedule, and OpenRLHF offloads states

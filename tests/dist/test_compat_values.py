@@ -173,7 +173,7 @@ def test_values_can_be_set(stage: int) -> None:
         assert torch.equal(rank["again"][1], torch.full_like(shape, 6.0))
 
 
-def test_a_parameter_without_an_engine() -> None:
+def test_safe_get_and_set_without_an_engine() -> None:
     from windlass.compat import tensor_fragment_api as whole
 
     layer = nn.Linear(2, 2)

@@ -197,7 +197,7 @@ def saved_in_a_step_of_an_earlier_loop(folder: str) -> tuple[int, list[list[int]
     return count, found
 
 
-def test_a_save_within_a_step_resumes_at_the_epoch_that_has_begun_since(tmp_path: Any) -> None:
+def test_save_within_a_step_resumes_in_the_current_epoch(tmp_path: Any) -> None:
     count, (left, second, resumed) = run_ranks(saved_in_a_step_of_an_earlier_loop, 1, str(tmp_path))[0]
     assert count == SAMPLES // MICRO
     assert resumed == second == left[: 2 * MICRO]

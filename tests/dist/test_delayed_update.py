@@ -372,9 +372,7 @@ def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")], ids=str)
-def test_a_resumed_run_is_one_that_finished_its_update(
-    case: tuple[int, str, str], transport: str, tmp_path: Any
-) -> None:
+def test_resumed_run_equals_a_run_with_finish_update(case: tuple[int, str, str], transport: str, tmp_path: Any) -> None:
     recipe = replace(DELAYED, finished_after=(1,))
     requested = expected("mlp", recipe).params
     assert relative_error(expected("mlp", DELAYED).params, requested)[0] > 10 * FP32_BOUND

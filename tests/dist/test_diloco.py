@@ -379,7 +379,7 @@ def refused(stage: int, more: dict[str, Any]) -> None:
         (0, {"start_step": -1}, r"start_step: -1 does not fit"),
     ],
 )
-def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:
+def test_unsupported_options_of_diloco_are_refused(stage: int, more: dict[str, Any], text: str) -> None:
     with pytest.raises(RankError, match=f"(?s){text}"):
         run_ranks(refused, 2, stage, more)
 

@@ -478,7 +478,7 @@ def replaced(stage: int, precision: str, directory: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32")])
-def test_replaced_data_are_followed(stage: int, precision: str, tmp_path: Path) -> None:
+def test_values_of_replaced_data_are_used(stage: int, precision: str, tmp_path: Path) -> None:
     for seen in run_ranks(replaced, 2, stage, precision, str(tmp_path)):
         assert [what for what, ratio in seen.items() if not (ratio == 1.0).all()] == []
 
@@ -513,7 +513,7 @@ def rearranged(stage: int) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_rearranged_data_are_followed(stage: int) -> None:
+def test_values_of_swapped_and_transposed_data_are_used(stage: int) -> None:
     for seen in run_ranks(rearranged, 2, stage):
         assert all(seen.values()), seen
 

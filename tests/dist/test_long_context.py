@@ -94,7 +94,9 @@ HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu
         ("gpt2", None, {**PARTS, "recompute": False}),
     ],
 )
-def test_every_stage(stage: int, name: str, how: dict[str, Any] | None, long: dict[str, Any] | None) -> None:
+def test_long_context_trains_at_every_stage(
+    stage: int, name: str, how: dict[str, Any] | None, long: dict[str, Any] | None
+) -> None:
     run_ranks(trains, 2, name, stage, STRICT, how, long)
 
 

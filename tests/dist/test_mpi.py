@@ -261,7 +261,7 @@ def test_errors_name_the_call_and_the_fix(mpi: MpiWorld) -> None:
 
 
 @pytest.mark.parametrize("mpi", [2], indirect=True)
-def test_the_table_matches_mpi(mpi: MpiWorld) -> None:
+def test_mpi_column_matches_mpi(mpi: MpiWorld) -> None:
     names = [
         name for table in (collective_support(), operator_support()) for name, have in table.items() if have["mpi"]
     ]

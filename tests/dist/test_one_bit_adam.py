@@ -594,7 +594,7 @@ def test_an_interval_that_is_not_positive_is_refused() -> None:
         (0, {"max_grad_norm": 1.0}, "gradient_clipping"),
     ],
 )
-def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:
+def test_unsupported_stage_and_options_are_refused(stage: int, more: dict[str, Any], text: str) -> None:
     with pytest.raises(RankError, match=f"(?s){text}"):
         run_ranks(refused, 1, stage, more)
 

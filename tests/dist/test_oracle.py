@@ -87,7 +87,7 @@ def test_oracle_detects_a_wrong_scale_a_lost_rank_and_a_lost_tensor() -> None:
     assert relative_error({**grads, name: torch.full_like(grads[name], torch.nan)}, grads)[1] == f"{name}: NaN"  # type: ignore[arg-type]
 
 
-def test_the_order_of_a_sum_excuses_no_other_error() -> None:
+def test_summation_order_tolerance_hides_no_other_error() -> None:
     recipe = Recipe(ranks=3, accumulation=3, clipping=0.0)
     one, other = (expected("mlp", recipe, by_rank=by_rank).grads[4] for by_rank in (False, True))
     assert 0.0 < relative_error(other, one)[0] < FP32_BOUND

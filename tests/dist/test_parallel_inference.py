@@ -232,7 +232,7 @@ def two_models_over_four_ranks() -> list[int]:
     return [*output.prompt_token_ids, *output.outputs[0].token_ids]
 
 
-def test_a_larger_world_holds_several_models() -> None:
+def test_two_tp_groups_serve_their_own_prompts() -> None:
     result = run_ranks(two_models_over_four_ranks, 4)
     assert result[0] == result[1]
     assert result[2] == result[3]

@@ -132,7 +132,7 @@ def both(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return found[0], found[1]
 
 
-def test_at_first_it_is_sgd_bit_for_bit() -> None:
+def test_equals_sgd_bit_for_bit_before_start_step() -> None:
     for one, other in run_ranks(both, 2, "mlp"):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -185,6 +185,6 @@ def refused(stage: int, more: dict[str, Any]) -> None:
     ("stage", "more", "text"),
     [(1, {}, r"PowerSGD.* at zero_optimization.stage 1.*write stage 0"), (0, {"rank": 0}, "rank")],
 )
-def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:
+def test_unsupported_options_of_power_sgd_are_refused(stage: int, more: dict[str, Any], text: str) -> None:
     with pytest.raises(RankError, match=f"(?s){text}"):
         run_ranks(refused, 1, stage, more)

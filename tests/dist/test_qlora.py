@@ -266,7 +266,7 @@ def test_a_model_rounded_while_it_loads_equals_the_packed_directory(folder: Path
         load_rounded_model(folder / "packed", FORMAT)
 
 
-def test_what_needs_the_wide_weights_is_refused(folder: Path) -> None:
+def test_operations_on_unquantized_weights_are_refused(folder: Path) -> None:
     from peft import LoraConfig
 
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):

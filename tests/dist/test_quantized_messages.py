@@ -273,7 +273,7 @@ def bytes_of_a_step(settings: list[dict[str, Any]]) -> list[tuple[int, int, int]
     return found
 
 
-def test_traffic_across_nodes_falls_from_three_units_to_three_quarters() -> None:
+def test_quantized_traffic_across_nodes_is_below_a_quarter() -> None:
     """One unit is the bytes that a rank receives from the other node when all 16-bit parameters are all-gathered."""
     exact = {"stage3_max_reuse_distance": 0}
     short = {**all_of("weights", "gradients"), "zero_hpz_partition_size": 2, **exact}
@@ -493,7 +493,7 @@ def inexact_reads(keys: list[str]) -> list[str]:
     return wrong
 
 
-def test_only_computation_sees_rounded_weights() -> None:
+def test_reads_outside_of_computation_are_exact() -> None:
     assert run_ranks(inexact_reads, 2, ["weights", "nontrainable_weights"]) == [[], []]
 
 

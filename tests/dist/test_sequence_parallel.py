@@ -492,7 +492,7 @@ def sixteen_bits(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["ulysses", "ring"])
-def test_losses_in_bf16_and_fp16_equal_the_plain_model(way: str) -> None:
+def test_bf16_is_near_fp32_of_one_process(way: str) -> None:
     run_ranks(sixteen_bits, 2, way)
 
 

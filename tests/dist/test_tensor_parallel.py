@@ -100,7 +100,7 @@ def test_sharded_model_equals_the_full_model(
 
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
-def test_sharded_loss_has_full_precision(name: str, options: dict[str, Any]) -> None:
+def test_float64_logits_agree_in_float64(name: str, options: dict[str, Any]) -> None:
     """Logits agree in 64 bits. The loss, and so the gradients, have 32 bits, as in transformers."""
     for apart in run_ranks(trained_beside, 3, name, {}, options, 2, torch.float64):
         assert apart.logits < 1e-13, apart

@@ -70,7 +70,7 @@ def test_ranks_that_differ_in_smaller_groups(name: str, transport: str, sections
     hold(name, recipe, [Setting(stage=3, transport=transport, zero=sections)], LATE)
 
 
-def test_replicas_of_shards_reduce_in_orders_of_their_own() -> None:
+def test_mics_groups_with_different_reduce_orders_equal_one_process() -> None:
     recipe = Recipe(ranks=4, accumulation=2, steps=2)
     hold("uneven", recipe, [Setting(stage=3, transport="shm", zero=(("mics_shard_size", 2),))], LATE)
 

@@ -160,7 +160,7 @@ def in_sixteen_bits(stage: int, tier: str, folder: str) -> float:
 
 
 @pytest.mark.parametrize(("stage", "tier"), [(2, "cpu"), (3, "nvme")])
-def test_unfreezing_with_16_bit_master_weights(stage: int, tier: str, tmp_path: Any) -> None:
+def test_unfreezing_in_bf16_updates_fp32_master_weights(stage: int, tier: str, tmp_path: Any) -> None:
     result = run_ranks(in_sixteen_bits, 2, stage, tier, str(tmp_path), env=LATE)
     assert result[0] == result[1] and 0.01 < result[0] < 0.03
 

@@ -342,7 +342,7 @@ def continued(case: Case, folder: str, at: int, into: str = "") -> dict[str, Any
     return found
 
 
-def test_changes_that_another_stage_does_not_keep_are_named_and_their_rates_too(tmp_path: Path) -> None:
+def test_stage_change_warns_of_dropped_local_states(tmp_path: Path) -> None:
     """Load a stage-0 checkpoint from between two synchronizations at stage 1, save it there, and load it at stage 0.
 
     Local steps then begin with the common momentum.

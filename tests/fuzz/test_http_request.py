@@ -96,7 +96,7 @@ def test_mutations_of_a_body(client: TestClient, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_field_with_odd_values(client: TestClient, path: str) -> None:
+def test_random_fields_with_odd_values(client: TestClient, path: str) -> None:
     """Put odd values at random places of a body, also deep inside. `max_model_len` keeps the answers short."""
     draw = random.Random(SEED)
     for _ in range(examples(100, 100)):

@@ -155,7 +155,7 @@ PAGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", PAGED)
-def test_families_that_are_paged_in_spite_of_positions_or_layers_of_their_own(kind: str) -> None:
+def test_families_with_unusual_positions_run_paged(kind: str) -> None:
     size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "pad_token_id": 0}
     values = {**size, **heads, **PAGED[kind]}
@@ -302,7 +302,7 @@ def _schedules() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "budget", "policy"), list(_schedules()))
-def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
+def test_greedy_tokens_for_each_policy_and_budget(name: str, policy: str, budget: int) -> None:
     """Requests of mixed lengths arrive during a run whose cache holds only some of them."""
     model = build_longer(name, **WINDOWED.get(name, {}))
     prompts = make_prompts(24, VOCABULARY, 40, shared=18)
@@ -437,7 +437,7 @@ def test_answers_that_share_blocks_are_preempted_for_a_higher_priority() -> None
     assert_greedy(model, outputs[:1])
 
 
-def test_a_request_whose_prefix_a_lower_priority_holds_preempts_it_only_if_it_can_run_then() -> None:
+def test_no_preemption_that_would_not_admit_the_request() -> None:
     model = build_longer("llama")
     prompts = [[3 + place * step % 37 for place in range(size)] for size, step in ((34, 7), (54, 11), (90, 11))]
     with LLM(model, max_tokens_per_step=64, max_sequences=4, kv_cache_tokens=144, check_at_load=False) as llm:

@@ -155,7 +155,7 @@ def test_whitespace_and_properties_of_json_can_be_limited() -> None:
         assert raised.value.parameter == "structured_outputs"
 
 
-def test_a_complete_structure_ends_whatever_min_tokens_and_ignore_eos_ask() -> None:
+def test_complete_structure_ends_despite_min_tokens_and_ignore_eos() -> None:
     tokenizer = byte_level_tokenizer()
     params = SamplingParams(
         temperature=0,

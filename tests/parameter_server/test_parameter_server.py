@@ -585,7 +585,7 @@ def test_a_complex_parameter_is_refused() -> None:
         layout_of(model, 1)
 
 
-def test_the_cut_is_by_bytes_and_keeps_rows_whole() -> None:
+def test_partition_is_even_and_keeps_rows_whole() -> None:
     parameters = [PartitionedParameter("a", 10), PartitionedParameter("rows", 40, row=4), PartitionedParameter("b", 11)]
     for servers in range(1, 70):
         shards = partition_parameters(parameters, servers)

@@ -190,7 +190,7 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
     job.finish()
 
 
-def test_a_process_does_not_take_the_entry_of_another_for_its_own() -> None:
+def test_process_takes_over_the_entry_with_its_own_replica_number() -> None:
     """A process finds an entry with its own replica number, registers as generation 2, and lacks a snapshot."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     rendezvous = job.rendezvous()

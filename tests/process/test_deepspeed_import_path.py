@@ -61,7 +61,7 @@ def test_the_command_prints_the_folder() -> None:
     assert wrong.returncode == 2 and "takes no arguments" in wrong.stderr
 
 
-def test_wheel_contains_the_metadata() -> None:
+def test_metadata_is_an_egg_info_folder() -> None:
     """Metadata uses `*.egg-info`, since wheel builders leave out `*.dist-info`. Python reads both."""
     assert not list(STAND_IN_FOLDER.glob("*.dist-info"))
     (folder,) = STAND_IN_FOLDER.glob("*.egg-info")

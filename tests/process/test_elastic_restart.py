@@ -57,7 +57,7 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
     return write
 
 
-def test_rank_ended_by_a_user_signal_is_not_restarted(tmp_path: Path, script: Callable[[str], list[str]]) -> None:
+def test_killed_rank_is_dropped_and_the_others_restart(tmp_path: Path, script: Callable[[str], list[str]]) -> None:
     """One of three ranks is killed and not replaced. Then one of the others fails with an exit code; both restart."""
     assert start_elastic(script(LOSES_ONE), 3, max_restarts=2).exit_code == 0
     result = started(tmp_path)

@@ -138,7 +138,7 @@ windlass.initialize(model=torch.nn.Linear(2, 2), config=config)
 
 
 @pytest.mark.slow
-def test_rank_that_never_initializes_is_named(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_that_initializes_late_is_named(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     """Ranks that have not reached `initialize`, e.g. because they tokenize, are named before any watchdog runs."""
     assert launch([script(LATE)], 3) == 0
     text = [line for line in capfd.readouterr().err.splitlines() if "has waited in initialize" in line]

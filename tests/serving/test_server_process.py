@@ -122,7 +122,7 @@ def _peak_bytes(pid: int) -> int:
     return int(found[1]) * 1024
 
 
-def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with ServerProcess(tmp_path) as server:
         server.wait_until_ready()
         code = (

@@ -178,7 +178,7 @@ def test_ranks_of_replicas_share_the_cores(
         (4, "4,5,6", ["4,5,6", "4,5,6", "4,5,6"]),
     ],
 )
-def test_each_replica_has_gpus_of_its_own(
+def test_gpus_are_divided_among_replicas_or_shared(
     tp: int, visible: str | None, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -56,7 +56,7 @@ def test_environment_level_overrides_the_configuration(monkeypatch: pytest.Monke
     ("3", logging.WARNING, ""),
     ("3", logging.ERROR, "windlass: [rank 3] hello 7\n"),
 ])  # fmt: skip
-def test_other_ranks_log_warnings_only(
+def test_other_ranks_log_errors_only(
     rank: str, level: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)

@@ -227,7 +227,7 @@ def test_lack_of_space_is_reported_before_writing(saved: Path, monkeypatch: pyte
 # The fsyncs of a save: data, index, their directory, the parent, `latest`, the parent.
 @pytest.mark.parametrize("call", range(6))
 @pytest.mark.parametrize("tag", ["t", "u"])
-def test_fsync_failure_leaves_the_former_checkpoint(
+def test_fsync_failure_leaves_a_complete_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch, call: int, tag: str
 ) -> None:
     real, calls = os.fsync, iter(range(100))

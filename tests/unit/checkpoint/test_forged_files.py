@@ -92,7 +92,7 @@ def test_partial_read_of_a_box_is_checked(saved: Path) -> None:
         list(stored.iter_span("param/embed.weight", 3, 20))
 
 
-def test_export_to_deepspeed_checks_its_input(saved: Path, tmp_path: Path) -> None:
+def test_conversion_to_windlass_checks_its_input(saved: Path, tmp_path: Path) -> None:
     path = saved / DATA
     good = bytearray(path.read_bytes())
     good[-3] ^= 1
@@ -405,7 +405,9 @@ def test_every_protocol_of_torch_save_is_read(protocol: int, tmp_path: Path) -> 
     assert result == value and tensor.shape == (2, 3) and tensor.dtype is torch.float32
 
 
-def test_array_of_the_other_byte_order_is_read_correctly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_array_of_the_other_byte_order_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     numpy = pytest.importorskip("numpy")
     write(tmp_path, "t", trained(big=numpy.arange(3, dtype=">i4"), small=numpy.arange(3)), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):

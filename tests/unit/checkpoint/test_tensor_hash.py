@@ -74,6 +74,6 @@ def test_hashing_does_not_change_the_tensor() -> None:
     assert torch.equal(flat, before)
 
 
-def test_elements_out_of_range_are_refused_by_name() -> None:
+def test_unsupported_dtype_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="'w' has elements of torch.complex128"):
         hashed(torch.zeros(2, dtype=torch.complex128))

@@ -177,7 +177,7 @@ def test_exit_code_of_a_command_is_returned(failing: ModuleType) -> None:
     assert call("fail", "--code", "7") == 7
 
 
-def test_env_prints_all_facts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_prints_no_unknown_fact(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("env") == 0
     printed = capsys.readouterr().out
     assert windlass.__version__ in printed

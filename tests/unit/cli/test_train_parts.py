@@ -127,7 +127,7 @@ def test_progress_on_a_terminal_is_one_live_line(logged: Callable[[], list[str]]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (59.6, "1:00"), (7205, "2:00:05")])
-def test_clock(seconds: float, text: str) -> None:
+def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 

@@ -145,7 +145,7 @@ def test_number_of_transfers_in_flight_is_limited() -> None:
     assert sum(kept.finish_transfer(wait=False) is False for ref in keeper._in_flight if (kept := ref())) <= 2
 
 
-def test_prefetch_distance_is_as_requested() -> None:
+def test_each_tensor_is_fetched_once_and_all_but_the_first_are_prefetched() -> None:
     place = FarPlace()
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     x = torch.randn(100, requires_grad=True)

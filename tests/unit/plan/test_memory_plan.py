@@ -339,7 +339,7 @@ def test_given_activations_replace_the_trace() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"), [("h2000", "neither a known GPU nor a size"), ("1GB", "leaves nothing beside")]
 )
-def test_an_unknown_gpu_says_what_there_is(wrong: str, says: str) -> None:
+def test_invalid_gpu_is_refused(wrong: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         gpu_bytes(wrong)
     assert gpu_bytes("80GB") == 76 << 30

@@ -37,7 +37,7 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_no_object_is_made_without_a_recorder() -> None:
+def test_ranges_share_one_context_without_a_recorder() -> None:
     assert trace_ranges.recorder is None
     assert traced("forward") is traced("update", "x")  # one context for all ranges
     scope = WaitScope("gather", ["w"])

@@ -157,7 +157,7 @@ def test_a_list_that_states_no_choices_is_refused_by_its_key() -> None:
         build_space(config(zero_optimization={"stage": [0, 3]}, parallel={"tp": ["x", 2]}), 2, SearchLimits())
 
 
-def test_what_needs_no_less_memory() -> None:
+def test_higher_stage_or_smaller_micro_batch_needs_no_more_memory() -> None:
     space = build_space(config(zero_optimization={"stage": [0, 3]}), 2, SearchLimits(choices={MICRO: (2, 4)}))
     by_name = {candidate.name: candidate for candidate in space.candidates()}
     pairs = {

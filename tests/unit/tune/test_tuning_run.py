@@ -333,7 +333,7 @@ def test_a_wrong_configuration_is_named_by_its_file(tmp_path: Path) -> None:
         tuning(tmp_path, "", raw={**RAW, "zero_optimisation": {"stage": 1}})
 
 
-def test_nothing_fits(tmp_path: Path) -> None:
+def test_error_names_the_nearest_configuration_if_none_fits(tmp_path: Path) -> None:
     run = tuning(tmp_path, "measured(0.1, host=80 * micro * 2**20)", memory=60 << 20)
     with pytest.raises(
         TuningError,
@@ -439,5 +439,5 @@ def test_a_key_that_no_option_can_stand_for_is_refused_by_name(given: dict[str, 
         ("", ""),
     ],
 )
-def test_the_real_error_is_found(text: str, expected: str) -> None:
+def test_first_error_of_the_program_is_found_in_its_output(text: str, expected: str) -> None:
     assert find_error(text) == expected

@@ -103,7 +103,7 @@ def test_bubble_equals_the_formula(name: ScheduleName) -> None:
                     )
 
 
-def test_bubble_description() -> None:
+def test_bubble_fractions_of_four_ranks_and_eight_micro_batches() -> None:
     assert compute_bubble_fraction("1f1b", 4, 8) == pytest.approx(3 / 11)
     assert compute_bubble_fraction("gpipe", 4, 8) == pytest.approx(3 / 11)
     assert compute_bubble_fraction("interleaved", 4, 8, 2) == pytest.approx(3 / 19)

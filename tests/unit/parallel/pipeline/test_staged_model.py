@@ -136,7 +136,7 @@ def test_subclass_has_the_loss_of_its_base() -> None:
     assert torch.allclose(ended.loss, expected, rtol=1e-6)
 
 
-def test_router_loss_over_some_routers_is_none() -> None:
+def test_router_loss_with_missing_routers_raises() -> None:
     model = _model("mixtral")
     part = split_into_stages(copy.deepcopy(model), 1, 2)
     hidden = torch.randn(2, 7, 16)

@@ -27,7 +27,7 @@ def test_drop_rate_is_as_requested(probability: float) -> None:
         assert float((dropped.mean(rest) - probability).abs().max()) < 0.05
 
 
-def test_drop_rate_zero_and_one() -> None:
+def test_drop_rate_one_drops_all_weights() -> None:
     assert bool((AttentionDropout(1.0, 3).weight_factors(2, whole(), CPU) == 0).all())
 
 

@@ -26,7 +26,7 @@ def test_every_feature_has_one_owner(ranks: int, size: int) -> None:
 
 
 @given(some.integers(1, 256), some.integers(1, 512))
-def test_range_sizes_differ_by_at_most_one(ranks: int, grains: int) -> None:
+def test_range_sizes_differ_by_at_most_one_grain(ranks: int, grains: int) -> None:
     """Sizes that are multiples of 128, as in models, are split nearly evenly."""
     size = 128 * grains
     each = count_rank_elements(make_even_ranges(size, ranks))

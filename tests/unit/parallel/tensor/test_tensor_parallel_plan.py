@@ -65,7 +65,7 @@ def test_a_1024_rank_plan_of_a_large_model_owns_every_element_once() -> None:
         assert max(count_rank_elements(cut.rank_ranges)) <= 2 * cut.sharded_size / 1024
 
 
-def test_plan_on_one_rank_changes_nothing() -> None:
+def test_tensor_parallelism_on_one_rank_does_not_change_the_model() -> None:
     model = build("llama")
     before = {name: value.shape for name, value in model.named_parameters()}
     build_tensor_parallel_plan(model, 4)
