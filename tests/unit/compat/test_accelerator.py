@@ -81,7 +81,7 @@ def test_memory_figures_are_per_process() -> None:
     assert peak >= before + (24 << 20)
     assert host.memory_stats()["allocated_bytes.all.peak"] == peak
     host.reset_peak_memory_stats()
-    assert host.max_memory_allocated() <= peak
+    assert host.max_memory_allocated() < peak
 
 
 def test_seeds_and_states() -> None:

@@ -128,8 +128,9 @@ def test_muon_aliases() -> None:
     other.load_state_dict({"weight": layer.weight})
     alone = Muon(other.parameters())
     for module, optimizer in ((layer, both), (other, alone)):
-        module(torch.ones(2, 4)).square().mean().backward()
+        (module.weight * torch.arange(12.0).view(3, 4)).square().mean().backward()
         optimizer.step()
+    assert torch.equal(layer.weight, other.weight)
     with pytest.raises(AssertionError, match="use_muon"):
         MuonWithAuxAdam([{"params": [layer.weight]}])
 

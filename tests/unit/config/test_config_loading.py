@@ -102,7 +102,9 @@ def test_invalid_bucket_sizes_are_refused(written: Any) -> None:
     ],
 )
 def test_wrong_configurations_are_errors(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+    section, value = next(iter(bad.items()))
+    keys = [section, *(value if isinstance(value, dict) else ())]
+    with pytest.raises(ConfigError, match=r"\.".join(keys[:2] if keys[-1] not in ("type", "params") else keys[:1])):
         load_config(bad)
 
 

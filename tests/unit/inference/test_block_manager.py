@@ -26,6 +26,7 @@ def test_random_operations_keep_the_books(seed: int) -> None:
     manager = BlockManager(24, SIZE)
     content: dict[int, tuple[int, ...]] = {}  # tokens written in each block
     held: list[tuple[list[int], list[int]]] = []  # tokens, blocks
+    found = copied = 0
     for _ in range(2500):
         kind = r.random()
         if kind < 0.45:
@@ -43,6 +44,7 @@ def test_random_operations_keep_the_books(seed: int) -> None:
                 continue
             blocks = manager.acquire_cached(looked_up)
             assert len(blocks) == cached
+            found += cached
             for place, block in enumerate(blocks):
                 assert content[block] == tuple(tokens[: (place + 1) * SIZE]), "a cached block has other tokens"
             new = manager.allocate(needed - cached)
@@ -63,6 +65,7 @@ def test_random_operations_keep_the_books(seed: int) -> None:
                 shared = manager.references(blocks[place]) > 1
                 new_block = manager.make_writable(blocks[place])
                 assert (new_block != blocks[place]) == shared
+                copied += shared
                 blocks[place] = new_block
                 assert manager.references(new_block) == 1
         elif held:
@@ -77,6 +80,7 @@ def test_random_operations_keep_the_books(seed: int) -> None:
     for _, blocks in held:
         manager.release(blocks)
     assert manager.num_free == 24
+    assert found and copied
 
 
 def test_keys_depend_on_all_tokens_before_and_on_the_salt() -> None:
