@@ -55,6 +55,8 @@ class Spoiler:
             return [(r.extent, e.offset, e.nbytes) for r in records for e in r.entries if e.key == key]
         if self.kind == "worker_error":
             slots = list(self.model.update._phase._memory._slots.values())
+        elif self.kind == "loco_error":
+            slots = list(self.model.quantization_errors._memory._slots.values())
         elif self.kind == "parameters":
             slots = [u.shard_slot for u in self.model.units]
         else:

@@ -24,7 +24,7 @@ from tests.toy_codecs import HalfCodec
 from windlass.base.errors import ConfigError
 from windlass.comm.codec import get_codec, register_codec
 from windlass.config import load_config
-from windlass.engine.error_feedback_states import error_feedback_states
+from windlass.engine.rank_state_checkpoint import rank_states
 from windlass.zero.core.unit_layout import UnitLayout
 
 LOSSLESS = {
@@ -84,7 +84,7 @@ def run_case(case: Case) -> dict[str, Any]:
     found = {"params": whole_params(engine.module), "losses": losses, "moved": moved, "across": across, "units": shapes}
     found["layouts"] = [(list(unit.names), unit.layout) for unit in engine._sharded.units]
     found["owed"] = {
-        one.name: one.values.clone() for one in error_feedback_states(engine._sharded) if one.key == "loco_error"
+        one.name: one.values.clone() for one in rank_states(engine._sharded) if one.key == "loco_error"
     }
     parameter = next(iter(engine.module.parameters()))
     unit = windlass.zero.access.full_values.find(parameter).unit  # type: ignore[attr-defined]
@@ -354,7 +354,7 @@ def run_from(at: int, folder: str, saves: bool, refreshes: bool = False) -> tupl
             engine.step()
         if saves and step + 1 == at:
             engine.refresh() if refreshes else engine.save_checkpoint(folder)
-    states = list(error_feedback_states(engine._sharded))
+    states = list(rank_states(engine._sharded))
     found = {f"{one.name}/{one.key}": one.values.clone() for one in states}
     found |= whole_params(engine.module)
     engine.destroy()
@@ -399,7 +399,7 @@ def load_what_was_saved(folder: str) -> list[dict[str, torch.Tensor]]:
             engine.step()
         if not found:
             engine.save_checkpoint(folder)
-        found.append({f"{one.name}/{one.key}": one.values.clone() for one in error_feedback_states(engine._sharded)})
+        found.append({f"{one.name}/{one.key}": one.values.clone() for one in rank_states(engine._sharded)})
         engine.module.both = True
         engine.backward(engine(torch.randn(4, 8)).square().mean())
         engine.step()
@@ -422,7 +422,7 @@ def errors_at_loss_scales(folder: str) -> list[tuple[float, torch.Tensor]]:
     found: list[tuple[float, torch.Tensor]] = []
 
     def note(engine: Any) -> None:
-        states = [state for state in error_feedback_states(engine._sharded) if state.key == "loco_error"]
+        states = [state for state in rank_states(engine._sharded) if state.key == "loco_error"]
         found.append((engine.loss_scale(), torch.cat([state.values for state in states])))
 
     engine, *_ = windlass.initialize(model=HalfUsed(), config={**config, "fp16": {"enabled": True, **scaling}})
@@ -454,10 +454,10 @@ def states_after_a_load_of_weights(folder: str) -> tuple[int, int]:
     engine, *_ = windlass.initialize(model=HalfUsed(), config=config)
     engine.backward(engine(torch.randn(4, 8)).square().mean())
     engine.step()
-    before = len(list(error_feedback_states(engine._sharded)))
+    before = len(list(rank_states(engine._sharded)))
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder, load_optimizer_states=False)
-    found = before, len(list(error_feedback_states(engine._sharded)))
+    found = before, len(list(rank_states(engine._sharded)))
     engine.destroy()
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -37,18 +38,35 @@ class QuantizedGradients:
     loco: LocoOptions | None = None
 
 
+class ErrorStorage(Protocol):
+    """Memory of another tier that holds the errors of one lane between its reductions."""
+
+    def fetch(self) -> torch.Tensor:
+        """Return the errors `[numel]` on the device, zeros at first."""
+        ...
+
+    def put(self, errors: torch.Tensor) -> None:
+        """Start to store the errors that `fetch` returned. They must not change afterwards."""
+        ...
+
+
 class LaneErrors:
     """Error feedback of one lane of a transport: of the reductions of one gradient.
 
+    Each element of the buffer has an error: a rank sends each element of the other shards once, in the first hop or in
+    the second one.
+
     Attributes:
-        flat: `[numel]` in float32, the error of each element of the buffer: a rank sends each element of the other
-            shards once, in the first hop or in the second one. None before the first reduction.
+        is_open: True if the lane has errors: from the first reduction or from `open` on, until `forget`.
         reductions: `[parts]` int64, the number of reductions of each part. The lane is one part until `divide`.
+        storage: holds the errors between reductions; None: they stay on the device.
     """
 
     def __init__(self) -> None:
-        self.flat: torch.Tensor | None = None
+        self.is_open = False
+        self._flat: torch.Tensor | None = None
         self.reductions = torch.zeros(1, dtype=torch.int64)
+        self.storage: ErrorStorage | None = None
         self._parts: list[slice] = [slice(None)]
 
     def divide(self, parts: list[slice]) -> None:
@@ -56,24 +74,46 @@ class LaneErrors:
         if self._parts != parts:
             self._parts, self.reductions = parts, self.reductions[:1].repeat(len(parts))
 
-    def open(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Return `flat`, which is zeros at first."""
-        if self.flat is None:
-            self.flat = torch.zeros(numel, dtype=torch.float32, device=device)
-        return self.flat
+    def open(self) -> None:
+        """Have errors from now on, zeros at first."""
+        self.is_open = True
+
+    def flat(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Return the errors `[numel]` in float32, which stay on the device."""
+        assert self.storage is None
+        if self._flat is None:
+            self._flat = torch.zeros(numel, dtype=torch.float32, device=device)
+        return self._flat
 
     def begin(self, options: LocoOptions, numel: int, device: torch.device) -> torch.Tensor:
-        """Count a reduction, and return `flat`, whose parts are set to zero after each `reset_t` reductions."""
-        flat = self.open(numel, device)
+        """Count a reduction, and return the errors `[numel]`, whose parts are set to zero after each `reset_t`
+        reductions. Pass them to `end` when they have their new values.
+        """
+        self.open()
+        flat = self.flat(numel, device) if self.storage is None else self.storage.fetch()
         for part, reductions in zip(self._parts, self.reductions.tolist(), strict=True):
             if reductions and reductions % options.reset_t == 0:
                 flat[part].zero_()
         self.reductions += 1
         return flat
 
+    def end(self, errors: torch.Tensor) -> None:
+        """Store the new errors of the reduction that `begin` counted."""
+        if self.storage is not None:
+            self.storage.put(errors)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the errors by `factor`."""
+        if not self.is_open:
+            return
+        if self.storage is not None:
+            self.storage.put(self.storage.fetch().mul_(factor))
+        elif self._flat is not None:
+            self._flat.mul_(factor)
+
     def forget(self) -> None:
-        """Return to the state before the first reduction."""
-        self.flat = None
+        """Return to the state before the first reduction. The owner of `storage` resets it."""
+        self.is_open, self._flat = False, None
         self.reductions.zero_()
 
 

@@ -110,7 +110,8 @@ class QuantizedReduction:
         self._group, self._flat, self._out, self._add, self._factor = group, flat, out, add, factor
         self._options, self._tags = options, tags
         self._node = ranks_of_node(group, node_size)
-        self._errors: torch.Tensor | None = None
+        self._lane_errors = errors
+        self._errors: torch.Tensor | None = None  # errors `[numel]`, until the last message is encoded
         if errors is not None:
             assert options.loco is not None
             self._errors = errors.begin(options.loco, flat.numel(), flat.device)
@@ -183,6 +184,9 @@ class QuantizedReduction:
         self._received = {(1, other): message for other, message in receives.items()}
         self._kept = list(sends.values())
         self._works = start_exchange(group, sends, receives, self._tags[1])
+        if self._lane_errors is not None and self._errors is not None:
+            self._lane_errors.end(self._errors)
+            self._errors = None
 
     def _finish(self) -> None:
         if not self._second:

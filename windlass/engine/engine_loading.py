@@ -40,7 +40,6 @@ from windlass.engine.checkpoint_validation import (
     find_unfit_states,
 )
 from windlass.engine.engine_state import EngineState
-from windlass.engine.error_feedback_states import rescale_error_feedback
 from windlass.engine.extra_state import set_extra_states
 from windlass.engine.frozen_parameters import (
     check_frozen_parameters,
@@ -290,7 +289,7 @@ def _load_rest(opened: _OpenCheckpoint, loaded_state: LoadedState) -> None:
         engine.progress.load_state_dict(loaded["engine"], loaded.get("layout", {}).get("accumulation"))
         engine.scaler.load_state_dict(loaded["loss_scale"])
     if opened.loads_states:
-        rescale_error_feedback(model, engine.scaler.scale / loaded["loss_scale"]["scale"])
+        model.quantization_errors.rescale(engine.scaler.scale / loaded["loss_scale"]["scale"])
     if options.load_lr_scheduler_states and engine.lr_scheduler is not None and loaded["schedule"] is not None:
         engine.lr_scheduler.load_state_dict(
             _matching_scheduler_state(loaded["schedule"], engine.lr_scheduler.state_dict())

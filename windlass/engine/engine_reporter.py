@@ -17,6 +17,7 @@ from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm.traffic import Traffic
 from windlass.config import Config
+from windlass.engine.rank_state_checkpoint import rank_states
 from windlass.engine.step_profiler import ProfiledEngine, StepProfiler
 from windlass.observe.flop_profile import ModelProfile
 from windlass.observe.memory_usage import device_memory, resident_bytes, see_memory_usage
@@ -27,6 +28,7 @@ from windlass.storage.io_rates import IoRates
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import ShardState, Unit
 from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.rank_state import RankNumber
 
 
 class ReportedEngine(ProfiledEngine, Protocol):
@@ -270,7 +272,7 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
         `stage`; `transport`: name of the transport; `disk`: `IoRates` of the NVMe tier since the engine was built, all
             zero without this tier; `slots`: bytes by (slot, tier). Slots are `param`, `secondary` (second copy of
             hpZ), `grad`, `master`, the optimizer's states (`exp_avg`, ...), including per-rank states
-            (`worker_error`), and with delayed updates `grad in update` and `next param`; `units`: names, elements, and
+            (`worker_error`, `loco_error`), and with delayed updates `grad in update` and `next param`; `units`: names, elements, and
             bytes by slot of each unit; `transit`: bytes of the reduction buffers; `gathered` and `gathered_elements`:
             first parameter of each unit that is unsharded now and could be resharded, and the elements of these units;
             `padding_elements`; `delayed_update`: `seconds` is the duration of the last finished update in the
@@ -305,8 +307,9 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
             count(slot.unit, "grad in update", slot.spare_storage.tier, slot.spare_storage.nbytes)
     for chunk, key, size in model.masters.state_offload.inventory(model.masters.chunks):
         count(chunk.unit, key, chunk.tier, size)
-    for state in model.update.rank_states() if model.update is not None else ():
-        count(state.unit, state.key, state.tier, state.nbytes)
+    for state in rank_states(model):
+        if not isinstance(state, RankNumber):
+            count(state.unit, state.key, state.tier, state.nbytes)
     for chunk in model.masters.chunks if model.delayed_update is not None else ():
         if chunk.lowered_params is not None:
             count(chunk.unit, "next param", Tier.HOST, chunk.lowered_params.nbytes)

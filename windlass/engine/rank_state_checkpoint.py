@@ -14,7 +14,6 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint import FlatShard, LazyFlatTensor
-from windlass.engine.error_feedback_states import error_feedback_states, open_error_feedback
 from windlass.parallel.placement import Placement
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.rank_state import RankState
@@ -157,14 +156,14 @@ class _StoredRow:
 def open_rank_states(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
     """Create the states named `saved`, so that `rank_states` yields them. Return the names that the model lacks."""
     needless = model.update.open_rank_states(saved) if model.update is not None else frozenset()
-    return needless | open_error_feedback(model, saved)
+    return needless | model.quantization_errors.open(saved)
 
 
 def rank_states(model: ShardedModel) -> Iterator[RankState]:
     """Yield the states of a model that differ between ranks: those of its update, and of quantized reductions."""
     if model.update is not None:
         yield from model.update.rank_states()
-        yield from error_feedback_states(model)
+        yield from model.quantization_errors.rank_states()
 
 
 def _row(model: ShardedModel, state: RankState, *, is_loaded: bool = False) -> FlatShard:

@@ -25,7 +25,6 @@ from windlass.engine.checkpoint_methods import CheckpointMethods
 from windlass.engine.data_loaders import build_data_loader
 from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.engine_reporter import EngineReporter
-from windlass.engine.error_feedback_states import rescale_error_feedback
 from windlass.engine.failed_call_barrier import FailedCallBarrier
 from windlass.engine.input_consistency import InputConsistencyCheck
 from windlass.engine.model_refresh import (
@@ -432,7 +431,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Convert values that contain the loss scale `before` to the current loss scale."""
         if self._scaler.scale != before:
             self._sharded.rescale_unstepped(self._scaler.scale / before)
-            rescale_error_feedback(self._sharded, self._scaler.scale / before)
+            self._sharded.quantization_errors.rescale(self._scaler.scale / before)
 
     def _set_loss_scale(self, scale: float) -> None:
         """Replace the loss scale, for `optimizer.loss_scale = scale` in a script. All ranks set the same scale."""

@@ -161,7 +161,9 @@ class MemoryPlanner:
         yield state_place, "optimizer states", sum(layout.state_tensors(unit, unit.pieces()))
         data = unit.dp_group.mesh.data
         owned = sum(piece.numel for piece in unit.layout.pieces(*unit.layout.shard_range(data.index, data.size)))
-        of_keys = (owned if key == SERVER_ERROR else sum(unit.layout.numels) for key in layout.states.rank_keys)
+        of_keys = [owned if key == SERVER_ERROR else sum(unit.layout.numels) for key in layout.states.rank_keys]
+        if settings.keeps_quantization_errors and size > 1:
+            of_keys.append(sum(unit.layout.numels))
         place = state_place if settings.policy.state else self._device
         yield place, "per-rank states", sum(of_keys) * torch.float32.itemsize
 
@@ -258,6 +260,9 @@ class MemoryPlanner:
                 # Without shared memory, a rank receives the parts of its peers in chunks of `reduce_bucket_size`.
                 numel = min(unit.layout.padded, settings.wire_options.reduce_chunk)
                 nbytes = (numel * wire.itemsize if casts else 0) + numel * (size - 1) // size * wire.itemsize
+            if settings.keeps_quantization_errors and size > 1 and self._place(unit.state_tier) != self._device:
+                # Errors that were fetched for this reduction, and those of the last two stores.
+                nbytes += 3 * unit.layout.padded * torch.float32.itemsize
             most = max(most, nbytes)
         return most
 

@@ -61,6 +61,7 @@ from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.elementwise_update import check_parameters
 from windlass.zero.update.master_weights import MasterWeights, MasterWeightsCallbacks
 from windlass.zero.update.offload_states import StateOffloader
+from windlass.zero.update.quantization_errors import QuantizationErrors
 from windlass.zero.update.update_chunk import UpdateChunk, pipeline_numel
 from windlass.zero.update.update_class import check_self_reducing, update_class
 from windlass.zero.update.update_protocol import Update, UpdateContext
@@ -141,11 +142,9 @@ class ShardedModel:
         self.scheduler = self._make_scheduler(completion)
         at_once = self._choose_update_numel(optimizer)
         self.masters = self._make_masters(optimizer, at_once, delayed=late)
-        self._rank_states = (
-            len(update_class(optimizer, policy.state).rank_state_keys(optimizer, policy.state))
-            if optimizer is not None
-            else 0
-        )
+        self._rank_states = int(settings.keeps_quantization_errors)  # states of a unit that differ between ranks
+        if optimizer is not None:
+            self._rank_states += len(update_class(optimizer, policy.state).rank_state_keys(optimizer, policy.state))
         try:
             self.reserve("initialize cannot start")
         except BaseException:
@@ -164,6 +163,7 @@ class ShardedModel:
         self.delayed_update: DelayedUpdate | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
+        self.quantization_errors = QuantizationErrors(self.reducer, self.make_slot, self.slots)
         if late:
             dtype, make = settings.accumulation_dtype, self._builder.make_slot
             self.delayed_update = DelayedUpdate(
@@ -640,11 +640,7 @@ class ShardedModel:
         """Drop unsent changes of the previous weights, after weights were loaded without optimizer states."""
         if self.update is not None:
             self.update.forget_unsent()
-        for slot in self.slots:
-            number = self.reducer.number_of(slot.unit)
-            errors = slot.unit.transport.error_feedback(number) if number is not None else None
-            if errors is not None:
-                errors.forget()
+        self.quantization_errors.forget()
 
     def choose_gradient_mode(self) -> None:
         """Choose whether gradients are reduced or stay local, as the next step needs. Called between steps, and after a

@@ -66,6 +66,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
         span = unit.read_local_shard() if unit.reshards else unit.local_span(unit.full)
         model.masters.create(unit, span)
     model.update.add_chunks(chunks)
+    model.quantization_errors.add(slots)
     if model.delayed_update is not None:
         for slot in slots:
             model.delayed_update.allocate_spare(slot)

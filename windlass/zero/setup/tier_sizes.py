@@ -56,8 +56,8 @@ def tier_sizes(
         state_bytes: Bytes per element of optimizer states.
         separates_masters: Parameters never serve as master weights.
         reduces_itself: The update takes local gradients, which are whole on every rank.
-        rank_states: Number of states that each rank keeps for all elements, see [Note: per-rank states]. At stages 1
-            and 2 they are on the tier of the optimizer states.
+        rank_states: Number of states of the update that each rank keeps for all elements, see [Note: per-rank
+            states]. Above stage 0 they are on the tier of the optimizer states, like errors of quantized reductions.
         shares_memory: Sharded parameters on the device are in memory that all ranks read.
         staging: Bytes of host memory that stage NVMe transfers.
     """
@@ -76,7 +76,8 @@ def tier_sizes(
         if not unit.trainable:
             of_units.append(UnitBytes(shard, can_move=unit.reshards))
             continue
-        own_states = sum(unit.layout.numels) * torch.float32.itemsize * rank_states
+        keeps_errors = settings.keeps_quantization_errors and unit.dp_group.group.size > 1
+        own_states = sum(unit.layout.numels) * torch.float32.itemsize * (rank_states + keeps_errors)
         master = settings.master_dtype or (torch.float64 if plan.dtype == torch.float64 else torch.float32)
         of_units.append(
             UnitBytes(
@@ -100,6 +101,8 @@ def tier_sizes(
     temporary = max(widths) * settings.reduce_dtype.itemsize if casts else 0
     if accumulate < 4:
         temporary += 4 * max(spans)  # the optimizer receives float32 gradients
+    # A reduction and the last two stores use the errors of a unit on the device.
+    fetched_errors = 3 * max(widths) * torch.float32.itemsize if settings.keeps_quantization_errors else 0
     param_width = max((unit.dtype.itemsize for unit in units), default=4)
     unsharded = (_LIVE + _BEYOND) * block
     fixed = FixedBytes(
@@ -109,7 +112,7 @@ def tier_sizes(
         + temporary
         + (0 if shares_memory else unsharded),
         device_if_params_offloaded=unsharded if shares_memory else 0,
-        device_if_offloaded=2 * max(spans) * accumulate if policy.grad else 0,
+        device_if_offloaded=(2 * max(spans) * accumulate if policy.grad else 0) + fetched_errors,
         host_if_offloaded=max(spans) * (2 * param_width + accumulate),
         host_if_on_disk=staging,
     )

@@ -125,6 +125,12 @@ class ZeroSettings:
     state_dtype: torch.dtype | None = None
 
     @property
+    def keeps_quantization_errors(self) -> bool:
+        """True if quantized reductions over more than one rank keep errors on every rank, `zeropp_loco_param`."""
+        gradients = self.wire_options.gradients
+        return gradients is not None and gradients.loco is not None
+
+    @property
     def widens_masters(self) -> bool:
         """True if an update widens master weights to `state_dtype` for the optimizer and rounds the result back."""
         return self.master_dtype is not None and self.state_dtype is not None and self.master_dtype != self.state_dtype

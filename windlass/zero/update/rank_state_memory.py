@@ -9,6 +9,7 @@ state is zero until it is stored for the first time, and is not transferred befo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,15 @@ MakeSlot = Callable[[str, int, torch.dtype, Tier], Slot]
 _IN_FLIGHT = 2  # stores that the next batch does not wait for
 
 
+@dataclass(eq=False)
+class _Store:
+    """Store in flight of `values`, which stay alive until it ends, to the state `state`: its name and unit."""
+
+    pending: Pending
+    values: torch.Tensor
+    state: tuple[str, int]
+
+
 class RankStateMemory:
     """Flat float32 states by name and unit, zeros at first."""
 
@@ -31,7 +41,7 @@ class RankStateMemory:
         self._tensors: dict[tuple[str, int], torch.Tensor] = {}
         self._slots: dict[tuple[str, int], Slot] = {}
         self._stored: set[tuple[str, int]] = set()  # slots that have contents; the others are zeros
-        self._stores: list[tuple[Pending, torch.Tensor]] = []
+        self._stores: list[_Store] = []
 
     def is_offloaded(self, unit: Unit) -> bool:
         """Return True if a unit's states are not in the memory in which the device computes."""
@@ -69,6 +79,9 @@ class RankStateMemory:
         self.open(key, unit, numel)
         if (key, unit.index) not in self._stored:
             return torch.zeros(numel, dtype=torch.float32, device=unit.full.device)
+        for store in [one for one in self._stores if one.state == (key, unit.index)]:
+            store.pending.wait()  # a reduction of the next micro-batch may follow while the last one is being stored
+            self._stores.remove(store)
         values = torch.empty(numel, dtype=torch.float32, device=unit.full.device)
         self._slots[key, unit.index].fetch(values).wait()
         if unit.state_tier is Tier.NVME:
@@ -80,7 +93,8 @@ class RankStateMemory:
     def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
         """Start to store a state that `fetch` returned. `values` must not change afterwards."""
         if self.is_offloaded(unit):
-            self._stores.append((self._slots[key, unit.index].put(values), values))
+            state = (key, unit.index)
+            self._stores.append(_Store(self._slots[state].put(values), values, state))
             self._stored.add((key, unit.index))
             self._wait_for_stores(_IN_FLIGHT)
 
@@ -94,7 +108,7 @@ class RankStateMemory:
 
     def _wait_for_stores(self, left: int) -> None:
         while len(self._stores) > left:
-            self._stores.pop(0)[0].wait()
+            self._stores.pop(0).pending.wait()
 
     def read_part(self, key: str, unit: Unit, start: int, numel: int) -> torch.Tensor:
         """Return a copy of elements `[start, start + numel)` of an offloaded state, in host memory."""

@@ -1,0 +1,188 @@
+"""Laws of the errors of quantized reductions (LoCo) on other tiers: no bit changes, and checkpoints move between tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import windlass
+from tests.dist.equivalence_runs import specimen, start, whole_params
+from tests.dist.harness import run_ranks
+from tests.dist.test_disk_corruption import Spoiler, attempt
+from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
+from tests.dist.test_quantized_messages import LOCO, HalfUsed
+from tests.models import Place
+from windlass.config import load_config
+from windlass.engine.engine_reporter import memory_report
+from windlass.engine.rank_state_checkpoint import rank_states
+from windlass.plan.activation_trace import ActivationTrace
+from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.planned_layout import Target, plan_layout
+from windlass.storage.slot import Tier
+from windlass.zero.update.quantization_errors import ERROR
+
+EMULATED = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
+
+
+def config_of(tier: Tier, folder: str, **more: Any) -> dict[str, Any]:
+    config = LOCO.config
+    zero = config["zero_optimization"] | more
+    if tier is not Tier.DEVICE:
+        offload = {"device": "cpu"} if tier is Tier.HOST else {"device": "nvme", "nvme_path": f"{folder}/disk"}
+        zero |= {"offload_optimizer": offload}
+    return {**config, "zero_optimization": zero}
+
+
+def train(engine: Any, steps: range) -> None:
+    subject = specimen(LOCO.model)
+    for step in steps:
+        for micro in range(LOCO.accumulation):
+            subject.train(engine, subject.batch(Place(step, micro, dist.get_rank())), engine.backward)
+            engine.step()
+
+
+def values_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Return parameters and LoCo's states."""
+    states = {f"{one.name}/{one.key}": one.read().cpu().clone() for one in rank_states(engine._sharded)}
+    return states | whole_params(engine.module)
+
+
+def on_tiers(tiers: list[Tier], folder: str) -> list[dict[str, Any]]:
+    """Return the result of four steps with errors on each tier, and where they are."""
+    results = []
+    for tier in tiers:
+        engine = start(specimen(LOCO.model), config_of(tier, folder))
+        train(engine, range(4))
+        states = [one for one in rank_states(engine._sharded) if one.key == ERROR]
+        results.append(
+            {
+                "values": values_of(engine),
+                "tiers": {one.tier for one in states},
+                "in memory": {one.is_in_memory for one in states},
+                "reported": {Tier(at) for key, at in memory_report(engine._sharded)["slots"] if key == ERROR},
+            }
+        )
+        engine.destroy()
+    return results
+
+
+def test_errors_are_offloaded_with_the_states(tmp_path: Path) -> None:
+    # On a CPU, host memory is the memory of the device.
+    rows = [(Tier.DEVICE, True), (Tier.DEVICE, True), (Tier.NVME, False)]
+    late = [(Tier.HOST, False), (Tier.NVME, False)]
+    found = run_ranks(on_tiers, 2, [Tier.DEVICE, Tier.HOST, Tier.NVME], str(tmp_path), timeout=120.0)[1]
+    found += run_ranks(on_tiers, 2, [Tier.HOST, Tier.NVME], str(tmp_path), env=EMULATED, timeout=120.0)[1]
+    plain = found[0]["values"]
+    assert any(value.any() for name, value in plain.items() if name.endswith(ERROR))
+    for (tier, in_memory), result in zip(rows + late, found, strict=True):
+        assert result["tiers"] == result["reported"] == {tier}
+        assert result["in memory"] == {in_memory}, tier
+        assert result["values"].keys() == plain.keys()
+        for name, value in result["values"].items():
+            assert torch.equal(value, plain[name]), (tier, name)
+
+
+def across_tiers(before: Tier, after: Tier, folder: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """Return values at a save on one tier, after a load on another, and of both runs two steps later."""
+    found = []
+    engine = start(specimen(LOCO.model), config_of(before, folder))
+    train(engine, range(2))
+    engine.save_checkpoint(f"{folder}/saved")
+    found.append(values_of(engine))
+    train(engine, range(2, 4))
+    straight = values_of(engine)
+    engine.destroy()
+    engine = start(specimen(LOCO.model), config_of(after, folder))
+    train(engine, range(1))  # errors that the load replaces
+    engine.load_checkpoint(f"{folder}/saved")
+    found.append(values_of(engine))
+    train(engine, range(2, 4))
+    resumed = values_of(engine)
+    engine.destroy()
+    return (*found, straight, resumed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(Tier.DEVICE, Tier.NVME), (Tier.NVME, Tier.DEVICE)])
+def test_a_checkpoint_moves_between_tiers(before: Tier, after: Tier, tmp_path: Path) -> None:
+    for saved, loaded, straight, resumed in run_ranks(across_tiers, 2, before, after, str(tmp_path), timeout=120.0):
+        assert any(value.any() for name, value in saved.items() if name.endswith(ERROR))
+        assert saved.keys() == loaded.keys() and straight.keys() == resumed.keys()
+        assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
+        assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+
+
+def unfrozen(tier: Tier, folder: str) -> dict[str, torch.Tensor]:
+    """Return the values after steps in which a block is frozen at first, with the loss scale halved between them."""
+    model = HalfUsed()
+    model.both = True
+    model.blocks[0].requires_grad_(False)
+    config = config_of(tier, folder) | {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    config |= {"gradient_accumulation_steps": 1}
+    del config["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)  # also has the frozen parameters
+    engine, *_ = windlass.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(5):
+        if step == 1:
+            model.blocks[0].requires_grad_(True)
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = engine(torch.randn(4, 8).half()).float().square().mean()
+        engine.backward(loss * float("inf") if step == 3 else loss)
+        engine.step()
+    found = values_of(engine)
+    engine.destroy()
+    return found
+
+
+def test_errors_of_unfrozen_units_and_of_another_loss_scale_are_offloaded(tmp_path: Path) -> None:
+    plain = run_ranks(unfrozen, 2, Tier.DEVICE, str(tmp_path))
+    for here, there in zip(plain, run_ranks(unfrozen, 2, Tier.NVME, str(tmp_path)), strict=True):
+        assert here["blocks.0.weight/loco_error"].any() and here.keys() == there.keys()
+        assert all(torch.equal(value, there[name]) for name, value in here.items())
+
+
+def damaged(folder: str) -> tuple[str, str, bool]:
+    """Return the error of a step whose errors are damaged on disk, that of a load, and True if the run then continues
+    as an undamaged one."""
+    engine = start(specimen(LOCO.model), config_of(Tier.NVME, folder))
+    train(engine, range(2))
+    engine.save_checkpoint(f"{folder}/saved")
+    train(engine, range(2, 3))
+    expected = values_of(engine)
+    Spoiler(engine, ERROR, "flip").spoil()
+    failed = attempt(lambda: train(engine, range(3, 4)))
+    loaded = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    train(engine, range(2, 3))
+    same = all(torch.equal(value, expected[name]) for name, value in values_of(engine).items())
+    engine.destroy()
+    return failed, loaded, same
+
+
+def test_damaged_errors_fail_the_step_and_a_load_repairs_them(tmp_path: Path) -> None:
+    for failed, loaded, same in run_ranks(damaged, 2, str(tmp_path), timeout=120.0):
+        assert failed.startswith("StorageError") and f"{ERROR} of " in failed
+        assert not loaded and same
+
+
+def planned_and_real(tier: Tier, folder: str) -> tuple[int, int, int, int]:
+    """Return the planned and the real bytes of errors, and the reserved and the used bytes on disk."""
+    config, subject = config_of(tier, folder), specimen(LOCO.model)
+    layout = plan_layout(subject.build(), load_config(config), 2, Target("cpu", "gloo"), rank=dist.get_rank())
+    planned = MemoryPlanner(subject.build(), load_config(config), layout, ActivationTrace()).slot_bytes()
+    engine = start(subject, config)
+    train(engine, range(1))
+    real = sum(nbytes for (key, _), nbytes in engine.report()["slots"].items() if key == ERROR)
+    disk = engine._sharded.tiers.disk
+    reserved, used = (disk._reserved, disk._allocator.end) if disk is not None else (0, 0)
+    engine.destroy()
+    return planned["per-rank states"], real, reserved, used
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.NVME])
+def test_planned_bytes_of_errors_are_exact(tier: Tier, tmp_path: Path) -> None:
+    for planned, real, reserved, used in run_ranks(planned_and_real, 2, tier, str(tmp_path)):
+        assert planned == real > 0
+        assert reserved >= used
