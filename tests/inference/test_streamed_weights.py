@@ -171,6 +171,8 @@ def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
         LLM(tmp_path, weights_tier="nvme")
     with pytest.raises(ConfigError, match="weights_directory is .* without weights_tier"):
         LLM(tmp_path, weights_directory=tmp_path)
+    with pytest.raises(ConfigError, match="weights_buffer_bytes is 65536 with weights_tier 'host'.*leave it out"):
+        LLM(tmp_path, weights_tier="host", weights_buffer_bytes=65536)
     with pytest.raises(ConfigError, match="tp x ep x pp is 2; streamed weights need one rank"):
         LLM(tmp_path, weights_tier="disk", tp=2)
     with pytest.raises(ConfigError, match="weights is 'int4_g128' with weights_tier 'disk'; streamed weights take"):

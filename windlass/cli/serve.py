@@ -93,7 +93,7 @@ def serve(
         Path | None, typer.Option(help="Directory of the weight file. [windlass-weights in the model's directory]")
     ] = None,
     weights_buffer_bytes: Annotated[
-        int | None, typer.Option(help="Memory through which weights are read. [three of the largest products]")
+        int | None, typer.Option(help="Memory through which tier disk reads weights. [three of the largest products]")
     ] = None,
     deterministic: Annotated[
         bool | None,

@@ -27,10 +27,13 @@ def find_refusals(config: Config) -> list[ConfigRefusal]:
         if key in config.auto_keys:
             found.append(ConfigRefusal(key, "auto", "no program filled it in; write true or false"))
     for pair in feature_matrix.unsupported_pairs(feature_matrix.describe_features(config)):
-        axes, values = zip(pair.first, pair.second, strict=True)
-        keys = [feature_matrix.AXIS_KEYS.get(axis, axis) for axis in axes]
+        settings = [feature_matrix.find_setting(config, axis) for axis, _ in (pair.first, pair.second)]
         fix = f"{pair.reason}; change one of the two"
-        found.append(ConfigRefusal(" with ".join(keys), " with ".join(values), fix))
+        found.append(
+            ConfigRefusal(
+                " with ".join(key for key, _ in settings), " with ".join(str(value) for _, value in settings), fix
+            )
+        )
     return found
 
 

@@ -128,17 +128,6 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
     },
 }
 
-AXIS_KEYS = {
-    "stage": "zero_optimization.stage",
-    "param_tier": "zero_optimization.offload_param",
-    "state_tier": "zero_optimization.offload_optimizer",
-    "optimizer": "optimizer.type",
-    **{axis: f"parallel.{axis}" for axis in ("pp", "tp", "sp", "ep")},
-    "transport": "comm.transport",
-    "update": "zero_optimization.offload_optimizer.delayed_update",
-}
-"""Configuration key of each axis whose value one key determines."""
-
 _ONE_DATA_AXIS = "the optimizer's compressed messages need a single group of data-parallel ranks"
 INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 shards nothing, so there is nothing to shard in groups",
@@ -259,6 +248,28 @@ def describe_features(config: Config, **facts: str) -> dict[str, str]:
         FEATURES[axis][value]
         case[axis] = value
     return case
+
+
+def find_setting(config: Config, axis: str) -> tuple[str, object]:
+    """Return the key and the value in `config` that chose the value of `axis`, an axis of `INCOMPATIBLE_PAIRS`."""
+    zero = config.zero_optimization
+    key = {
+        "stage": "zero_optimization.stage",
+        "param_tier": "zero_optimization.offload_param.device",
+        "state_tier": "zero_optimization.offload_optimizer.device",
+        "optimizer": "optimizer.type",
+        "update": "zero_optimization.offload_optimizer.delayed_update",
+    }.get(axis, f"parallel.{axis}")
+    if axis == "parallel" and _parallel(config) == "hpz":
+        key = "zero_optimization.zero_hpz_partition_size"
+    elif axis == "parallel":
+        key = "zero_optimization.mics_shard_size" if zero.mics_shard_size > 0 else "parallel.dp_replicate"
+    if axis in ("pp", "tp", "sp", "ep"):
+        return key, axis_size(config, axis)  # the size may be that of another section, such as `tensor_parallel`
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return key, value
 
 
 def _tier(section: object) -> str:

@@ -108,9 +108,9 @@ class EngineOptions:
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
-        weights_buffer_bytes: bytes of memory through which weights are read from the disk; None: three times the
-            weights of the largest product, or a quarter of all weights if that is more. The quarter counts up to 64 MiB
-            plus the weights of the largest product.
+        weights_buffer_bytes: bytes of memory through which `disk` reads weights; None: three times the weights of the
+            largest product, or a quarter of all weights if that is more. The quarter counts up to 64 MiB plus the
+            weights of the largest product.
         check_at_load: compare the first logits with those of the plain model, and measure the time of steps. False:
             the time is measured only if `max_gap_ms`, `enforce_max_wait`, `swap_bytes` or `swap_directory` needs it;
             without measured times, service levels of requests limit no step.
@@ -201,6 +201,11 @@ class EngineOptions:
                     raise ConfigError(
                         f"{name} is {getattr(self, name)!r} without weights_tier; set weights_tier to 'disk'"
                     )
+        elif tier == "host" and self.weights_buffer_bytes is not None:
+            raise ConfigError(
+                f"weights_buffer_bytes is {self.weights_buffer_bytes} with weights_tier 'host', which maps its file and "
+                "reads through no buffer; leave it out, or set weights_tier to 'disk'"
+            )
         elif self.num_ranks > 1:
             raise ConfigError(
                 f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need one rank"

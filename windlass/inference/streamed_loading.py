@@ -99,12 +99,12 @@ class _StreamedLoad:
             sizes = [unit.nbytes for unit in units]
             lender = WeightStream(DiskUnits(weights, units), sizes, self._options.weights_buffer_bytes)
         streamed = StreamedModules(model, self._index, lender)
-        logger.info(
-            "%s of weights stay in %s; buffers of %s hold the weights that are read ahead",
-            format_bytes(self._index.streamed_bytes),
-            weights,
-            format_bytes(streamed.staging_bytes),
-        )
+        size = format_bytes(self._index.streamed_bytes)
+        if self._options.weights_tier == "host":
+            logger.info("%s of weights are mapped from %s", size, weights)
+        else:
+            staging = format_bytes(streamed.staging_bytes)
+            logger.info("%s of weights stay in %s; buffers of %s hold what is read ahead", size, weights, staging)
         return model, streamed
 
     @property

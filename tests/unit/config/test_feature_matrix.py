@@ -116,6 +116,37 @@ def test_refused_pair_is_refused_by_the_configuration() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("more", "key", "value"),
+    [
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, "zero_optimization.mics_shard_size", 2),
+        ({"zero_optimization": {"stage": 2}, "parallel": {"dp_replicate": 4}}, "parallel.dp_replicate", 4),
+        ({"zero_optimization": {"stage": 1}, "sequence_parallel_size": 3}, "parallel.sp", 3),
+        ({"parallel": {"ep": 2}}, "parallel.ep", 2),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "cpu", "delayed_update": True},
+                }
+            },
+            "zero_optimization.offload_optimizer.delayed_update",
+            True,
+        ),
+    ],
+)
+def test_a_refused_pair_names_keys_and_values_of_the_configuration(more: dict[str, Any], key: str, value: Any) -> None:
+    refusals = load_config({"optimizer": {"type": "OneBitAdam"}, **more}).refusals()
+    assert [(one.path, one.value) for one in refusals] == [(f"optimizer.type with {key}", f"OneBitAdam with {value}")]
+
+
+def test_a_refused_pair_of_shards_and_tiers_names_their_keys() -> None:
+    section = {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}
+    refusals = load_config({"zero_optimization": section}).refusals()
+    keys = "zero_optimization.offload_param.device with zero_optimization.zero_hpz_partition_size"
+    assert [(one.path, one.value) for one in refusals] == [(keys, "cpu with 2")]
+
+
 def test_whole_parameter_rules_update_sharded_parameters() -> None:
     assert load_config({"optimizer": {"type": "Lamb"}, "parallel": {"tp": 2, "ep": 2}}).refusals() == []
 
