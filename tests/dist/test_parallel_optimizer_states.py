@@ -174,8 +174,14 @@ def step_plainly(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first
         optimizer.zero_grad()
 
 
-def continue_in_engine(model: str, rule: str, axes: dict[str, int], stage: int) -> dict[str, torch.Tensor]:
-    """Step a model plainly, then in an engine that gets the optimizer with its states. All ranks have the same data."""
+def continue_in_engine(
+    model: str, rule: str, axes: dict[str, int], stage: int, keeps_loss: bool = False
+) -> dict[str, torch.Tensor]:
+    """Step a model plainly, then in an engine that gets the optimizer with its states. All ranks have the same data.
+
+    Args:
+        keeps_loss: keep a loss from before the engine, whose graph has gradient nodes of the full shapes.
+    """
     import windlass
 
     made = build(model, tied=False)
@@ -184,6 +190,7 @@ def continue_in_engine(model: str, rule: str, axes: dict[str, int], stage: int) 
     config = config_of(Case(model, tuple(axes.items()), stage=stage))
     del config["optimizer"]
     config["gradient_clipping"] = 0.0
+    kept = made(**batch(0, 0, 0)).loss if keeps_loss else None
     engine = windlass.initialize(model=made, optimizer=optimizer, config=config)[0]
     for step in range(2, 4):
         if "pp" in axes:
@@ -193,7 +200,23 @@ def continue_in_engine(model: str, rule: str, axes: dict[str, int], stage: int) 
         engine.step()
     state = engine.full_state_dict()
     engine.destroy()
+    if kept is not None:
+        with pytest.raises(RuntimeError):
+            kept.backward()
     return state
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "stage"),
+    [("llama", {"tp": 2}, 0), ("gpt2", {"tp": 2}, 3), ("mixtral", {"ep": 2}, 1)],
+    ids=str,
+)
+def test_a_loss_from_before_initialize_may_stay_alive(model: str, axes: dict[str, int], stage: int) -> None:
+    wanted = build(model, tied=False)
+    step_plainly(wanted, _RULES["SGD"](wanted.parameters()), 0, 4)
+    found = run_ranks(continue_in_engine, 2, model, "SGD", axes, stage, True)[0]
+    for name, value in wanted.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=2e-5, msg=f"{name} differs")
 
 
 @pytest.mark.parametrize(

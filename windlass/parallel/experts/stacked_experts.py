@@ -17,6 +17,7 @@ from windlass.parallel.experts.expert_dispatch import compute_expert_spans, disp
 from windlass.parallel.experts.expert_modules import ExpertModuleSpec, TokenRouting
 from windlass.parallel.experts.grouped_linear import RowGroups
 from windlass.parallel.narrow_to_ranges import narrow_to_ranges
+from windlass.parallel.parameter_values import replace_values
 from windlass.parallel.placement import get_placement, make_ranges_along, set_placement
 
 
@@ -82,8 +83,7 @@ def shard_stacked_experts(module: nn.Module, name: str, spec: ExpertModuleSpec, 
     for parameter, grain in find_shardable_parameters(module, name, spec):
         before = get_placement(parameter)
         ranges = make_ranges_along(before.global_shape, 0, [(first * grain, end * grain)])[:1] + before.ranges[1:]
-        parameter.grad = None
-        parameter.data = narrow_to_ranges(parameter.detach(), 0, [(first * grain, end * grain)])
+        replace_values(parameter, narrow_to_ranges(parameter.detach(), 0, [(first * grain, end * grain)]))
         set_placement(
             parameter, replace(before, ranges=ranges, sharded_axes=before.sharded_axes | {axis.name}, is_expert=True)
         )

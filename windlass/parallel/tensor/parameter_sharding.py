@@ -8,6 +8,7 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.parallel.narrow_to_ranges import narrow_to_ranges
+from windlass.parallel.parameter_values import replace_values
 from windlass.parallel.placement import Ranges, get_placement, set_placement
 
 
@@ -33,8 +34,7 @@ def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges
         )
     along = list(placed.ranges)
     along[dim] = ranges
-    parameter.grad = None
-    parameter.data = narrow_to_ranges(parameter.detach(), dim, ranges)
+    replace_values(parameter, narrow_to_ranges(parameter.detach(), dim, ranges))
     set_placement(parameter, replace(placed, ranges=tuple(along), sharded_axes=placed.sharded_axes | {axis}))
 
 
