@@ -83,9 +83,7 @@ def run_case(case: Case) -> dict[str, Any]:
     shapes = [(unit.layout.padded, unit.dtype, unit.trainable) for unit in engine._sharded.units]
     found = {"params": whole_params(engine.module), "losses": losses, "moved": moved, "across": across, "units": shapes}
     found["layouts"] = [(list(unit.names), unit.layout) for unit in engine._sharded.units]
-    found["owed"] = {
-        one.name: one.values.clone() for one in rank_states(engine._sharded) if one.key == "loco_error"
-    }
+    found["owed"] = {one.name: one.values.clone() for one in rank_states(engine._sharded) if one.key == "loco_error"}
     parameter = next(iter(engine.module.parameters()))
     unit = windlass.zero.access.full_values.find(parameter).unit  # type: ignore[attr-defined]
     with engine._sharded.runtime.unsharded([unit]):

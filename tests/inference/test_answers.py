@@ -498,10 +498,12 @@ def test_threads_take_turns() -> None:
     assert [found[number] for number in range(len(prompts))] == wanted
 
 
-def test_the_progress_goes_to_standard_error(
+def test_the_progress_goes_to_standard_error_if_it_is_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(llama()) as llm:
+        llm.generate([[3]], GREEDY, use_tqdm=True)
+        assert capsys.readouterr() == ("", "")
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes every stream for a terminal
         llm.generate([[3]], GREEDY, use_tqdm=True)
     shown = capsys.readouterr()

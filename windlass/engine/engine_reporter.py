@@ -272,9 +272,10 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
         `stage`; `transport`: name of the transport; `disk`: `IoRates` of the NVMe tier since the engine was built, all
             zero without this tier; `slots`: bytes by (slot, tier). Slots are `param`, `secondary` (second copy of
             hpZ), `grad`, `master`, the optimizer's states (`exp_avg`, ...), including per-rank states
-            (`worker_error`, `loco_error`), and with delayed updates `grad in update` and `next param`; `units`: names, elements, and
-            bytes by slot of each unit; `transit`: bytes of the reduction buffers; `gathered` and `gathered_elements`:
-            first parameter of each unit that is unsharded now and could be resharded, and the elements of these units;
+            (`worker_error`, `loco_error`), and with delayed updates `grad in update` and `next param`; `units`: names,
+            elements, and bytes by slot of each unit; `transit`: bytes of the reduction buffers; `gathered` and
+            `gathered_elements`: first parameter of each unit that is unsharded now and could be resharded, and the
+            elements of these units;
             `padding_elements`; `delayed_update`: `seconds` is the duration of the last finished update in the
             background, `waited` the part of it that a step waited for; None without delayed updates.
     """

@@ -203,8 +203,8 @@ class EngineOptions:
                     )
         elif tier == "host" and self.weights_buffer_bytes is not None:
             raise ConfigError(
-                f"weights_buffer_bytes is {self.weights_buffer_bytes} with weights_tier 'host', which maps its file and "
-                "reads through no buffer; leave it out, or set weights_tier to 'disk'"
+                f"weights_buffer_bytes is {self.weights_buffer_bytes} with weights_tier 'host', which maps the file "
+                "without a buffer; leave it out, or set weights_tier to 'disk'"
             )
         elif self.num_ranks > 1:
             raise ConfigError(

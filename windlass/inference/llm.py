@@ -347,7 +347,8 @@ class LLM:
             from rich.console import Console
             from rich.progress import Progress
 
-            progress = Progress(transient=True, console=Console(stderr=True))  # stdout is the script's own
+            console = Console(stderr=True)  # stdout is the script's own
+            progress = Progress(transient=True, console=console, disable=not console.is_terminal)
             progress.start()
             task = progress.add_task("generating", total=count)
         try:
