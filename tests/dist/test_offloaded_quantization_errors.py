@@ -1,4 +1,4 @@
-"""Laws of the errors of quantized reductions (LoCo) on other tiers: no bit changes, and checkpoints move between tiers."""
+"""Laws of offloaded errors of quantized reductions (LoCo): no bit changes, and checkpoints move between tiers."""
 
 from __future__ import annotations
 
