@@ -1,4 +1,4 @@
-"""Tests that a process group starts from complete environments only, and that every failure raises a clear error."""
+"""Tests of starting a process group: it needs a complete environment, and errors and warnings name the cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*NAMES, *OTHERS):
         monkeypatch.delenv(name, raising=False)
     yield
-    os.environ.clear()  # `init` leaves its variables in the environment
+    os.environ.clear()  # `init_distributed` leaves its variables in the environment
     os.environ.update(before)
 
 
@@ -96,7 +96,7 @@ def test_master_address_is_read_from_mpi(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CommunicationError, match="rank 1 of 2 could not connect to the others at 127.0.0.1:1:"):
         init_distributed(timeout=timedelta(milliseconds=100), port=1)
     world.Get_size = lambda: 1
-    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):  # set by the start itself; monkeypatch would restore them
+    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):  # set by `init_distributed`; monkeypatch would restore them
         del os.environ[name]
     with pytest.raises(CommunicationError, match="mpi4py reports 1 of 1: mpi4py was built for another MPI"):
         init_distributed(timeout=timedelta(milliseconds=100))

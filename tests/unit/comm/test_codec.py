@@ -1,4 +1,4 @@
-"""Tests of codecs and their registry: sizes and the flag `exact` are true, and values equal explicit torch code."""
+"""Tests of codecs and their registry: encoded sizes, the flag `exact`, decoded values, and refused codecs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_sums_are_in_float32_or_wider() -> None:
 def test_the_documented_codec() -> None:
     page = (Path(__file__).parents[3] / "docs/compressed-communication.md").read_text("utf-8")
     code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for _ in range(2):  # as a cell of a notebook
+    for _ in range(2):  # twice, as a cell of a notebook that is run again
         exec(compile(code, "compressed-communication.md", "exec"), {"__name__": "codec_page"})
     tensor = values(100, torch.float32)
     assert torch.equal(through(get_codec("half"), tensor, torch.float32), tensor.half().float())
@@ -106,7 +106,7 @@ def test_codec_registry() -> None:
     register_codec(local)
     register_codec(local)  # registering the same codec again is not an error
     assert isinstance(get_codec("toy-sign"), SignCodec) and "toy-sign" in list_codecs()
-    register_codec(SignCodec())  # nor is an equal one of the same class
+    register_codec(SignCodec())  # an equal codec of the same class is not an error
     with pytest.raises(CodecError, match="'toy-sign' is registered already"):
         register_codec(type("Other", (SignCodec,), {})())
     with pytest.raises(CodecError, match="'topk' is registered already"):
@@ -141,7 +141,7 @@ def test_keys_of_the_configuration_take_registered_codecs() -> None:
 
 
 class _Wrong(BlockInt8Codec):
-    """Codec of a user with one of three faults."""
+    """User-defined codec that clamps its input to [-9, 9]; `fault` "dtype" or "size" adds a second fault."""
 
     def __init__(self, fault: str) -> None:
         self.name, self.fault = f"toy-{fault}", fault

@@ -1,4 +1,4 @@
-"""Tests that each launcher's environment determines one rank placement, without side effects."""
+"""Tests of the rank placement that each launcher's environment variables determine."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 2**20)
 
 
 def drawn(numel: int, seed: int, spread: float = 3.0) -> torch.Tensor:
-    """Return values of very different sizes, some of them 0."""
+    """Return values of very different magnitudes, some of them 0."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * (spread * torch.randn(numel, generator=generator)).exp()
     return torch.where(torch.rand(numel, generator=generator) < 0.1, torch.zeros(()), values)
@@ -83,7 +83,7 @@ def test_messages_with_error_feedback_sum_to_the_truth(numel: int, seed: int, na
         sent += message
     limit = 1e-5 * float(truth.abs().max() + error.abs().max() + 1e-30)
     assert float((sent + error - truth).abs().max()) <= limit
-    # The error stays bounded: a message leaves an error no larger than the corrected tensor.
+    # The error of a message is no larger than the tensor that it encodes, which includes the former error.
     assert float(error.norm()) <= float(corrected.norm()) * 1.00001
 
 

@@ -1,6 +1,7 @@
-"""Tests that every element of every parameter has exactly one owner, at 1,024 ranks.
+"""Tests that every element of every parameter has exactly one owner, at up to 1,024 ranks.
 
-Placements along tp, ep and pp are combined with ZeRO's shards.
+Placements along tp and ep are combined with ZeRO's shards. A parameter that tp replicates has one owner on each tp
+rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.parallel.placement import Placement, Ranges, compute_shard_range, make_full_ranges, make_ranges_along
 from windlass.zero.core.unit_layout import layout_of
 
-HEADS, WIDTH, HIDDEN = 9, 4, 24  # no number of ranks above 1 here divides the heads
+HEADS, WIDTH, HIDDEN = 9, 4, 24  # no tp size above 1 of `THOUSAND` divides the heads
 FUSED = (3 * HEADS * WIDTH, HIDDEN)
 EXPERTS = (128, 12, 6)
 
@@ -104,7 +105,7 @@ def check(grid: MeshShape, stage: int, replica: int) -> None:
     kinds = ["column", "norm", "fused", "experts", "row"]
     counts = owners(kinds, grid, stage, replica)
     for kind in kinds:
-        # tp replicates norms: each rank of tp has one copy, and only one of them counts
+        # tp replicates norms: each tp rank has a copy, and each copy has one owner
         often = grid.tp if kind == "norm" else 1
         assert set(counts[kind].tolist()) == {often}, (kind, grid)
 

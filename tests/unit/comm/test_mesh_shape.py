@@ -70,7 +70,7 @@ def test_groups_at_1024_ranks(grid: MeshShape) -> None:
         assert len(groups) == 1024 // grid.size(*axes)
         assert sorted(rank for group in groups for rank in group) == list(range(1024))
     stride = 1
-    for axis in reversed(AXES):  # like digits, tp varies fastest
+    for axis in reversed(AXES):  # ranks are numbered like digits: tp, the last axis, varies fastest
         assert {tuple(b - a for a, b in zip(group, group[1:], strict=False)) for group in grid.groups(axis)} == {
             (stride,) * (grid.size(axis) - 1)
         }

@@ -1,4 +1,4 @@
-"""Tests of the refusals of the back end mpi that need no ranks."""
+"""Tests of the back end mpi without an MPI job: refusals, coalesced operations, and the table of operations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_ranks_of_two_jobs_at_one_rendezvous_are_refused() -> None:
 
 
 def test_several_operations_at_once_are_polled_without_a_wait() -> None:
-    """Their common work completes when the last of them has; a poll before that returns at once."""
+    """The work of a coalesced call completes with its last operation; a poll before that returns False."""
     requests: list[SimpleNamespace] = []
 
     def start(*_: object) -> SimpleNamespace:

@@ -55,8 +55,8 @@ UNACCEPTED = row(OTHER, OWN, "01", 0, 0)
         (OTHER, [row(OTHER, OWN, "01", 1000, 8)], []),
         (OTHER, [row(OTHER, OWN, "01", 1001, 8)], [1001]),
         (OTHER, [row(MAPPED, f"{MAPPED[:32]}:1F90", "01", 1001, 8)], [1001]),
-        (OTHER, [row(OTHER, OWN, "01", 0, 8)], []),  # the superuser
-        (OTHER, [row(OTHER, OWN, "06", 0, 0)], [None]),  # closed, so that no process owns it
+        (OTHER, [row(OTHER, OWN, "01", 0, 8)], []),  # the superuser is accepted
+        (OTHER, [row(OTHER, OWN, "06", 0, 0)], [None]),  # closed: no process owns the other end
         (OTHER, [UNACCEPTED], [None]),
         (OTHER, [row(OTHER, OWN, "0A", 1000, 8)], [None]),
         (OTHER, [], [None]),
@@ -100,11 +100,11 @@ def test_one_connection_is_looked_up_as_the_table_lists_it(address: str) -> None
             assert ends is not None and endpoints(listener.fileno()) is None
             assert kernel.owner(*ends) == SocketOwner(os.getuid(), os.fstat(ours.fileno()).st_ino)
             assert kernel.owner(*reversed(ends)) == SocketOwner(os.getuid(), os.fstat(theirs.fileno()).st_ino)
-            assert kernel.owner(ends[1], (ends[0][0], 1)) is None  # the listener of that end is not connected
+            assert kernel.owner(ends[1], (ends[0][0], 1)) is None  # no connection has port 1, though ends[1] listens
         theirs.close()
         assert not have_own_peers(opened)
         ours.close()
-        assert not have_own_peers(opened)  # the list decides about descriptors that are closed
+        assert not have_own_peers(opened)  # unknown for a closed descriptor: `read_connections` decides
 
 
 @LINUX
@@ -138,7 +138,7 @@ def connect() -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
 def test_connections_of_this_user_are_accepted_and_closed_ones_refused(
     connect: Callable[[], tuple[socket.socket, socket.socket]],
 ) -> None:
-    connect()[1].close()  # a connection from before the context is not looked at
+    connect()[1].close()  # a connection from before the context is not checked
     with require_own_peers("of a test"):
         connect()
     with pytest.raises(ClosedPeerError, match="of a test, is held by no process"), require_own_peers("of a test"):
@@ -152,7 +152,7 @@ def test_a_connection_that_is_accepted_late_is_waited_for(diagnosis: bool, monke
         monkeypatch.setattr(peer_owners, "have_own_peers", lambda opened: False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         accepted: list[socket.socket] = []
-        # Later than the time in which a closed connection is refused.
+        # `require_own_peers` refuses a closed connection after 0.2 s, and waits longer for one that is not accepted.
         late = threading.Timer(0.5, lambda: accepted.append(listener.accept()[0]))
         with require_own_peers("of a test"):
             connected = [socket.create_connection(listener.getsockname())]
@@ -167,7 +167,7 @@ def test_a_connection_that_is_accepted_late_is_waited_for(diagnosis: bool, monke
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Make one end of every connection look as if it belonged to the user in the list, or to no process."""
+    """Return a list of one uid; one end of each connection appears to belong to this uid, or for None to no process."""
     owner: list[int | None] = [None]
 
     def read() -> Connections:
@@ -198,7 +198,7 @@ def test_a_link_with_a_stranger_is_refused(
     stranger[0] = owner
     bind_gloo_to_loopback()
     store, wait, errors = dist.HashStore(), timedelta(seconds=60), []
-    links: list[PairLink] = []  # an end that is dropped would close the connection before the other one is checked
+    links: list[PairLink] = []  # both ends stay open until both are checked
 
     def link(first: bool) -> None:
         try:
@@ -211,7 +211,7 @@ def test_a_link_with_a_stranger_is_refused(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert errors and type(errors[0]) is kind  # the other side may find the connection closed by then
+    assert errors and type(errors[0]) is kind  # the second error may be that of a closed connection
     if owner is not None:
         assert "made for a link with the other, belongs to uid 12345" in str(errors[0])
 

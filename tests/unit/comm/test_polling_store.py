@@ -1,4 +1,4 @@
-"""Tests of the store that shares the connection of another one."""
+"""Tests of `PollingStore`, which uses the connection of another store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_any_bytes_are_read_as_written() -> None:
 
 
 def test_a_wait_leaves_the_connection_to_others() -> None:
-    """Both sides of a link, and a note that a third user writes meanwhile, use one connection."""
+    """Both ends of a link, and a key that is written during the wait of one end, use one connection."""
     bind_gloo_to_loopback()
     store = tcp_store()
     received: list[list[int]] = []

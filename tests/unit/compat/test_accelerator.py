@@ -147,7 +147,7 @@ def test_builders() -> None:
 
 
 def test_the_folder_of_the_package_has_a_file_for_each_accelerator() -> None:
-    """Scripts list the folder to find accelerators; every module in it is a name of the stand-in."""
+    """Scripts list the package's folder to find accelerators, and `StandInFinder` finds each module there."""
     spec = StandInFinder().find_spec("deepspeed.accelerator")
     assert spec is not None and spec.submodule_search_locations is not None
     files = {file.stem for file in Path(spec.submodule_search_locations[0]).glob("*_accelerator.py")}

@@ -1,4 +1,4 @@
-"""Tests of `aio_handle` and the writers of `deepspeed.io`: reads return the written bytes."""
+"""Tests of `aio_handle`, the writers of `deepspeed.io`, and the classes for layouts of DeepSpeed checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the page of DeepSpeed names equals the tables."""
+"""Tests that docs/compat.md equals the tables of DeepSpeed names."""
 
 from __future__ import annotations
 

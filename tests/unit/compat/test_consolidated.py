@@ -157,7 +157,8 @@ def test_universal_conversion_is_a_no_op(tmp_path: Path, capsys: pytest.CaptureF
     assert ds_to_universal([*where, *options, "--inject_missing_state"]) == 0
     assert "in any layout" in capsys.readouterr().out
     assert (tmp_path / "latest_universal").read_text() == "uni"
-    shutil.rmtree(target)  # and from a script, which passes the options as an object
+    shutil.rmtree(target)
+    # A script passes the options as an object.
     assert ds_to_universal(argparse.Namespace(input_folder=str(source), output_folder=str(target), strict=True)) == 0
     with pytest.raises(CheckpointError, match="is not the directory of a checkpoint"):
         ds_to_universal(argparse.Namespace(input_folder=str(tmp_path), output_folder=str(tmp_path / "other")))

@@ -288,7 +288,7 @@ def test_mismatched_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_file_names_are_those_of_the_directory(tmp_path: Path) -> None:
-    """`latest` cannot point outside the directory, for any content."""
+    """Neither the content of `latest` nor a tag that is a symbolic link can lead outside the directory."""
     write(tmp_path / "run", "t", trained(), stage=0, ranks=1)
     os.rename(tmp_path / "run" / "t", tmp_path / "outside")
     (tmp_path / "run" / "latest").write_text("../outside")
@@ -312,7 +312,7 @@ def test_file_names_are_those_of_the_directory(tmp_path: Path) -> None:
     ],
 )
 def test_array_larger_than_its_bytes_is_refused(saved: Any) -> None:
-    """An array whose metadata does not fit its bytes raises CheckpointError before memory is allocated."""
+    """Array metadata that is malformed, or that does not fit the array's bytes, raises CheckpointError."""
     pytest.importorskip("numpy")
     array = NumpyArrayStandIn()
     array.set_state(saved)

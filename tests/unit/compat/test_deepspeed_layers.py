@@ -25,7 +25,7 @@ from windlass.compat.zero_linear import LinearModuleForZeroStage3, zero3_linear_
 @pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 3), (5, 1), (7, 11)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_tiled_layer_equals_the_layer(in_splits: int, out_splits: int, bias: bool) -> None:
-    """Tiles have the output and the gradients of the whole layer."""
+    """Tiles have the output, input gradient and weight gradient of the whole layer."""
     full = nn.Linear(7, 11, bias=bias)
     tiled = TiledLinear(7, 11, bias=bias, in_splits=in_splits, out_splits=out_splits, init_linear=full)
     x = torch.randn(3, 2, 7, requires_grad=True)
@@ -64,7 +64,7 @@ def test_tiles_of_wrong_sizes_are_refused(splits: int) -> None:
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_stage_3_linear(shape: tuple[int, ...], autocast: bool) -> None:
-    """The function equals `F.linear`, with gradients in the dtype of their operand, also under torch.func."""
+    """The function has the output and gradients of `F.linear`, in the same dtypes, also under autocast."""
     results = []
     for function in (F.linear, zero3_linear_wrap):
         torch.manual_seed(0)

@@ -68,7 +68,7 @@ def test_they_are_torch_optimizers(cls: type[torch.optim.Optimizer]) -> None:
     optimizer = cls([nn.Parameter(torch.zeros(2))])
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups[0]["lr"] == (1e-2 if cls is DeepSpeedCPUAdagrad else 1e-3)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's schedulers accept it
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's schedulers accept the optimizer
 
 
 def test_positional_arguments_equal_deepspeed() -> None:
@@ -110,7 +110,7 @@ def test_narrow_states() -> None:
 
 @pytest.mark.parametrize("adamw_mode", [True, False])
 def test_subgroups_step_and_roll_back(adamw_mode: bool) -> None:
-    """`step_subgroup` equals torch's step with states by number, and `rollback_subgroup` returns to the step before."""
+    """`step_subgroup` equals torch's step and keeps states by subgroup number; `rollback_subgroup` undoes one step."""
     torch.manual_seed(0)
     start = torch.randn(70)
     parameter, reference, other = (nn.Parameter(start.clone()) for _ in range(3))
@@ -155,13 +155,13 @@ def test_muon_update_is_the_direction_of_the_optimizer() -> None:
         before, weight.grad = weight.detach().clone(), torch.randn(8, 4)
         optimizer.step()
         direction = muon_update(weight.grad, momentum)
-        torch.testing.assert_close(before - 0.5 * direction, weight.detach(), rtol=2e-2, atol=3e-3)  # bf16
+        torch.testing.assert_close(before - 0.5 * direction, weight.detach(), rtol=2e-2, atol=3e-3)  # computed in bf16
 
 
 @pytest.mark.parametrize(
     ("shape", "options", "matrix", "scale"),
     [
-        ((3, 8, 4), {}, (8, 4), 2**0.5),  # experts
+        ((3, 8, 4), {}, (8, 4), 2**0.5),  # three experts
         ((3, 8, 4), {"is_expert_group": True}, (8, 4), 2**0.5),
         ((6, 2, 5, 3), {}, (6, 30), (5 / 3) ** 0.5),  # a convolution, scaled by the sizes of its kernel
         ((6, 2, 5, 3), {"is_expert_group": True}, (5, 3), (5 / 3) ** 0.5),
@@ -176,7 +176,7 @@ def test_muon_update_of_a_stack_of_matrices(
     found = muon_update(grad, torch.zeros(shape), **options)
     alone = [muon_update(one, torch.zeros(matrix)) for one in grad.view(-1, *matrix)]
     expected = torch.stack(alone).view(shape) * (scale / max(1.0, matrix[0] / matrix[1]) ** 0.5)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=3e-3)  # bf16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=3e-3)  # computed in bf16
 
 
 def test_muon_update_keeps_its_momentum_after_an_overflow() -> None:
@@ -206,7 +206,7 @@ def test_classes_are_elementwise_and_their_subclasses_are_not() -> None:
 def test_hooks_run_once_a_step() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # torch hooks the `step` of this class
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # torch then wraps `Adam.step`, which FusedAdam inherits
     optimizer, calls = FusedAdam([parameter]), []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     optimizer.step()
@@ -215,7 +215,7 @@ def test_hooks_run_once_a_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_adagrad_accepts_sparse_gradients_as_torch_does() -> None:
-    """Over several steps with rows that are touched now and then, the values equal those of torch's sparse Adagrad."""
+    """After four steps, each on a few random rows, the weights equal those of torch's sparse Adagrad."""
     from windlass.base.errors import ModelError
     from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad
 
@@ -238,7 +238,7 @@ def test_adagrad_accepts_sparse_gradients_as_torch_does() -> None:
 
 @pytest.mark.parametrize(("device", "kind"), [(None, "bf16"), ("none", "bf16"), ("cpu", "stages 1 and 2")])
 def test_fp32_accumulation_of_stage_1_has_its_own_class_without_offload(device: str | None, kind: str) -> None:
-    """`coalesce_grad_reduction`, which that class refuses, works with the optimizer on the host, as in DeepSpeed."""
+    """bf16 with fp32 accumulation has its own class at stage 1 unless the optimizer is on the CPU, as in DeepSpeed."""
     zero = {"stage": 1} | ({"offload_optimizer": {"device": device}} if device else {})
     given = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": zero}
     assert optimizer_kind_of(load_config(given)) == kind

@@ -1,4 +1,4 @@
-"""Tests of expert, sequence and tensor-parallel names in one process; tests/dist has the rest."""
+"""Tests of expert, sequence and tensor-parallel names in one process; tests/dist has those on several ranks."""
 
 from __future__ import annotations
 

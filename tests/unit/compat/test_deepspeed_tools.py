@@ -357,7 +357,7 @@ def test_numa_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_are_bound_to_one_thread_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sockets of 28 cores, whose second threads are numbered after the first ones of all cores."""
+    """Two sockets have 28 cores each; threads 0 to 55 are the first of their cores, 56 to 111 the second."""
     nodes = [[*range(28), *range(56, 84)], [*range(28, 56), *range(84, 112)]]
     read_text = Path.read_text
 
@@ -388,7 +388,7 @@ def test_monitors_have_the_attributes_of_their_sections(tmp_path: Path) -> None:
     files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     config = get_monitor_config({"train_batch_size": 1, "csv_monitor": files, "wandb": {"group": "g"}})
     csv, wandb = csvMonitor(csv_config=config.csv_monitor), WandbMonitor(wandb_config=config.wandb)
-    wandb.log({"loss": 1.0})  # it is disabled
+    wandb.log({"loss": 1.0})  # no effect: the wandb section is disabled
     assert (csv.enabled, csv.output_path, csv.job_name) == (True, str(tmp_path), "run")
     assert (wandb.enabled, wandb.group, wandb.team, wandb.project) == (False, "g", None, "deepspeed")
 

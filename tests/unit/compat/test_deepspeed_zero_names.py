@@ -39,7 +39,7 @@ from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
 class MegatronUnit:
-    """Megatron's `mpu`, with this many ranks along the sequences, and along the tensors."""
+    """Megatron's `mpu` with the given sequence-parallel and tensor-parallel sizes."""
 
     def __init__(self, sequence: int, tensor: int) -> None:
         self.get_sequence_parallel_world_size = lambda: sequence
@@ -284,7 +284,7 @@ def test_combinations_that_deepspeed_asserts_against(given: dict[str, Any], text
 
 
 def test_memory_efficient_linear_replaces_the_function_if_it_is_written() -> None:
-    """The replaced function computes what torch's does, with the same gradients, and is installed only once."""
+    """The replacement of `F.linear` has the gradients of torch's function, and does not replace a script's function."""
     original = torch.nn.functional.linear
     config: dict[str, Any] = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
     assert not requests_linear(load_config(config))

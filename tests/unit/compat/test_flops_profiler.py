@@ -70,7 +70,7 @@ def test_start_stop_and_end(capsys: pytest.CaptureFixture[str]) -> None:
         profiler.get_total_flops()
     profiler.start_profile()
     model(x).sum().backward()
-    assert profiler.get_total_macs() == (CONV + LINEAR) // 2  # while it runs
+    assert profiler.get_total_macs() == (CONV + LINEAR) // 2  # before stop_profile
     profiler.reset_profile()
     model(x).sum().backward()
     profiler.stop_profile()

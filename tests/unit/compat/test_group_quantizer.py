@@ -48,7 +48,7 @@ def _own_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_own_op")
 def test_parameters_come_back_in_their_dtype() -> None:
     quantizer = CUDAQuantizer()
-    large = (torch.randn(24_000, generator=torch.Generator().manual_seed(0)) * 1e5).bfloat16()  # beyond fp16
+    large = (torch.randn(24_000, generator=torch.Generator().manual_seed(0)) * 1e5).bfloat16()  # too large for fp16
     codes, scales = quantizer.quantize(large)
     assert scales.numel() == 3 and quantizer.group_size_cache == {24_000: 3}
     back = quantizer.dequantize(codes, scales, dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ def test_native_backend_locks_memory_until_it_is_unpinned_or_freed() -> None:
     del view
     gc.collect()
     assert _locked_kib() == before
-    with torch.inference_mode():  # views do not keep the Python object of their base there
+    with torch.inference_mode():  # in this mode a view does not keep the Python object of its base
         kept = accelerator.pin_memory(tensor)[1:]
     gc.collect()
     assert accelerator.is_pinned(kept) and accelerator.unpin_memory(kept) is True
@@ -72,7 +72,7 @@ def _stand_in() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_native", "_stand_in")
 def test_a_script_replaces_the_builder_and_the_shared_allocator() -> None:
-    """See [Note: live names]. Deleting the attribute restores the value that it had before it was set."""
+    """See [Note: live names]. Deleting an attribute restores the value from before the assignment."""
     names = importlib.import_module("windlass.compat.locked_memory")
     finder = StandInFinder()
     spec = finder.find_spec("deepspeed.utils.pin_memory")

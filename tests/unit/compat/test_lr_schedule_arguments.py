@@ -1,4 +1,4 @@
-"""Tests of schedules by their command-line names, and of configuration words."""
+"""Tests of DeepSpeed's schedule classes and their command-line arguments, and of flags for Muon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.compat import lr_schedule_arguments, runtime_constants
 from windlass.compat.script_config import load_ds_config, set_optimizer_flags
 from windlass.optim.scheduler_factory import OWN_SCHEDULES
 
-# options of DeepSpeed 0.19.8's command line
+# options of DeepSpeed 0.19.8's command line, with their defaults
 DEFAULTS = {
     "lr_schedule": None,
     "lr_range_test_min_lr": 0.001,

@@ -1,4 +1,4 @@
-"""Tests that marked tensors that autograd saves are offloaded to host memory. The CPU is the device here."""
+"""Tests that marked tensors are offloaded to host memory when autograd saves them. The device here is the CPU."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_the_op_is_that_of_the_class() -> None:
         expected = x @ quantizer.dequantize(quantizer.quantize(weight))
         for given in (scale, quantizer.get_scales()):
             assert torch.equal(matmul_fp8(x, codes, given, 32, quantizer), expected)
-    odd = torch.randn(3, 7)  # not whole groups
+    odd = torch.randn(3, 7)  # 21 elements, not a multiple of the group size
     codes, scale = quantizer.quantize(odd, return_meta_tensor=True)
     assert codes.shape == odd.shape
     assert torch.equal(quantizer.dequantize(codes, scale=scale), quantizer.dequantize(quantizer.quantize(odd)))
@@ -75,7 +75,7 @@ def test_adapters_train_as_beside_a_plain_layer(quantization: QuantizationConfig
     layer = OptimizedLinear(32, 24, True, LoRAConfig(lora_r=4, lora_alpha=6), quantization, dtype=torch.float32)
     assert isinstance(layer, LoRAOptimizedLinear) and layer.lora_scaling_factor == 1.5
     base = nn.Linear(32, 24)
-    layer.load_state_dict(base.state_dict())  # plain, without adapters
+    layer.load_state_dict(base.state_dict())  # state of a plain layer, without adapters
     if quantization is None:
         assert torch.equal(layer.weight, base.weight)
     else:

@@ -16,7 +16,7 @@ from windlass.base.errors import CommunicationError
 from windlass.compat import collectives as comm
 from windlass.compat.deepspeed_initialize import initialize
 
-# Parameters of DeepSpeed 0.19, in its order.
+# Parameters of DeepSpeed 0.19's functions, in the same order.
 SIGNATURES = {
     "init_distributed": "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method "
     "dist_init_required config rank world_size",
@@ -84,7 +84,8 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
         comm.all_reduce(torch.ones(1))
     with pytest.raises(CommunicationError, match="dist_init_required=False"):
         comm.init_distributed(dist_init_required=False)
-    with pytest.raises(AssertionError, match="^Distributed backend is not initialized"):  # determined's tests read it
+    # Determined AI's tests match this text.
+    with pytest.raises(AssertionError, match="^Distributed backend is not initialized"):
         initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1}, dist_init_required=False)
     comm.init_distributed(verbose=False)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "0")
@@ -105,7 +106,7 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert not comm.is_initialized()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
-        # from the environment that the first call set; no other process takes part
+        # The first call set WORLD_SIZE to 1, and a world of one rank needs no port.
         comm.init_distributed(verbose=False)
     assert comm.get_world_size() == 1
 

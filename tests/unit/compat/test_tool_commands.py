@@ -1,4 +1,4 @@
-"""Tests of the commands ds_io, ds_nvme_tune, ds_elastic and ds_ssh."""
+"""Tests of the commands ds_io, ds_nvme_tune, ds_bench, ds_elastic and ds_ssh."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_ds_ssh(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: 
     hosts, ssh = tmp_path / "hosts", tmp_path / "bin" / "ssh"
     hosts.write_text("left slots=2\nright slots=2\n")
     ssh.parent.mkdir()
-    # the last two words are the host and the text for its shell
+    # the last two arguments are the host and the command for its shell
     ssh.write_text('#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\nHERE=$1 exec sh -c "$2"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(ssh.parent), prepend=":")

@@ -97,7 +97,7 @@ def sections(kinds: list[str], tables: dict[str, Any]) -> st.SearchStrategy[dict
     return st.sampled_from(kinds).flatmap(of)
 
 
-# The model of this test has no base shapes, which a muP optimizer needs and `check` cannot know.
+# A muP optimizer needs a model with base shapes: the model of this test has none, and `check` has no model.
 _NAMES = [
     name
     for name in (*optimizer_section.OPTIMIZER_PARAMETERS, *optimizer_factory.list_optimizer_names())
@@ -127,7 +127,7 @@ def test_optimizer_and_schedule(optimizer: dict[str, Any], scheduler: dict[str, 
 
 
 OF_THE_MODEL = {f"parallel.{name}" for name in ("expert_bias_update_rate", "tiled_mlp", "tiled_loss", "recompute")}
-"""Keys that only the model can refuse, as all of some sections."""
+"""Keys that only `initialize` refuses, because the refusal depends on the model. Below: prefixes of such keys."""
 OF_THE_MODEL_SECTIONS = ("distillation.", "quantize_training.", "compression_training.layer_reduction.")
 KEYS = {
     row.path: row.type
@@ -142,7 +142,7 @@ KEYS = {
 
 
 def plausible(words: str) -> st.SearchStrategy[Any]:
-    """Return values of the right type, from the type's description for users."""
+    """Return a strategy for values of a key's type, which is given by its description for users."""
     results: list[Any] = [json.loads(item) for item in words.split(" or ") if item.startswith('"')]
     results += [True, False] if "true or false" in words else []
     results += [1, 2, 3, 0, 10**6, 10**18] if "whole number" in words else []

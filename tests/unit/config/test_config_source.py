@@ -1,4 +1,4 @@
-"""Tests of configuration sources: dict, path, base64, strict and relaxed JSON, and errors for unreadable ones."""
+"""Tests of configuration sources: dict, path, base64, strict and relaxed JSON, and errors for unreadable sources."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_seed_and_epoch_change_the_order() -> None:
 
 
 def test_permutation_is_stable_over_releases() -> None:
-    """Stored runs resume by this order: if this test fails, they no longer do."""
+    """Saved runs resume in this order: if this test fails, they would repeat or skip samples."""
     assert Permutation(10, 0, 0)(np.arange(10)).tolist() == [7, 5, 8, 1, 3, 0, 9, 6, 2, 4]
 
 

@@ -1,4 +1,4 @@
-"""Tests that a token file returns the written tokens and detects every kind of damage."""
+"""Tests that a token file returns the written tokens, and that damaged and incomplete files are refused."""
 
 from __future__ import annotations
 
