@@ -53,7 +53,7 @@ def through(codec: Codec, tensor: torch.Tensor, out_dtype: torch.dtype) -> torch
 @pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("numel", [1, 7, 64, 65, 1000])
-def test_decoded_values_have_the_requested_and_the_sum_dtype(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+def test_decoding_to_the_message_dtype_rounds_the_wide_result(codec: Codec, dtype: torch.dtype, numel: int) -> None:
     tensor = values(numel, dtype)
     same, wide = through(codec, tensor, dtype), through(codec, tensor, accumulation_dtype(dtype))
     assert bool(torch.isfinite(wide).all())

@@ -109,7 +109,7 @@ def test_sizes_are_exact() -> None:
     assert sizes["lowrank"] == [0, 4, 32, 4 * 4 * (17 + 16), 4 * 4 * 2048]
 
 
-def test_places_that_need_more_than_32_bits_are_refused() -> None:
+def test_topk_refuses_more_than_2_to_31_elements() -> None:
     codec = get_codec("topk")
     assert codec.encoded_size(1 << 31, torch.float32) == 8 * -(-(1 << 31) // 100)
     with pytest.raises(CodecError, match="'topk' numbers elements by 32 bits, and a tensor has 2,147,483,649"):

@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_share_a_node_of_eight(grid: MeshShape) -> None:
     assert all(len(node) == 1 for node in nodes)
 
 
-def test_sequence_groups_exclude_data_axes() -> None:
+def test_ranks_along_pp_sp_and_tp_share_a_data_loading_rank() -> None:
     grid = MeshShape(pp=2, dp_replicate=2, dp_shard=2, ep=2, sp=2, tp=2)
     assert set(DATA_AXES) == {*DATA_LOADING_AXES, "sp"}
     assert set(EXPERT_DATA_AXES) == set(DATA_AXES) - {"ep"}

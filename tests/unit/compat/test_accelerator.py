@@ -50,7 +50,7 @@ def test_every_name_of_the_interface_is_there(cls: type[DeepSpeedAccelerator]) -
     assert not inspect.isabstract(cls)
 
 
-def test_the_host() -> None:
+def test_cpu_accelerator_methods() -> None:
     host = CPU_Accelerator()
     assert (host._name, host.communication_backend_name()) == ("cpu", "gloo")
     assert host.device_name() == host.device_name("0") == host.current_device_name() == "cpu"

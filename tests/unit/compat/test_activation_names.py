@@ -87,7 +87,7 @@ def test_other_names_are_those_of_windlass() -> None:
     assert activation_names.model_parallel_cuda_manual_seed is checkpointing.manual_seed
 
 
-def test_the_unit_of_an_earlier_call_stays() -> None:
+def test_configure_without_mpu_keeps_the_former_mpu() -> None:
     group: Any = object()
     unit = SimpleNamespace(get_model_parallel_group=object, get_slice_parallel_group=lambda: group)
     activation_names.configure(unit)

@@ -148,7 +148,7 @@ def test_script_is_written_on_a_file_system_without_permissions(
     assert {path.name for path in tmp_path.iterdir()} == set(SCRIPTS)
 
 
-def test_universal_conversion_is_a_no_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ds_to_universal_writes_a_windlass_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = trained(epoch=3)
     source = write(tmp_path, "global_step4", state, stage=3, ranks=2)
     target = tmp_path / "uni"

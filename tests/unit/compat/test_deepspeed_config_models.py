@@ -46,7 +46,7 @@ def test_leaf_modules() -> None:
 
 
 @pytest.mark.parametrize("value", [True, math.inf, math.nan, -1, [], "abc"])
-def test_missing_loss_scale(value: Any) -> None:
+def test_invalid_loss_scales_are_refused(value: Any) -> None:
     with pytest.raises(ValidationError):
         DeepSpeedFP16Config(loss_scale=value)
 

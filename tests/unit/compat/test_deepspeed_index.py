@@ -311,7 +311,7 @@ def test_file_names_are_those_of_the_directory(tmp_path: Path) -> None:
         (1, (2**70,), NumpyDtypeStandIn(("f8",)), False, b""),
     ],
 )
-def test_array_larger_than_its_bytes_is_refused(saved: Any) -> None:
+def test_malformed_numpy_metadata_is_refused(saved: Any) -> None:
     """Array metadata that is malformed, or that does not fit the array's bytes, raises CheckpointError."""
     pytest.importorskip("numpy")
     array = NumpyArrayStandIn()

@@ -64,7 +64,7 @@ def test_steps_equal_the_torch_optimizers(ours: Make, torchs: Make) -> None:
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_they_are_torch_optimizers(cls: type[torch.optim.Optimizer]) -> None:
+def test_classes_are_torch_optimizers(cls: type[torch.optim.Optimizer]) -> None:
     optimizer = cls([nn.Parameter(torch.zeros(2))])
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups[0]["lr"] == (1e-2 if cls is DeepSpeedCPUAdagrad else 1e-3)
@@ -95,7 +95,7 @@ def test_unsupported_variants_are_refused(make: Make, named: str) -> None:
         make([nn.Parameter(torch.zeros(2))])
 
 
-def test_accelerates_argument_for_every_class() -> None:
+def test_cpu_optimizers_accept_adamw_mode() -> None:
     for cls in (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion):
         cls([nn.Parameter(torch.zeros(2))], lr=0.1, weight_decay=0.1, adamw_mode=False)
 

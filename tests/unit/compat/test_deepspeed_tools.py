@@ -393,7 +393,7 @@ def test_monitors_have_the_attributes_of_their_sections(tmp_path: Path) -> None:
     assert (wandb.enabled, wandb.group, wandb.team, wandb.project) == (False, "g", None, "deepspeed")
 
 
-def test_monitors_give_what_they_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_expose_their_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.compat.monitor_writers import CometMonitor, TensorBoardMonitor, WandbMonitor, get_monitor_config
 
     said: list[Any] = []

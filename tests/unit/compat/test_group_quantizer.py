@@ -57,7 +57,7 @@ def test_parameters_come_back_in_their_dtype() -> None:
 
 
 @pytest.mark.usefixtures("_own_op")
-def test_another_op_gets_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_quantizer_op_receives_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     class Op:
         Symmetric = 0
 

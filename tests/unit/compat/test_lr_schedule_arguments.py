@@ -110,7 +110,7 @@ def test_rates_and_wrapped_optimizers() -> None:
         lr_schedule_arguments.get_torch_optimizer([])
 
 
-def test_arguments_and_configurations() -> None:
+def test_constants_and_load_ds_config() -> None:
     assert (
         runtime_constants.GRADIENT_CLIPPING_DEFAULT == 1.0 and runtime_constants.ONEBIT_LAMB_OPTIMIZER == "onebitlamb"
     )

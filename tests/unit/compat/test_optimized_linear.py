@@ -105,7 +105,7 @@ def test_adapters_train_as_beside_a_plain_layer(quantization: QuantizationConfig
 
 
 @pytest.mark.parametrize("quantization", [None, QuantizationConfig(group_size=32)], ids=["plain", "packed"])
-def test_a_layer_is_trained_or_disabled_later(quantization: QuantizationConfig | None) -> None:
+def test_delayed_init_and_disable_of_adapters(quantization: QuantizationConfig | None) -> None:
     config = LoRAConfig(lora_r=4, delay_lora_init=True)
     layer = LoRAOptimizedLinear(32, 24, True, config, quantization, dtype=torch.float32).requires_grad_(False)
     layer.init_lora()
@@ -204,7 +204,7 @@ def test_a_copy_of_packed_bytes_is_not_packed_again(copied: Callable[[QuantizedP
     assert made.quantization_config == packed.quantization_config
 
 
-def test_the_builder_tells_its_floats() -> None:
+def test_builder_returns_quantization_dtype_and_range() -> None:
     assert FPQuantizerBuilder.get_default_quant_dtype() is torch.uint8
     assert [FPQuantizerBuilder.get_quant_range(bits) for bits in (6, 8)] == [28, 480]
     with pytest.raises(ModelError, match="q_bits is 5"):

@@ -184,7 +184,7 @@ def test_refused_key_in_a_list_of_sections_is_named_with_its_index() -> None:
     assert [item.path for item in refusals] == ["tensor_parallel.partition_config.layer_specs[1].gather_output"]
 
 
-def test_experts_are_enabled_by_their_switch() -> None:
+def test_expert_keys_are_refused_only_if_enabled() -> None:
     requested = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "comm_backend": "deepep", "top_k": 2}
     refusals = load_config({"expert_parallel": requested}).refusals()
     assert {item.path for item in refusals} == {"expert_parallel.comm_backend", "expert_parallel.top_k"}

@@ -162,11 +162,11 @@ def test_auto_is_the_default_in_sections_and_unfilled_elsewhere() -> None:
     }
 
 
-def test_infinity_is_never_printed() -> None:
+def test_steps_per_print_may_be_infinite() -> None:
     assert load_config({"steps_per_print": math.inf}).steps_per_print == math.inf
 
 
-def test_dtypes_are_read_in_every_spelling_that_base_knows() -> None:
+def test_dtypes_are_read_in_every_spelling() -> None:
     from windlass.base import dtypes
     from windlass.config.config_section import _DTYPES
 

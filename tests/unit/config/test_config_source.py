@@ -62,7 +62,7 @@ def test_comments_trailing_and_missing_commas(tmp_path: Path) -> None:
     assert config.raw["fp16"] == {"enabled": True}
 
 
-def test_lines_follow_nesting_strings_and_comments() -> None:
+def test_key_lines_with_nesting_strings_and_comments() -> None:
     lines = find_key_lines(RELAXED.replace("another */", 'a "stage": 1, */'))
     assert lines["train_batch_size"] == [3]
     assert lines["zero_optimization.stage"] == [7]

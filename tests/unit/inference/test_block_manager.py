@@ -20,7 +20,7 @@ def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operations_keep_the_books(seed: int) -> None:
+def test_random_operations_keep_references_and_content(seed: int) -> None:
     """Run 2,500 operations beside a model of the manager: holders and content of each block."""
     r = random.Random(seed)
     manager = BlockManager(24, SIZE)
