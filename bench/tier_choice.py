@@ -2,8 +2,9 @@
 
 python bench/tier_choice.py --path /mnt/nvme
 
-A device memory is emulated: its bytes are counted, and copies between it and host memory are real. The limits are the
-needs of the settings by hand and a tenth more, and memory in the middle between two of them.
+Device memory is emulated: allocated bytes are counted, and copies to and from host memory are real. Each manual setting
+gives one limit: its peak memory plus 10 %. Each pair of neighbouring settings gives another: device memory half way
+between the two, and enough host memory for the next setting, or half way if the next one needs less.
 """
 
 from __future__ import annotations

@@ -92,7 +92,10 @@ def test_gradient_outside_the_groups_stays_after_a_step(stage: int, place: str, 
 
 
 def scaled() -> tuple[list[Tensor], list[Tensor]]:
-    """Train in fp16 with a loss scale that doubles at each step. Return a gradient after and before each step."""
+    """Train in fp16 with a loss scale that doubles at each step.
+
+    Return two lists of the gradient of `head.bias`, which no optimizer group has: after each step, and just before it.
+    """
     model, outside, optimizer = built()
     config = ds_config(Recipe(precision="fp16"), Setting(stage=2))
     del config["optimizer"]

@@ -78,12 +78,14 @@ class InputRounding:
 
 @dataclass(frozen=True)
 class Pruning:
-    """Mask of a weight: `sparse` (elements), `row`, `channel` (outputs) or `head` (inputs of attention's output layer).
+    """Pruning mask of a weight.
 
     Attributes:
+        kind: parts that are removed: `sparse`: single elements; `row` or `channel`: outputs; `head`: inputs of the
+            attention's output layer, by head.
         method: rule by which weights stay: l1 (largest magnitude when the mask is added), topk (trained scores), or
             snip_momentum ([Note: SNIP scores]).
-        dense_ratio: share that stays.
+        dense_ratio: share of these parts that is kept.
         offset: first step with the mask.
         heads: number of heads, for `head`.
         end: step of the last change of the mask, for snip_momentum.

@@ -44,8 +44,9 @@ def solve_batch_sizes(given: Mapping[str, GivenBatchSize], data_ranks: DataLoadi
     """Derive the missing batch sizes for the given number of data-loading ranks. Nothing is ever rounded.
 
     Raises:
-        ConfigError: too few numbers are given, a number does not divide, the product is wrong, or a size is not
-            positive. The message has each number with its origin, the ranks with theirs, and the change to make.
+        ConfigError: too few batch sizes are given, the train batch size is not divisible by the product of the others,
+            the three do not multiply to it, or a size is not positive. The message lists each size and the number of
+            ranks, each with its origin, and the change to make.
     """
     world_size = data_ranks.count
 

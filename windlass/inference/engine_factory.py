@@ -112,7 +112,7 @@ def make_rank_engine(
         shards_module = isinstance(model, nn.Module) and not is_sharded(model)
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
         ranks.close_with_engine(keeps_axes=shards_module)
-    # a live module has the former modes of its layers afterwards, e.g. between steps of training
+    # A module that the caller passes may be in training: `evaluating` restores the mode of each layer after the build.
     loading = evaluating(model) if isinstance(model, nn.Module) else loading_without_gaps()
     with nullcontext() if ranks is None else ranks.guard(), own_modes(allocates=True), loading:
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)

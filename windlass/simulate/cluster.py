@@ -120,10 +120,12 @@ class Cluster:
         return rank // self.host.devices
 
     def with_devices(self, count: int) -> Cluster:
-        """Return the cluster with as many hosts as `count` ranks need; explicit links or a torus keep unused hosts.
+        """Return the cluster with as many hosts as `count` ranks need.
+
+        A network of explicit links or a torus cannot shrink, so the cluster keeps its unused hosts.
 
         Raises:
-            ConfigError: explicit links or a torus have fewer hosts.
+            ConfigError: such a network has fewer hosts than the ranks need.
         """
         hosts = -(-count // self.host.devices)
         if hosts == self.hosts:

@@ -170,7 +170,11 @@ class ReferenceModel:
             self._accumulate_gradients(weight)
 
     def _accumulate_gradients(self, weight: float) -> None:
-        """Add the `.grad` of a backward to the sums, times its weight, and clear it."""
+        """Multiply each parameter's `.grad` by `weight`, add it to the sum of that parameter, and reset `.grad`.
+
+        Args:
+            weight: weight of the backward that computed the gradients.
+        """
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

@@ -78,7 +78,9 @@ class StepComparison:
             if have is None or want is None:
                 self._report_missing("gradient", name, have, rank=rank)
                 continue
-            if name in record.outside_gradients and dtype is torch.float16:  # the sum of finite parts may overflow
+            if name in record.outside_gradients and dtype is torch.float16:
+                # Autograd may overflow in fp16 when it adds the gradient from outside of the model to that from inside.
+                # The expected sum is in float64 and does not, so elements that are not finite are not compared.
                 want = torch.where(have.isfinite(), want, have)
             floor = max(_rms(want), typical)
             allowed = self._tolerance.forward * (want.abs() + floor)

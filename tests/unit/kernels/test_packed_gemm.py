@@ -56,7 +56,8 @@ def test_product_equals_float64_within_rounding(
     assert_product_is_exact((rows, outputs, features), has_bias, threads, path, format, dtype)
 
 
-# one row, several, and more than a tile; outputs and features that no panel, group or vector divides
+# Sizes are (rows, outputs, features): one row, several rows, and more rows than a tile. No number of outputs is a
+# multiple of 16, the width of a panel, and few numbers of features are multiples of a group.
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -90,7 +90,9 @@ def _shard_head_norm(
     own = list(child.named_parameters(recurse=False))
     chain, full = layers[-1], [(layer, "replicated") for layer in layers]
     if not _HEAD_NORM.fullmatch(leaf):
-        return []  # any other norm acts before the heads are formed, so its gradient is complete
+        # Assumed: a module with another name, such as `q_a_layernorm`, acts before the features are split into heads.
+        # Each rank then has its complete gradient.
+        return []
     if len(own) != len(list(child.parameters())):
         raise make_cannot_shard_error(
             name, "norms in a list belong to single heads, and each rank would use the norms of the first heads", *full
