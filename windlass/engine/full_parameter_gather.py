@@ -15,10 +15,10 @@ from windlass.zero.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class ParameterAnnouncement:
-    """Description of one parameter that a rank will send.
+    """Description of one parameter whose full values are on rank 0, or will be sent to rank 0.
 
     Attributes:
-        unit_index: index of its unit among the units of its pipeline stage.
+        unit_index: index of the parameter's unit among the units that its pipeline stage gathers.
         names: all names of the parameter in the model.
         shape: shape of the full parameter.
     """
@@ -39,7 +39,8 @@ class _Sender:
 class FullParameterGather:
     """Gathering of the full parameters of units on rank 0. Collective over all ranks, each with its own units.
 
-    If a script gave a parameter other memory (`p.data = ...`), its values are read from that memory, which it keeps.
+    If a script gave a parameter other memory (`p.data = ...`), the values are read from there, and the parameter keeps
+    that memory.
 
     Attributes:
         entries: announcements of all parameters, on rank 0; other ranks may have none.
@@ -48,7 +49,7 @@ class FullParameterGather:
     def __init__(self, model: ShardedModel, units: Iterable[Unit], names: dict[int, list[str]]) -> None:
         self._model, self._units, self._mesh = model, list(units), model.mesh
         for unit in self._units:
-            unit.current_views()  # raises here, and not between the transfers, if a parameter was cast or resized
+            unit.current_views()  # a cast or resized parameter must raise here, not between the transfers
         names = self._merge_names_of_stages(names)
         local = [
             ParameterAnnouncement(index, tuple(names[id(parameter)]), placement.global_shape, unit.dtype)
@@ -58,7 +59,7 @@ class FullParameterGather:
         ]
         gathered = self._mesh.gather_from_world((self._mesh.pp.index, len(self._units), local))
         self._unit_counts = {stage: num_units for stage, num_units, _ in gathered}
-        if len(gathered) == 1:  # all ranks have the same entries, and rank 0 announces them
+        if len(gathered) == 1:  # every rank gathers the full units, so only rank 0 announces parameters
             self._senders = [_Sender(self._mesh.world.ranks[0], 0, local if self._is_first_rank else [])]
         else:
             ranks = zip(self._mesh.world.ranks, gathered, strict=True)

@@ -119,7 +119,7 @@ def _names_by_parameter(model: ShardedModel) -> dict[int, list[str]]:
     """Return all names of each parameter by its id.
 
     Raises:
-        ModelError: the model has a parameter that the engine does not manage.
+        ModelError: a parameter was replaced, added or removed since the model was sharded.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.model.named_parameters(remove_duplicate=False):
@@ -153,7 +153,9 @@ def _named_persistent_buffers(
 
 
 def require_unchanged_model(model: ShardedModel) -> None:
-    """Check that no parameter was replaced, added or removed since `initialize`: it would be neither trained nor saved.
+    """Check that no parameter was replaced, added or removed since `initialize` or the last `refresh`.
+
+    The engine would neither train nor save a new parameter.
 
     Raises:
         ModelError: a parameter was replaced, added or removed.

@@ -43,7 +43,8 @@ class HybridGeneration:
     def generate(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, **settings: Any) -> Any:
         """Generate as transformers' `generate` does; see `generate_by_engine`. Collective at stage 3 and along tp.
 
-        Unsupported settings are passed to the module's own `generate`.
+        The module's own `generate` runs instead if the engine lacks a setting, or if the unsharded parameters do not
+        fit in memory on some rank.
         """
         module: Any = self._sharded().model
 
@@ -57,7 +58,11 @@ class HybridGeneration:
             return module.generate(input_ids, attention_mask=attention_mask, **settings)
 
     def run(self, function: Callable[[LLM], T]) -> T | None:
-        """Call a function with the engine; None if the unsharded parameters do not fit in memory on some rank."""
+        """Return `function(engine)`; None if the unsharded parameters do not fit in memory on some rank.
+
+        Raises:
+            ModelError: the model is distributed along pp or ep.
+        """
         sharded = self._sharded()
         if sharded.mesh.pp.size > 1:
             raise ModelError(
@@ -76,7 +81,7 @@ class HybridGeneration:
                         self.close()
 
     def close(self) -> None:
-        """Free the KV cache."""
+        """Free the KV cache and the inference engine. The next call builds a new engine."""
         if self._llm is not None:
             self._llm.close()
             self._llm, self._ranks = None, None

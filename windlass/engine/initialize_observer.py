@@ -1,4 +1,4 @@
-"""Hook for tools that observe training inside `initialize`. It does nothing unless a tool installs an observer."""
+"""Hook of `initialize` for tools that observe training. The hook does nothing unless a tool installs an observer."""
 
 from __future__ import annotations
 

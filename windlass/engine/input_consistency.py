@@ -19,12 +19,12 @@ from windlass.parallel.sequence.batch_sharding import SHARD_KEY
 class InputConsistencyCheck:
     """Comparison of the inputs of ranks along tp and sp, in the first forward with gradients and the first without.
 
-    A loader that gives each rank other samples is the easiest mistake with these axes, and nothing else reveals it: the
-    loss still falls, but its gradients belong to no sample.
+    A loader that gives these ranks different samples is a likely mistake, and no other check finds it: the loss still
+    falls, but each gradient mixes parts of different samples.
 
     Args:
         mesh: the mesh that defines the ranks along each axis.
-        sequence_is_sharded: ranks along sp get different parts of a sequence, so they are not compared.
+        sequence_is_sharded: True if ranks along sp get different parts of a sequence, and so are not compared.
     """
 
     def __init__(self, mesh: Mesh, *, sequence_is_sharded: bool = False) -> None:
@@ -63,7 +63,7 @@ class InputConsistencyCheck:
 
 
 def input_digest(inputs: Any) -> str:
-    """Return a hash of the shapes, dtypes and values of all tensors in `inputs`."""
+    """Return a hash of the shapes and dtypes of all tensors in `inputs`, and the values of dense ones with memory."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in iterate_tensors(inputs):
         digest.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())

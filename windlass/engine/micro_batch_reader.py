@@ -1,4 +1,4 @@
-"""Reading of all micro-batches of a pipeline step before it begins, the same on every stage."""
+"""Reading of all micro-batches of a pipeline step before the step begins. Every stage reads the same micro-batches."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def refresh_model(
     if (joining := _parameters_only_unfrozen(before)) and can_unfreeze(before, joining):
         unfreeze(before, joining)
         return
-    # All ranks exchange this, because they may run different numbers of backwards.
+    # Raise on all ranks if one has gradients: ranks may run different numbers of backwards.
     if any(before.mesh.world.all_gather_object(has_pending_gradients(before))):
         raise ModelError(
             "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
@@ -75,7 +75,7 @@ def refresh_model(
 def has_pending_gradients(model: ShardedModel) -> bool:
     """Return True if this rank has accumulated gradients since the last step.
 
-    Gradients that stay after a step do not count.
+    Gradients of units that are in no group of the optimizer stay after a step and do not count.
     """
     model.runtime.end_failed_backwards()  # gradients of a backward that raised are pending too
     return any((slot.has_reduced and not slot.unit.unstepped) or slot.written for slot in model.slots)
@@ -101,10 +101,12 @@ def _parameters_only_unfrozen(model: ShardedModel) -> list[nn.Parameter]:
 
 
 def check_no_lost_gradients(model: ShardedModel) -> None:
-    """Check that no parameter unknown to the engine (unfrozen or added later) has a gradient: a step would ignore it.
+    """Check that no optimizer parameter unfrozen or added since the model was sharded has a gradient.
+
+    A step would ignore this gradient.
 
     Raises:
-        ModelError: there is such a parameter.
+        ModelError: an unfrozen or added parameter has a gradient.
     """
     groups = model.update.optimizer.param_groups if model.update is not None else []
     unseen = [p for group in groups if not model.all_trained(group["params"]) for p in group["params"]]
@@ -119,7 +121,7 @@ def check_no_lost_gradients(model: ShardedModel) -> None:
 
 
 def drop_external_gradients(model: ShardedModel) -> list[str]:
-    """Drop the `.grad` of every trained parameter that has one. Return their names.
+    """Drop the `.grad` of all trained parameters that have one. Return the names of these parameters.
 
     The engine takes gradients out of `.grad` during a backward, so a `.grad` at a step was set by the script. Such a
     gradient was not reduced, and the next backward would add to it.
@@ -144,8 +146,9 @@ class _TransferredState:
 class _StateTransfer:
     """Copy of a model's trained parameters, optimizer states and averages in host memory. Collective.
 
-    Each parameter is kept unsharded on one rank. So a rank needs `1 / ranks` of the size of weights, states and
-    averages in host memory, and temporarily one full parameter with its states.
+    The data-parallel ranks take turns: each parameter is kept unsharded on one of them. So a rank needs about
+    `1 / data-parallel ranks` of the size of weights, states and averages in host memory, and temporarily one unsharded
+    parameter with its states.
 
     Args:
         model: Model to copy from. It may be destroyed afterwards.
@@ -172,9 +175,9 @@ class _StateTransfer:
                     self._states.append((parameter, owner, _in_host_memory(copied) if owner == group.index else None))
 
     def restore(self, model: ShardedModel) -> None:
-        """Set the copied values in `model`, which has the same parameters, and free the copy. Collective.
+        """Set the copied values in the parameters that `model` trains, and free the copy. Collective.
 
-        Parameters that are frozen in `model` keep their values.
+        Values of parameters that were removed, or are frozen now, are dropped.
         """
         for average in self._averages:
             average.rebind(model)

@@ -23,9 +23,8 @@ class BufferDtypePolicy:
     Args:
         model: the model; modules of transformers may list names of buffers that stay fp32.
         param_dtype: dtype of the parameters.
-        buffer_dtype: dtype of all buffers (`data_types.buffer_dtype`). None: persistent buffers are cast to
-            `param_dtype` (a norm computes in one dtype), and non-persistent ones (e.g. position tables) keep their
-            precision.
+        buffer_dtype: dtype of all buffers that do not stay fp32 (`data_types.buffer_dtype`). None: persistent buffers
+            are cast to `param_dtype`, and non-persistent ones (e.g. position tables) keep their precision.
         keep_in_fp32_modules: patterns of names of buffers that stay fp32, or "auto" for the names that the model lists.
         norms_only: without a `buffer_dtype`, cast only the running statistics of torch's norms, which torch requires in
             the dtype of their weights.
@@ -67,7 +66,7 @@ def _glob(name: str) -> str:
 def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Iterator[str]:
     """Yield patterns of the names that transformers models in `model` keep in fp32.
 
-    Some models keep names in fp32 for both 16-bit dtypes, and some only for fp16.
+    Names in `_keep_in_fp32_modules_strict` apply to both 16-bit dtypes, names in `_keep_in_fp32_modules` only to fp16.
     """
     lists = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if param_dtype == torch.float16 else [])
     for prefix, module in model.named_modules():
@@ -78,15 +77,17 @@ def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Itera
 class BufferSynchronizer:
     """Synchronizer of a model's buffers.
 
-    Buffers are broadcast at the first training forward after a step, if a rank has changed a buffer.
+    If a rank changed a buffer before a step, buffers are broadcast at the next training forward, or at the next step if
+    a rank runs no forward before it.
 
     Args:
         model: the model.
-        mesh: the ranks of the model. Data ranks share its buffers; data ranks of experts share those of their experts.
+        mesh: the ranks of the model. Data ranks of dense parameters share the buffers of dense modules; data ranks of
+            experts share the buffers of their experts.
         device: device to move the buffers to.
         dtype_policy: dtypes of floating-point buffers; None: unchanged.
-        sync_point: waits until all ranks are about to broadcast, and meanwhile joins the collectives of ranks that run
-            a forward which this rank does not run.
+        sync_point: function that waits until all ranks are about to broadcast, and meanwhile joins the collectives of
+            ranks that run a forward which this rank does not run.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class BufferSynchronizer:
         self._stale = True
 
     def broadcast_if_stale(self) -> None:
-        """Broadcast rank 0's buffers if they are marked stale, on all ranks or on none. Collective in that case."""
+        """Broadcast all buffers if they are marked stale. Collective: all ranks must have the same mark."""
         if self._stale:
             self._sync_point()
             self.broadcast()
@@ -142,10 +143,10 @@ class BufferSynchronizer:
 
 
 def modules_with_saved_buffers(model: nn.Module, mesh: Mesh) -> set[nn.Module]:
-    """Return the modules whose buffers this rank saves. One rank saves each buffer.
+    """Return the modules whose buffers this rank saves. Each buffer is saved by one rank.
 
-    The first rank of a stage saves all buffers that it has. For experts that this rank lacks, the first rank that has
-    them saves their buffers.
+    The first rank of a pipeline stage saves the buffers of all its modules. Buffers of experts that this first rank
+    lacks are saved by the first rank that has these experts.
     """
     if mesh.first_of_stage:
         return set(model.modules())
@@ -179,7 +180,7 @@ def _broadcast_sparse(modules: list[nn.Module], group: RankGroup) -> None:
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the buffer, or a copy if several of its elements share memory (`expand`): torch refuses to write these."""
+    """Return the buffer, or a copy if elements share memory (`expand`): torch refuses to write to such a tensor."""
     if buffer.layout is not torch.strided:
         return buffer
     shares = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))

@@ -35,7 +35,8 @@ class _StateConversion:
     divide the full parameter.
 
     Attributes:
-        loaded, scales: saved values or codes of the span, and their scales, while the chunk is open.
+        spans: ranges of elements that the saved run quantized separately, each with a tensor of scales.
+        loaded, scales: saved values or codes of `_element_range`, and their scales, while the handle is open.
     """
 
     entry: StateEntry
@@ -56,7 +57,7 @@ class _StateConversion:
 
     @property
     def _element_range(self) -> tuple[int, int]:
-        """Return the range of elements to read: of the local part, or of the full parameter."""
+        """Return the range of elements to read: the fragment of this entry, or the full parameter."""
         if self._loads_full_parameter:
             return 0, math.prod(self._placement.global_shape)
         return self.entry.start, self.entry.stop
@@ -75,7 +76,7 @@ class _StateConversion:
             )
 
     def flat_shards(self, storage: LazyStorage) -> Iterator[FlatShard]:
-        """Yield the shards to read: of the codes or values, and of the scales."""
+        """Yield the shards to read: one of the codes or values, and one of the scales of each span."""
         where = f"state/{self.entry.name}/{self.key}"
         start, stop = self._element_range
         shape = self._placement.global_shape if self._loads_full_parameter else self._placement.local_shape
@@ -138,14 +139,14 @@ class ChunkLoadStorage:
 
     @property
     def converts_states(self) -> bool:
-        """True if a state is converted, or may be converted, to another format than the saved one."""
+        """True if a state is converted to another format, or was saved in a quantized format."""
         return bool(self._conversions)
 
     def expect_states(self, entry: StateEntry, scalars: dict[str, Any]) -> None:
-        """Load the checkpoint's states of one entry.
+        """Plan to load the checkpoint's states of one entry.
 
         Args:
-            scalars: step counts of the entry, which are loaded before, and its plain values.
+            scalars: plain values and step counts of the entry. The counts are filled before the handle is opened.
         """
         self._loads_states = True
         self._expected[entry.state_key], self._scalars[entry.state_key] = {}, scalars
@@ -158,12 +159,12 @@ class ChunkLoadStorage:
         shape: tuple[int, ...],
         placement: Placement | None = None,
     ) -> None:
-        """Read the state `key` directly into a tensor like `template`.
+        """Plan to read the state `key`, without conversion, into a tensor like `template`.
 
         Args:
-            template: the full state, or a span of it.
-            shape: shape of the state that the span belongs to.
-            placement: part of the global state that has this shape; None: the whole global state.
+            template: meta tensor with the shape and dtype of what this rank reads: all or a range of the elements.
+            shape: shape of the tensor to which the elements belong: the full state, or this rank's part of it.
+            placement: placement of this rank's part in the full state; None: `shape` is the shape of the full state.
         """
         state_offload = self._master_weights.state_offload
         self._expected[entry.state_key][key] = template
@@ -171,7 +172,7 @@ class ChunkLoadStorage:
         self.shards.append(FlatShard(f"state/{entry.name}/{key}", shape, entry.start, resting, placement))
 
     def add_conversion(self, conversion: _StateConversion) -> None:
-        """Read a state in the format in which it was saved, and convert it to another."""
+        """Plan to read a state in its saved format and convert it to the format of this optimizer."""
         entry, kept = conversion.entry, conversion.target_format
         likes = self._expected[entry.state_key]
         likes[conversion.key] = torch.empty(entry.shape, dtype=kept.dtype, device="meta")
@@ -183,12 +184,12 @@ class ChunkLoadStorage:
 
     @property
     def is_resident(self) -> bool:
-        """True if the closed handle's values are in memory and will not move or change."""
+        """False: the handle's values are in memory only while it is open, see `LazyStorage`."""
         return False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keep the values in memory inside the context."""
+        """Keep the values in memory inside the context, and convert states at the end of it."""
         self.was_opened = True
         state_offload = self._master_weights.state_offload
         with self._master_weights.opened(self._chunk, self._expected if self._loads_states else None, changes=True):
@@ -202,7 +203,10 @@ class ChunkLoadStorage:
 
 
 def _set_scalars(state: dict[str, Any], scalars: dict[str, Any]) -> None:
-    """Set counts and plain values to the saved ones. An existing count keeps its dtype and device."""
+    """Set counts and plain values to the saved ones, and delete those that were not saved.
+
+    An existing count keeps its dtype and device.
+    """
     for key in [key for key, value in state.items() if key not in scalars and not is_offloadable(value)]:
         del state[key]
     for key, value in scalars.items():

@@ -5,8 +5,8 @@
 - `pieces DTYPE`: one value per element, sharded as the parameter is;
 - `signed uint8`, `unsigned uint8`: likewise, but quantized to 8-bit codes; the scales of the span `[start, stop)` are
   stored under `.../KEY_scale/START` ([Note: 8-bit states of another sharding]). If a parameter is sharded over tp or
-  ep, its blocks divide a rank's part, and other layouts have other parts; so the dequantized values are saved, as
-  `pieces float32`;
+  ep, each rank divides its own part into blocks, and other layouts have other parts; so the dequantized values are
+  saved, as `pieces float32`;
 - `whole DTYPE`: one tensor for the parameter: a step count, or a state with another shape;
 - `value`: a plain Python value (or a tensor without elements), kept in the index.
 """
@@ -32,7 +32,9 @@ from windlass.zero.update.update_protocol import Update
 
 @dataclass
 class StateFragments:
-    """States that a rank saves: tensors, and their kinds, plain values and spans by parameter and key."""
+    """States that a rank saves: shards, scalar tensors, kinds and plain values by parameter and key, and the quantized
+    spans by parameter.
+    """
 
     shards: list[FlatShard] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -66,7 +68,8 @@ def collect_state_fragments(
     """Add all states of this rank to `fragments`.
 
     Raises:
-        CheckpointError: a state has neither one value per element nor one for the parameter.
+        CheckpointError: the optimizer is stepped on flat fragments, and a state has neither one value per element nor
+            one value for the whole parameter.
     """
     formats = update.formats()
     for entry in update.state_entries():
@@ -113,7 +116,8 @@ def state_kind(update: Update, entry: StateEntry, key: str, value: Any) -> str:
     """Return the kind of a state that is not quantized; see [Note: kinds of states].
 
     Raises:
-        CheckpointError: the state has neither one value per element nor one for the parameter.
+        CheckpointError: the optimizer is stepped on flat fragments, and the state has neither one value per element nor
+            one value for the whole parameter.
     """
     if not isinstance(value, torch.Tensor) or not value.numel():
         return "value"

@@ -15,7 +15,7 @@ from windlass.base.log import logger
 from windlass.base.tensor_tree import iterate_tensors
 from windlass.config import Config
 
-# `plan` is a higher layer, so it is imported by name, and only after such an error.
+# `windlass.plan` is a higher layer, so its module is imported by name, and only after an out-of-memory error.
 _PLANNER = "windlass.plan.out_of_memory_note"
 _CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
@@ -54,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def note_out_of_memory(error: BaseException, failed: FailedRun) -> None:
-    """Add a note to an out-of-memory error, which is printed below it. Other errors are left alone. Never raises."""
+    """Add a note to an out-of-memory error that has no note yet. Other errors stay unchanged. Never raises."""
     if not is_out_of_memory(error) or getattr(error, "__notes__", None):
         return
     try:

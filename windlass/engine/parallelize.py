@@ -40,8 +40,9 @@ def mesh_of_model(model: nn.Module) -> Mesh | None:
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Collection[str] = ()) -> None:
     """Partition `model` in place along every mesh axis except the data axes. Collective.
 
-    All ranks get rank 0's values. If a parameter already has a placement (`windlass.parallel.placement`), the model was
-    partitioned before: its parts and values stay.
+    Before a partition along pp, ep or tp, each value is broadcast from the first of the ranks that built the same part
+    of the model. If a parameter already has a placement (`windlass.parallel.placement`), the model was partitioned
+    before, and its parts stay.
 
     Args:
         script_axes: axes along which the script partitions its own layers (with an `mpu`). The tensor-parallel
@@ -111,9 +112,12 @@ def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: ShardedInitPartitioner) -> None:
-    """Broadcast full parameters and buffers from the first rank of these groups, except those in `deferred`.
+    """Broadcast full parameters and buffers, except those in `deferred`, from the first rank of each group in turn.
 
     Collective.
+
+    Raises:
+        ModelError: a parameter is on the meta device.
     """
     with WaitScope("the broadcast of the first rank's model"), torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -136,8 +140,8 @@ def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Seq
     """Check that parameters constructed under `zero.Init` are parts of the same model on all ranks. Collective.
 
     Raises:
-        ModelError: ranks build different parts of the model.
-        ConfigError: the configuration needs full values, which are gathered only later.
+        ModelError: a parameter was sharded by `zero.Init`, and ranks build different parts of the model.
+        ConfigError: `pipeline.partition_method` is `time`, which runs the full model before its values are gathered.
     """
     sharded_names = [name for name, parameter in model.named_parameters() if initial_shard.find(parameter) is not None]
     if separately_built_axes and (

@@ -1,4 +1,7 @@
-"""Engine of a rank of a pipeline. Runs a full step at a time, because forwards and backwards of stages interleave."""
+"""Training engine for models with pipeline stages.
+
+Each call runs a full step, because the schedule interleaves forwards and backwards of several micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class PipelineEngine(Engine):
     """Engine for one rank's stages of a pipeline. Every rank of the pipeline reads the same micro-batches.
 
     `train_batch` makes a step of `gradient_accumulation_steps` micro-batches; `eval_batch` runs micro-batches without
-    gradients. `forward`, `backward` and `step` raise.
+    gradients. `forward`, `backward`, `step` and `no_sync` raise a ModelError.
     """
 
     _is_last_backward = False  # True during the last backward of the step
@@ -127,15 +130,17 @@ class PipelineEngine(Engine):
             Each micro-batch has the same weight whatever its size, as in plain accumulation.
 
         Raises:
-            StopIteration: there are no more micro-batches, on any rank. Nothing was changed.
+            StopIteration: all ranks have read their last micro-batch. Nothing was changed.
             DataError: there are fewer micro-batches than a step needs, or ranks of a pipeline read different ones.
                 Nothing was changed.
-            PeerError: reading, a stage or the loss raised on another rank. The message names its stage and micro-batch;
-                that rank raises its own error. No rank makes a step, and training can continue with the next batch.
+            PeerError: reading, a stage or the loss raised on another rank, which raises its own error. The message has
+                this error, with the stage and micro-batch if a stage raised. No rank makes a step, and training can
+                continue with the next batch; after an error in a stage or loss, only if tp, sp and ep are 1.
+            ModelError: parameters were unfrozen without `refresh`, or an earlier schedule was aborted.
             LossError, StorageError, UpdateError: as `Engine.step`.
         """
         self._require_ready("train_batch")
-        self._sharded.disk_health.require_intact("a batch")  # on all ranks, before any rank waits for another
+        self._sharded.disk_health.require_intact("a batch")  # raises on all ranks, before any waits for another
         if unfrozen_parameters(self._sharded):
             raise ModelError("parameters were unfrozen: call engine.refresh() on every rank of the pipeline first")
         assert self._optimizer is not None, "train_batch needs an optimizer: pass one to initialize or name one"
@@ -169,15 +174,15 @@ class PipelineEngine(Engine):
         Args:
             data_iter: iterator of micro-batches, the same on every rank of a pipeline.
             return_logits: also return the model's outputs, on the last stage.
-            compute_loss: compute losses; if False, return the outputs instead of the loss.
+            compute_loss: compute losses; if False, return a list of the outputs instead of the loss.
             reduce_output: `"avg"`: the mean over micro-batches and data-parallel ranks; None: a list with one loss per
                 micro-batch.
             bcast_loss: send a reduced loss to every rank; else only the last stage has it.
             num_micro_batches: number of micro-batches; `gradient_accumulation_steps` by default.
 
         Returns:
-            The loss, or a pair of the loss and the outputs. Outputs of all micro-batches are concatenated if their
-            shapes allow it, else they are a list. None on a rank that has no result.
+            The loss; with `return_logits`, a pair of the loss and the outputs of all micro-batches, concatenated if
+            their shapes allow it, else as a list. A rank has None in place of a loss or outputs that it lacks.
 
         Raises:
             StopIteration, DataError, PeerError: as `train_batch`.
@@ -207,7 +212,7 @@ class PipelineEngine(Engine):
         return (result, _concatenate(outputs)) if return_logits else result
 
     def keep_last_micro_batch(self) -> None:
-        """Keep the last micro-batch of each step until the next one, for `last_micro_batch_gradients`."""
+        """Keep the last micro-batch of each step until the next step, for `last_micro_batch_gradients`."""
         self._keeps_last_micro_batch = True
 
     def last_micro_batch_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -269,7 +274,7 @@ class PipelineEngine(Engine):
             if mode == "evaluate":
                 schedule = build_forward_schedule(ranks, micro_batches, self._stages_per_rank)
             else:
-                name = name if mode == "train" else "gpipe"  # backwards are not split
+                name = name if mode == "train" else "gpipe"  # GPipe runs each backward as one action
                 schedule = build_schedule(name, ranks, micro_batches, self._stages_per_rank)
             self._programs[key] = add_transfers(schedule)[self._axis.index]
         return self._programs[key]
@@ -325,7 +330,7 @@ class PipelineEngine(Engine):
     def _finish_schedule(self, halted: ScheduleFailed | None) -> None:
         """Complete all transfers and collectives, then raise on every rank if a stage raised on any. Collective."""
         drain = BackgroundCall(halted.drain) if halted is not None else None
-        # joins collectives of ranks that have not reached this point
+        # `sync` joins the collectives of ranks that have not reached this point.
         self._sharded.scheduler.sync(SyncPoint.SCHEDULE_END)
         if drain is not None:
             drain.join()
@@ -374,7 +379,7 @@ class PipelineEngine(Engine):
         return replace_tensors(batch, moved)
 
     def _mean_loss(self, losses: list[torch.Tensor | None], broadcast: bool) -> Any:
-        """Return the mean loss of all micro-batches and data-parallel ranks."""
+        """Return the mean loss of all micro-batches and data-parallel ranks; None on a rank that does not have it."""
         local = [loss.float() for loss in losses if loss is not None]
         mean = torch.stack(local).mean() if local else torch.zeros((), device=self.device)
         if self.is_last_stage():
@@ -425,7 +430,7 @@ class PipelineEngine(Engine):
 
 
 class _NoInputCheck(InputConsistencyCheck):
-    """Input check that does nothing: full micro-batches were compared before, and a stage's inputs may be parts."""
+    """Input check that does nothing: full micro-batches were compared before, and inputs of a stage may be shards."""
 
     def check(self, inputs: Any) -> None:
         return

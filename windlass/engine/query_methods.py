@@ -9,7 +9,7 @@ from windlass.engine.engine_parts import EngineParts
 
 
 class QueryMethods(EngineParts):
-    """Methods of an engine that only return information. Names are DeepSpeed's."""
+    """Methods of an engine that only return information. Where DeepSpeed has the same method, the name is the same."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the current micro-batch ends a step."""
@@ -69,11 +69,11 @@ class QueryMethods(EngineParts):
         return self._config.gradient_clipping
 
     def steps_per_print(self) -> float | None:
-        """Return the number of steps between two log lines."""
+        """Return the number of steps between two log lines; None: no log lines."""
         return self._config.steps_per_print
 
     def optimizer_name(self) -> str | None:
-        """Return the optimizer name in the configuration, or the class name of the optimizer passed to `initialize`."""
+        """Return the optimizer name in the configuration, in lower case, or else the class name of the optimizer."""
         if self._config.optimizer is not None:
             return self._config.optimizer.type.lower()
         return type(self._optimizer.optimizer).__name__ if self._optimizer is not None else None
@@ -97,8 +97,9 @@ class QueryMethods(EngineParts):
 
     @property
     def data_loading_ranks(self) -> tuple[int, int]:
-        """`(count, index)`: the number of data-loading ranks, and the index of the rank among them whose samples this
-        rank uses.
+        """`(count, index)`: the number of ranks that read different samples, and this rank's index among them.
+
+        Ranks along pp, sp and tp have the same index and samples.
         """
         world = self._sharded.mesh.world
         grid = self._sharded.mesh.grid
@@ -121,5 +122,5 @@ class QueryMethods(EngineParts):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because a gradient overflowed."""
+        """Steps skipped because a gradient was not finite."""
         return self.progress.skipped_steps

@@ -22,23 +22,23 @@ RANK_STATE_PREFIX = "rank_state/"
 
 
 def rank_state_shards(model: ShardedModel) -> list[FlatShard]:
-    """Return this rank's rows of all per-rank states."""
+    """Return this rank's rows of the per-rank states, for a save. A rank without primary replicas has none."""
     return [_row(model, state) for state in rank_states(model) if state.unit.is_primary_replica]
 
 
 class RankStateLoader:
     """Loader of the per-rank states that a checkpoint holds and this model's update keeps.
 
-    If the number of ranks equals that of the save, each rank reads its row in place. Otherwise every rank reads all
-    rows of a state, one state at a time, and the update's rule computes the rank's row from them: this takes
-    `[saved ranks, *shape]` of host memory.
+    On the same number of ranks as in the save, each rank reads its row in place. On another number, and for states
+    with `follows_owners`, every rank reads all rows of a state, one state at a time, and the update's rule computes the
+    rank's row from them. This takes host memory for `[saved ranks, *shape]` values.
 
     Args:
         saved: every tensor of the checkpoint by name, on the meta device.
 
     Attributes:
         shards: shards to read.
-        was_relaid: True if a row was computed by the rule, and so differs from the saved rows.
+        was_relaid: True if a state was saved on another number of ranks, or the rule has changed this rank's row.
         dropped: names of the saved states that this model's update does not need.
 
     Raises:
@@ -118,7 +118,7 @@ class _RelaidStorage:
         self._rows = None
 
     def rows(self) -> torch.Tensor:
-        """Return the rows `[saved ranks * n]`, while the storage is open."""
+        """Return all rows as `[saved ranks * elements of a row]`, while the storage is open."""
         assert self._rows is not None
         return self._rows.view(-1)
 
@@ -148,13 +148,20 @@ class _StoredRow:
         self._values = None
 
     def values(self) -> torch.Tensor:
-        """Return the row `[n]`, while the storage is open."""
+        """Return the row `[elements of the row]`, while the handle is open."""
         assert self._values is not None
         return self._values
 
 
 def open_rank_states(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
-    """Create the states named `saved`, so that `rank_states` yields them. Return the names that the model lacks."""
+    """Prepare for a load of the per-rank states `saved`: afterwards `rank_states` yields the states to load.
+
+    Args:
+        saved: names of states, without parameters.
+
+    Returns:
+        The names in `saved` that the model does not use.
+    """
     needless = model.update.open_rank_states(saved) if model.update is not None else frozenset()
     return needless | model.quantization_errors.open(saved)
 
