@@ -9,6 +9,7 @@ between the two, and enough host memory for the next setting, or half way if the
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -157,7 +158,7 @@ def compared(
             times[name] += [max(step) for step in zip(*(one["seconds"] for one in answers), strict=True)]
     second = {name: statistics.mean(one["second_loss"] for one in pool.ask("tiers")) for name, pool in pools.items()}
     apart = max(second.values()) - min(second.values())
-    if not apart <= _LOSS_TOLERANCE:  # also if a loss is NaN
+    if any(map(math.isnan, second.values())) or apart > _LOSS_TOLERANCE:
         raise RuntimeError(f"{label}: the losses of the second step differ by {apart:.1e}: {second}")
     seconds = {name: statistics.median(each) for name, each in times.items()}
     best = min((name for name in hands if needs[name].fits(limit)), key=lambda name: seconds[name])

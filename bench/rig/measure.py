@@ -210,7 +210,9 @@ def _compare(measured: Measured) -> None:
     reference = measured.results[measured.reference]
     for name, result in measured.results.items():
         if synchronizes_gradients(name) and result.first_losses:
-            pairs = [(result.first_losses, reference.first_losses), (result.losses, reference.losses)]
+            pairs = [(result.first_losses, reference.first_losses)]
+            if result.losses and reference.losses:  # an engine with other first losses is not timed
+                pairs.append((result.losses, reference.losses))
             result.loss_apart = max(_largest_difference(ours, theirs) for ours, theirs in pairs)
 
 

@@ -231,7 +231,7 @@ def test_experts_over_ranks_are_exact(stage: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize(("axis", "stage"), [("tp", 1), ("sp", 0)])
-def test_slots_and_saved_tensors_along_tp_and_sp_are_exact(axis: str, stage: int) -> None:
+def test_slots_are_exact_and_saved_tensors_close_along_tp_and_sp(axis: str, stage: int) -> None:
     for planned, real, traced, saved in run_ranks(along_axis, 2, axis, stage):
         assert planned == real
         # The test's hook and the trace have the batch's token ids in different forms.

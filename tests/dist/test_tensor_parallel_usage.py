@@ -108,7 +108,7 @@ def narrow(name: str, options: dict[str, Any], autocast: bool) -> tuple[float, f
 
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
-def test_bf16_and_autocast_equal_the_plain_model(name: str, autocast: bool) -> None:
+def test_bf16_and_autocast_are_near_the_plain_model(name: str, autocast: bool) -> None:
     for options in ({}, NORMS, {"tp_overlap_chunks": 2}):
         for loss, gradients in run_ranks(narrow, 2, name, options, autocast):
             assert loss < 1e-2

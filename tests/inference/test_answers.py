@@ -501,7 +501,11 @@ def test_threads_take_turns() -> None:
 def test_the_progress_goes_to_standard_error_if_it_is_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     with serve(llama()) as llm:
+        capsys.readouterr()
         llm.generate([[3]], GREEDY, use_tqdm=True)
         assert capsys.readouterr() == ("", "")
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes every stream for a terminal

@@ -389,7 +389,7 @@ def test_a_draw_that_fails_ends_the_requests_of_its_step(several: int, monkeypat
     asyncio.run(main())
 
 
-def test_idle_engine_calls_use_idle_time_until_done() -> None:
+def test_idle_engine_calls_use_idle_time() -> None:
     async def main() -> None:
         _, engine = make_engine()
         runner: Any = engine._engine.runner

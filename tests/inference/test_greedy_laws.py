@@ -155,7 +155,7 @@ PAGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", PAGED)
-def test_families_with_unusual_positions_run_paged(kind: str) -> None:
+def test_families_with_unusual_positions_or_layers_run_paged(kind: str) -> None:
     size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "pad_token_id": 0}
     values = {**size, **heads, **PAGED[kind]}

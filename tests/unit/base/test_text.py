@@ -91,7 +91,7 @@ def test_json_over_the_limits_is_refused(text: str | bytes, reason: str) -> None
 
 
 @given(st.text(max_size=8))
-def test_parsed_numbers_equal_python(text: str) -> None:
+def test_parsed_integers_equal_python_and_floats_are_finite(text: str) -> None:
     full, real = parse_int(text), parse_finite_float(text)
     assert full is None or full == int(text)
     assert real is None or abs(real) < float("inf")

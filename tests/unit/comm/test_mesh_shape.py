@@ -91,6 +91,7 @@ def test_ranks_along_pp_sp_and_tp_share_a_data_loading_rank() -> None:
         here = grid.coordinates(rank)
         for other in grid.along(rank, "pp", "sp", "tp"):
             assert all(grid.coordinates(other)[axis] == here[axis] for axis in DATA_LOADING_AXES)
+            assert grid.data_loading_rank(other) == grid.data_loading_rank(rank)
 
 
 def test_sizes_and_coordinates_out_of_range_are_refused() -> None:

@@ -127,10 +127,13 @@ def test_muon_aliases() -> None:
     other = nn.Linear(4, 3, bias=False)
     other.load_state_dict({"weight": layer.weight})
     alone = Muon(other.parameters())
+    before = {name: value.detach().clone() for name, value in layer.named_parameters()}
     for module, optimizer in ((layer, both), (other, alone)):
-        (module.weight * torch.arange(12.0).view(3, 4)).square().mean().backward()
+        loss = (module.weight * torch.arange(12.0).view(3, 4)).square().mean()
+        (loss if module.bias is None else loss + module.bias.square().mean()).backward()
         optimizer.step()
     assert torch.equal(layer.weight, other.weight)
+    assert not any(torch.equal(value, before[name]) for name, value in layer.named_parameters())
     with pytest.raises(AssertionError, match="use_muon"):
         MuonWithAuxAdam([{"params": [layer.weight]}])
 
