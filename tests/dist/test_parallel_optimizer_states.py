@@ -201,7 +201,8 @@ def continue_in_engine(
     state = engine.full_state_dict()
     engine.destroy()
     if kept is not None:
-        with pytest.raises(RuntimeError):
+        # Autograd raises RuntimeError if a backward first needs a tensor that the engine has changed.
+        with pytest.raises((ModelError, RuntimeError), match="loss from before initialize|modified by an inplace"):
             kept.backward()
     return state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -203,10 +204,13 @@ def test_process_takes_over_the_entry_with_its_own_replica_number() -> None:
 
 
 def test_missing_replicas_are_named() -> None:
-    job = Job(mlp, sgd, ParameterServerSettings(connect_seconds=2.0), servers=1, workers=1)
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     job.start_process(0, 0, replicas=2)
     job.start_process(0, 1, replicas=2)
-    with pytest.raises(CommunicationError, match="1 of 2 replicas of server 0 .* did not connect within 2 s"):
+    wait_for(lambda: has_replicas(job, 0, 1))
+    for process in (job.serving(0), job.processes[0, 1]):  # the wait ends once one of the replicas is connected
+        process._settings = replace(process._settings, connect_seconds=0.1)
+    with pytest.raises(CommunicationError, match="1 of 2 replicas of server 0 .* did not connect within 0 s"):
         job.finish()
 
 

@@ -49,6 +49,10 @@ class ErrorStorage(Protocol):
         """Start to store the errors that `fetch` returned. They must not change afterwards."""
         ...
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the errors by `factor`."""
+        ...
+
 
 class LaneErrors:
     """Error feedback of one lane of a transport: of the reductions of one gradient.
@@ -104,10 +108,8 @@ class LaneErrors:
 
     def rescale(self, factor: float) -> None:
         """Multiply the errors by `factor`."""
-        if not self.is_open:
-            return
         if self.storage is not None:
-            self.storage.put(self.storage.fetch().mul_(factor))
+            self.storage.rescale(factor)
         elif self._flat is not None:
             self._flat.mul_(factor)
 

@@ -308,7 +308,7 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
             count(slot.unit, "grad in update", slot.spare_storage.tier, slot.spare_storage.nbytes)
     for chunk, key, size in model.masters.state_offload.inventory(model.masters.chunks):
         count(chunk.unit, key, chunk.tier, size)
-    for state in rank_states(model):
+    for state in rank_states(model, reduced_only=True):
         if not isinstance(state, RankNumber):
             count(state.unit, state.key, state.tier, state.nbytes)
     for chunk in model.masters.chunks if model.delayed_update is not None else ():

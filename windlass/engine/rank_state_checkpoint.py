@@ -166,11 +166,15 @@ def open_rank_states(model: ShardedModel, saved: Collection[str]) -> frozenset[s
     return needless | model.quantization_errors.open(saved)
 
 
-def rank_states(model: ShardedModel) -> Iterator[RankState]:
-    """Yield the states of a model that differ between ranks: those of its update, and of quantized reductions."""
+def rank_states(model: ShardedModel, *, reduced_only: bool = False) -> Iterator[RankState]:
+    """Yield the states of a model that differ between ranks: those of its update, and of quantized reductions.
+
+    Args:
+        reduced_only: leave out errors of units that were not reduced yet, which take no memory until then.
+    """
     if model.update is not None:
         yield from model.update.rank_states()
-        yield from model.quantization_errors.rank_states()
+        yield from model.quantization_errors.rank_states(reduced_only=reduced_only)
 
 
 def _row(model: ShardedModel, state: RankState, *, is_loaded: bool = False) -> FlatShard:

@@ -15,6 +15,14 @@ from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_transfer import Extent
 
 
+_UNREAD = 0xFF  # each byte of a tensor whose read failed: NaN in every floating-point dtype
+
+
+def was_read(values: torch.Tensor) -> bool:
+    """Return False if a failed read filled `values`, a float32 tensor, with NaN. Other NaN have other bits."""
+    return int(values.view(torch.int32)[:1].sum()) != -1
+
+
 class DeferredFailureTier(DiskTier):
     """Disk tier whose failed transfers raise no error where they are awaited.
 
@@ -108,7 +116,7 @@ class DeferredFailureTier(DiskTier):
             self._fail_read(extent, sums.memory, error)
 
     def _fail_read(self, extent: Extent, into: torch.Tensor, error: StorageError) -> None:
-        into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
+        into.detach().reshape(-1).view(torch.uint8).fill_(_UNREAD)
         if isinstance(error, DamageError):  # other errors may be temporary, and the bytes on the disk intact
             self.damaged_extents.setdefault(extent, error)
         self._record_failure(error)

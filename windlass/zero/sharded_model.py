@@ -142,7 +142,7 @@ class ShardedModel:
         self.scheduler = self._make_scheduler(completion)
         at_once = self._choose_update_numel(optimizer)
         self.masters = self._make_masters(optimizer, at_once, delayed=late)
-        self._rank_states = int(settings.keeps_quantization_errors)  # states of a unit that differ between ranks
+        self._rank_states = 0  # states of a unit that differ between ranks, without errors of quantized reductions
         if optimizer is not None:
             self._rank_states += len(update_class(optimizer, policy.state).rank_state_keys(optimizer, policy.state))
         try:
@@ -178,7 +178,7 @@ class ShardedModel:
             tiers.staging.free_returned()  # records grow by the states of the first step, and need larger buffers
         self._attach(blocks)
         self.agreement = StepAgreement(
-            self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
+            self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self._has_step_failure
         )
         self.replicas = DifferingReplicas(
             self.update,
@@ -322,7 +322,8 @@ class ShardedModel:
                 nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulation_dtype.itemsize
                 sizes += [nbytes, nbytes] if self.settings.delayed_update else [nbytes]
             if unit.trainable and unit.state_tier is Tier.NVME:
-                sizes += [unit.layout.padded * torch.float32.itemsize] * self._rank_states
+                has_errors = self.settings.keeps_quantization_errors and unit.dp_group.group.size > 1
+                sizes += [unit.layout.padded * torch.float32.itemsize] * (self._rank_states + has_errors)
         disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
         self.disk_health.check(what, then="nothing was changed")
 
@@ -343,6 +344,9 @@ class ShardedModel:
                 if place is not None:
                     place.discard()
         self.masters.state_offload.discard()
+        if self.update is not None:
+            self.update.open_rank_states(frozenset())
+        self.quantization_errors.forget()
         self.disk_health.clear_failure()
 
     def after_forward(self) -> None:
@@ -376,6 +380,11 @@ class ShardedModel:
     def _has_forward_failure(self) -> float:
         """Return nonzero if this rank has a failure that `after_forward` must raise on all ranks."""
         return self.disk_health.has_local_failure() if self.tiers.param is Tier.NVME else 0.0
+
+    def _has_step_failure(self) -> float:
+        """Return 1 if a disk transfer or an update of this rank has failed, writes of the last reductions included."""
+        self.quantization_errors.wait()
+        return self.disk_health.has_local_failure()
 
     def _raise_forward_failure(self) -> None:
         self.disk_health.raise_failures(_BAD_FORWARD, loses=self._update_in_progress())

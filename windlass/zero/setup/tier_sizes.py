@@ -63,7 +63,7 @@ def tier_sizes(
     """
     policy, accumulate = settings.policy, settings.accumulation_dtype.itemsize
     of_units, whole, gradients, kept, blocks = [], 0, 0, 0, dict[int, int]()
-    spans, widths, rings = [0], [0], dict[int, int]()
+    spans, widths, error_widths, rings = [0], [0], [0], dict[int, int]()
     for unit, plan in zip(units, plans, strict=True):
         span, own = unit.state_stop - unit.state_start, sum(piece.numel for piece in unit.pieces())
         shard = unit.nbytes // unit.dp_group.group.size
@@ -91,6 +91,7 @@ def tier_sizes(
         )
         spans.append(span)
         widths.append(unit.layout.padded)
+        error_widths.append(unit.layout.padded * keeps_errors)
         if policy.grad:
             rings[id(unit.dp_group)] = max(rings.get(id(unit.dp_group), 0), unit.layout.padded)
         if reduces_itself or not policy.grad:
@@ -102,7 +103,7 @@ def tier_sizes(
     if accumulate < 4:
         temporary += 4 * max(spans)  # the optimizer receives float32 gradients
     # A reduction and the last two stores use the errors of a unit on the device.
-    fetched_errors = 3 * max(widths) * torch.float32.itemsize if settings.keeps_quantization_errors else 0
+    fetched_errors = 3 * max(error_widths) * torch.float32.itemsize
     param_width = max((unit.dtype.itemsize for unit in units), default=4)
     unsharded = (_LIVE + _BEYOND) * block
     fixed = FixedBytes(

@@ -56,14 +56,19 @@ class QuantizationErrors:
                 errors.storage = _UnitErrors(self._memory, unit)
             self._lanes.append((unit, errors))
 
-    def rank_states(self) -> Iterator[RankState]:
+    def rank_states(self, *, reduced_only: bool = False) -> Iterator[RankState]:
         """Yield the states of all units, zeros for units that were not reduced yet; nothing before the first reduction.
 
         A load needs the states of all parameters, since the saved run may have had other units.
+
+        Args:
+            reduced_only: leave out units that were not reduced yet, whose zeros take no memory until then.
         """
         if not any(errors.is_open for _, errors in self._lanes):
             return
         for unit, errors in self._lanes:
+            if reduced_only and not errors.is_open:
+                continue
             for index in range(len(unit.parameters)):
                 if unit.layout.numels[index]:
                     yield RankNumber(unit, index, REDUCTIONS, errors.reductions[index : index + 1], largest_of_ranks)
@@ -79,6 +84,10 @@ class QuantizationErrors:
         for _, errors in self._lanes if found else ():
             errors.open()
         return frozenset() if self._lanes else found
+
+    def wait(self) -> None:
+        """Wait until the errors of all reductions so far are stored. A failed write is recorded by the disk tier."""
+        self._memory.wait()
 
     def forget(self) -> None:
         """Return to the state before the first reduction."""
@@ -114,3 +123,6 @@ class _UnitErrors:
 
     def put(self, errors: torch.Tensor) -> None:
         self._memory.put(ERROR, self._unit, errors)
+
+    def rescale(self, factor: float) -> None:
+        self._memory.rescale(ERROR, self._unit, factor)

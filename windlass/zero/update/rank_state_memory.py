@@ -3,7 +3,9 @@
 [Note: offloaded per-rank states] If `offload_optimizer` moves a unit's optimizer states, its per-rank states are on the
 same tier. An exchange fetches the states of the units in one batch of messages, and stores them when the messages have
 arrived. Space on disk is allocated when the update is constructed, so that a full disk raises before the first step. A
-state is zero until it is stored for the first time, and is not transferred before.
+state is zero until it is stored for the first time, and is not transferred before. If a state cannot be read, the
+exchange goes on with zeros, because other ranks wait for its message, and the contents on disk stay as they are; all
+ranks raise before the step ([Note: a disk that fails]).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from windlass.base.device_memory import device_has_own_memory, empty_host_tensor
 from windlass.base.pending import Pending
+from windlass.storage.deferred_failure_tier import was_read
 from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.unit import Unit
 
@@ -42,6 +45,8 @@ class RankStateMemory:
         self._slots: dict[tuple[str, int], Slot] = {}
         self._stored: set[tuple[str, int]] = set()  # slots that have contents; the others are zeros
         self._stores: list[_Store] = []
+        self._unread: set[tuple[str, int]] = set()  # states whose fetch failed, until their `put`
+        self._factors: dict[tuple[str, int], float] = {}  # factors by which contents of slots are to be multiplied
 
     def is_offloaded(self, unit: Unit) -> bool:
         """Return True if a unit's states are not in the memory in which the device computes."""
@@ -77,26 +82,38 @@ class RankStateMemory:
         if not self.is_offloaded(unit):
             return self.tensor(key, unit, numel)
         self.open(key, unit, numel)
-        if (key, unit.index) not in self._stored:
+        state = (key, unit.index)
+        if state not in self._stored:
             return torch.zeros(numel, dtype=torch.float32, device=unit.full.device)
-        for store in [one for one in self._stores if one.state == (key, unit.index)]:
+        for store in [one for one in self._stores if one.state == state]:
             store.pending.wait()  # a reduction of the next micro-batch may follow while the last one is being stored
             self._stores.remove(store)
         values = torch.empty(numel, dtype=torch.float32, device=unit.full.device)
-        self._slots[key, unit.index].fetch(values).wait()
-        if unit.state_tier is Tier.NVME:
-            # A failed read gives NaN, which no codec encodes; the other ranks wait for this message. The failure is
-            # raised on all ranks at the end of the step ([Note: a disk that fails]).
-            values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return values
+        self._slots[state].fetch(values).wait()
+        if unit.state_tier is Tier.NVME and not was_read(values):
+            self._unread.add(state)
+            return values.zero_()
+        return values if (factor := self._factors.get(state)) is None else values.mul_(factor)
 
     def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
         """Start to store a state that `fetch` returned. `values` must not change afterwards."""
         if self.is_offloaded(unit):
             state = (key, unit.index)
+            if state in self._unread:
+                self._unread.remove(state)
+                return
+            self._factors.pop(state, None)
+            # On a device with memory of its own, the write to disk starts when the copy to host memory is polled.
+            self._stores = [one for one in self._stores if not one.pending.poll()]
             self._stores.append(_Store(self._slots[state].put(values), values, state))
-            self._stored.add((key, unit.index))
+            self._stored.add(state)
             self._wait_for_stores(_IN_FLIGHT)
+
+    def rescale(self, key: str, unit: Unit, factor: float) -> None:
+        """Multiply an offloaded state by `factor`, when it is read next."""
+        state = (key, unit.index)
+        if state in self._stored:
+            self._factors[state] = self._factors.get(state, 1.0) * factor
 
     def wait(self) -> None:
         """Wait for all stores.
@@ -117,11 +134,12 @@ class RankStateMemory:
             return torch.zeros(numel, dtype=torch.float32)
         values = empty_host_tensor(numel, torch.float32, pin=False)
         self._slots[key, unit.index].load(values, start).wait()
-        return values
+        return values.mul_(self._factors.get((key, unit.index), 1.0))
 
     def write_part(self, key: str, unit: Unit, start: int, values: torch.Tensor) -> None:
-        """Replace elements from `start` on of an offloaded state."""
+        """Replace elements from `start` on of an offloaded state, which was not rescaled since `drop`."""
         self.wait()
+        assert (key, unit.index) not in self._factors
         slot = self._slots[key, unit.index]
         if (key, unit.index) not in self._stored:
             slot.store(torch.zeros(slot.numel, dtype=torch.float32)).wait()
@@ -133,14 +151,20 @@ class RankStateMemory:
         for (name, _), tensor in self._tensors.items():
             if name == key:
                 tensor.zero_()
-        self._stored = {one for one in self._stored if one[0] != key}
+        self._forget_contents(key)
 
     def drop(self, key: str | None = None) -> None:
         """Free the tensors of the state `key` (None: of all states), and reset it to zero. Slots stay allocated, and
         their contents, lost or not, are discarded.
         """
+        self.wait()  # a write that fails later would count as damage of the new contents
         self._tensors = {one: tensor for one, tensor in self._tensors.items() if key not in (None, one[0])}
-        self._stored = {one for one in self._stored if key not in (None, one[0])}
+        self._forget_contents(key)
         for one, slot in self._slots.items():
             if key in (None, one[0]):
                 slot.discard()
+
+    def _forget_contents(self, key: str | None) -> None:
+        """Make the state `key` (None: all states) zero in its slots."""
+        self._stored = {one for one in self._stored if key not in (None, one[0])}
+        self._factors = {one: factor for one, factor in self._factors.items() if key not in (None, one[0])}
