@@ -14,7 +14,6 @@ from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_transfer import Extent
 
-
 _UNREAD = 0xFF  # each byte of a tensor whose read failed: NaN in every floating-point dtype
 
 

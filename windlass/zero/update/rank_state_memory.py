@@ -4,7 +4,7 @@
 same tier. An exchange fetches the states of the units in one batch of messages, and stores them when the messages have
 arrived. Space on disk is allocated when the update is constructed, so that a full disk raises before the first step. A
 state is zero until it is stored for the first time, and is not transferred before. If a state cannot be read, the
-exchange goes on with zeros, because other ranks wait for its message, and the contents on disk stay as they are; all
+exchange continues with zeros, because other ranks wait for its message, and the contents on disk stay as they are; all
 ranks raise before the step ([Note: a disk that fails]).
 """
 
