@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.dist.test_disk_failure import BAD_RANK, Breaker, FailedLate, GoneDevi
 from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
 from tests.dist.test_quantized_messages import LOCO, HalfUsed
 from tests.models import Place
+from windlass.comm.quantized_wire import QuantizedReduction
 from windlass.config import load_config
 from windlass.engine.engine_reporter import memory_report
 from windlass.engine.rank_state_checkpoint import rank_states
@@ -27,6 +29,7 @@ from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.planned_layout import Target, plan_layout
 from windlass.storage.slot import Tier
 from windlass.zero.update.quantization_errors import ERROR
+from windlass.zero.update.rank_state_memory import RankStateMemory
 
 EMULATED = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
 
@@ -118,6 +121,28 @@ def test_a_checkpoint_moves_between_tiers(before: Tier, after: Tier, tmp_path: P
         assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
 
 
+def interrupted(tier: Tier, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Load a checkpoint after a backward without a step. Return the values at the save and after the load."""
+    subject = specimen(LOCO.model)
+    engine = start(subject, config_of(tier, folder))
+    train(engine, range(2))
+    engine.save_checkpoint(f"{folder}/saved")
+    saved = values_of(engine)
+    with patch.object(QuantizedReduction, "poll", lambda _: False):  # only `wait` starts the second messages
+        subject.train(engine, subject.batch(Place(2, 0, dist.get_rank())), engine.backward)
+        engine.load_checkpoint(f"{folder}/saved")
+    loaded = values_of(engine)
+    engine.destroy()
+    return saved, loaded
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.NVME])
+def test_reductions_in_flight_do_not_replace_loaded_errors(tier: Tier, tmp_path: Path) -> None:
+    for saved, loaded in run_ranks(interrupted, 2, tier, str(tmp_path), timeout=120.0):
+        assert any(value.any() for name, value in saved.items() if name.endswith(ERROR))
+        assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
+
+
 def unfrozen(tier: Tier, folder: str) -> dict[str, torch.Tensor]:
     """Return the values after steps in which a block is frozen at first, with the loss scale halved between them."""
     model = HalfUsed()
@@ -185,6 +210,17 @@ def unread_once(folder: str) -> dict[str, Any]:
         found["step"] = attempt(engine.step)
     after = values_of(engine)
     found["kept"] = {name for name, value in before.items() if torch.equal(value, after[name])}
+    read_part = RankStateMemory.read_part
+
+    def read_nothing(*arguments: Any) -> torch.Tensor:
+        breaker.smash("read")
+        try:
+            return read_part(*arguments)
+        finally:
+            breaker.mend()
+
+    with patch.object(RankStateMemory, "read_part", read_nothing):
+        found["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/unread"))
     found["errors"] = {name for name in before if name.endswith(ERROR)}
     found["next"] = attempt(lambda: train(engine, range(2, 3)))
     engine.destroy()
@@ -195,7 +231,7 @@ def test_errors_that_cannot_be_read_once_stay_on_disk(tmp_path: Path) -> None:
     found = run_ranks(unread_once, 2, str(tmp_path), timeout=120.0)
     for result in found:
         assert f"rank {BAD_RANK}: reading" in result["step"] and "states are unchanged" in result["step"]
-        assert result["next"] == ""
+        assert result["save"].startswith("StorageError: nothing is saved") and result["next"] == ""
     assert found[BAD_RANK]["errors"] and found[BAD_RANK]["errors"] <= found[BAD_RANK]["kept"]
 
 

@@ -16,6 +16,7 @@ from windlass.base.text import plural
 from windlass.checkpoint import FlatShard, LazyFlatTensor
 from windlass.parallel.placement import Placement
 from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.rank_state import RankState
 
 RANK_STATE_PREFIX = "rank_state/"
@@ -127,11 +128,12 @@ class _StoredRow:
     """Lazy storage handle of the row of a state that is not in memory.
 
     Args:
+        health: disk health of the state's model.
         is_loaded: True for a load: the row is filled while the handle is open, and written to its tier afterwards.
     """
 
-    def __init__(self, state: RankState, *, is_loaded: bool) -> None:
-        self._state, self._is_loaded = state, is_loaded
+    def __init__(self, state: RankState, health: DiskHealth, *, is_loaded: bool) -> None:
+        self._state, self._health, self._is_loaded = state, health, is_loaded
         self._values: torch.Tensor | None = None
 
     @property
@@ -140,8 +142,14 @@ class _StoredRow:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Read the row into memory, for the context."""
+        """Read the row into memory, for the context.
+
+        Raises:
+            StorageError: a transfer of this rank failed, so the row to save may be incomplete.
+        """
         self._values = self._state.read()
+        if not self._is_loaded:
+            self._health.raise_local_failure()
         yield
         if self._is_loaded:
             self._state.set(self._values)
@@ -170,7 +178,7 @@ def rank_states(model: ShardedModel, *, reduced_only: bool = False) -> Iterator[
     """Yield the states of a model that differ between ranks: those of its update, and of quantized reductions.
 
     Args:
-        reduced_only: leave out errors of units that were not reduced yet, which take no memory until then.
+        reduced_only: leave out errors of units that were not reduced yet and that take no memory until then.
     """
     if model.update is not None:
         yield from model.update.rank_states()
@@ -184,7 +192,7 @@ def _row(model: ShardedModel, state: RankState, *, is_loaded: bool = False) -> F
     start = data.index * state.values.numel()
     values: torch.Tensor | LazyFlatTensor = state.values
     if not state.is_in_memory:
-        storage = _StoredRow(state, is_loaded=is_loaded)
+        storage = _StoredRow(state, model.disk_health, is_loaded=is_loaded)
         values = LazyFlatTensor(state.values.numel(), state.values.dtype, storage, storage.values)
     return FlatShard(name, shape, start, values, _rows_placement(state, data.size))
 

@@ -20,7 +20,7 @@ def replace_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     not compare the shape of a gradient with the new shape of the parameter.
     """
     parameter.grad = None
-    if parameter.requires_grad:
+    if parameter.requires_grad and not (parameter.is_inference() or torch.is_inference_mode_enabled()):
         old_shape, new_shape = list(parameter.shape), list(values.shape)
 
         def refuse(_: object) -> NoReturn:

@@ -14,13 +14,6 @@ from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_transfer import Extent
 
-_UNREAD = 0xFF  # each byte of a tensor whose read failed: NaN in every floating-point dtype
-
-
-def was_read(values: torch.Tensor) -> bool:
-    """Return False if a failed read filled `values`, a float32 tensor, with NaN. Other NaN have other bits."""
-    return int(values.view(torch.int32)[:1].sum()) != -1
-
 
 class DeferredFailureTier(DiskTier):
     """Disk tier whose failed transfers raise no error where they are awaited.
@@ -115,7 +108,8 @@ class DeferredFailureTier(DiskTier):
             self._fail_read(extent, sums.memory, error)
 
     def _fail_read(self, extent: Extent, into: torch.Tensor, error: StorageError) -> None:
-        into.detach().reshape(-1).view(torch.uint8).fill_(_UNREAD)
+        into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
+        extent.failed_reads += 1
         if isinstance(error, DamageError):  # other errors may be temporary, and the bytes on the disk intact
             self.damaged_extents.setdefault(extent, error)
         self._record_failure(error)

@@ -27,6 +27,7 @@ class Extent:
         written_ranges: bytes that have a value.
         page_checksums: checksum of every page as it was last written. See [Note: checksums of pages].
         transfers: transfers that were started and not yet found finished.
+        failed_reads: number of reads that failed, on a tier that defers failures.
         wait_until_writable: called before any part of the extent is overwritten or freed; returns when that is allowed.
             None: always allowed.
         describe_content: returns names of the contents of bytes `[first, last)` for messages.
@@ -46,6 +47,7 @@ class Extent:
     allocated_bytes: int
     written_ranges: ByteRanges = field(default_factory=ByteRanges)
     transfers: list[DiskTransfer] = field(default_factory=list)
+    failed_reads: int = 0
     wait_until_writable: Callable[[], None] | None = None
     describe_content: Callable[[int, int], str] | None = None
     page_checksums: torch.Tensor = field(init=False)

@@ -126,6 +126,11 @@ class Slot:
         """Extent on disk; None on other tiers."""
         return self._extent if self.tensor is None else None
 
+    @property
+    def failed_reads(self) -> int:
+        """Number of finished reads of this slot that failed, on a tier that defers failures."""
+        return self._extent.failed_reads if self.tensor is None else 0
+
     def fetch(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to copy elements `[start, start + into.numel())` to `into`, which is on the device."""
         if self.tensor is not None:

@@ -27,6 +27,17 @@ def test_old_graphs_raise_and_later_graphs_have_the_new_shape(dtype: torch.dtype
     assert torch.equal(parameter.grad, torch.ones_like(values))
 
 
+def test_values_of_inference_tensors_are_replaced() -> None:
+    with torch.inference_mode():
+        inside = nn.Parameter(torch.randn(6, 4))
+        replace_values(inside, torch.ones(3, 4))
+    assert torch.equal(inside, torch.ones(3, 4))
+    outside = nn.Parameter(torch.randn(6, 4))
+    with torch.inference_mode():
+        replace_values(outside, torch.ones(3, 4))
+    assert torch.equal(outside, torch.ones(3, 4))
+
+
 def test_a_frozen_parameter_gets_the_values() -> None:
     parameter = nn.Parameter(torch.randn(6, 4), requires_grad=False)
     replace_values(parameter, torch.ones(3, 4))

@@ -62,12 +62,12 @@ class QuantizationErrors:
         A load needs the states of all parameters, since the saved run may have had other units.
 
         Args:
-            reduced_only: leave out units that were not reduced yet, whose zeros take no memory until then.
+            reduced_only: leave out units that were not reduced yet and whose zeros take no memory until then.
         """
         if not any(errors.is_open for _, errors in self._lanes):
             return
         for unit, errors in self._lanes:
-            if reduced_only and not errors.is_open:
+            if reduced_only and errors.storage is None and not errors.is_open:
                 continue
             for index in range(len(unit.parameters)):
                 if unit.layout.numels[index]:

@@ -4,8 +4,8 @@
 same tier. An exchange fetches the states of the units in one batch of messages, and stores them when the messages have
 arrived. Space on disk is allocated when the update is constructed, so that a full disk raises before the first step. A
 state is zero until it is stored for the first time, and is not transferred before. If a state cannot be read, the
-exchange continues with zeros, because other ranks wait for its message, and the contents on disk stay as they are; all
-ranks raise before the step ([Note: a disk that fails]).
+exchange continues with zeros, because other ranks wait for its message, and does not replace the contents on disk. All
+ranks raise at their next check ([Note: a disk that fails]).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 
 from windlass.base.device_memory import device_has_own_memory, empty_host_tensor
 from windlass.base.pending import Pending
-from windlass.storage.deferred_failure_tier import was_read
 from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.unit import Unit
 
@@ -45,8 +44,9 @@ class RankStateMemory:
         self._slots: dict[tuple[str, int], Slot] = {}
         self._stored: set[tuple[str, int]] = set()  # slots that have contents; the others are zeros
         self._stores: list[_Store] = []
-        self._unread: set[tuple[str, int]] = set()  # states whose fetch failed, until their `put`
-        self._factors: dict[tuple[str, int], float] = {}  # factors by which contents of slots are to be multiplied
+        self._failed_reads: dict[tuple[str, int], int] = {}  # count of failed reads of each slot, at its last read here
+        self._unread: set[tuple[str, int]] = set()  # states whose last fetch failed, until their `put`
+        self._factors: dict[tuple[str, int], list[float]] = {}  # factors of the contents of slots, oldest first
 
     def is_offloaded(self, unit: Unit) -> bool:
         """Return True if a unit's states are not in the memory in which the device computes."""
@@ -90,10 +90,11 @@ class RankStateMemory:
             self._stores.remove(store)
         values = torch.empty(numel, dtype=torch.float32, device=unit.full.device)
         self._slots[state].fetch(values).wait()
-        if unit.state_tier is Tier.NVME and not was_read(values):
+        self._unread.discard(state)
+        if self._has_new_failure(state):
             self._unread.add(state)
             return values.zero_()
-        return values if (factor := self._factors.get(state)) is None else values.mul_(factor)
+        return self._scaled(state, values)
 
     def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
         """Start to store a state that `fetch` returned. `values` must not change afterwards."""
@@ -102,18 +103,18 @@ class RankStateMemory:
             if state in self._unread:
                 self._unread.remove(state)
                 return
-            self._factors.pop(state, None)
             # On a device with memory of its own, the write to disk starts when the copy to host memory is polled.
             self._stores = [one for one in self._stores if not one.pending.poll()]
             self._stores.append(_Store(self._slots[state].put(values), values, state))
             self._stored.add(state)
+            self._factors.pop(state, None)
             self._wait_for_stores(_IN_FLIGHT)
 
     def rescale(self, key: str, unit: Unit, factor: float) -> None:
-        """Multiply an offloaded state by `factor`, when it is read next."""
+        """Multiply an offloaded state by `factor`. The multiplication is done when the state is read next."""
         state = (key, unit.index)
-        if state in self._stored:
-            self._factors[state] = self._factors.get(state, 1.0) * factor
+        if state in self._stored and factor != 1.0:
+            self._factors.setdefault(state, []).append(factor)
 
     def wait(self) -> None:
         """Wait for all stores.
@@ -130,11 +131,13 @@ class RankStateMemory:
     def read_part(self, key: str, unit: Unit, start: int, numel: int) -> torch.Tensor:
         """Return a copy of elements `[start, start + numel)` of an offloaded state, in host memory."""
         self.wait()
-        if (key, unit.index) not in self._stored:
+        state = (key, unit.index)
+        if state not in self._stored:
             return torch.zeros(numel, dtype=torch.float32)
         values = empty_host_tensor(numel, torch.float32, pin=False)
-        self._slots[key, unit.index].load(values, start).wait()
-        return values.mul_(self._factors.get((key, unit.index), 1.0))
+        self._slots[state].load(values, start).wait()
+        self._has_new_failure(state)  # count a failure of this read here, not in the next `fetch`
+        return self._scaled(state, values)
 
     def write_part(self, key: str, unit: Unit, start: int, values: torch.Tensor) -> None:
         """Replace elements from `start` on of an offloaded state, which was not rescaled since `drop`."""
@@ -167,4 +170,17 @@ class RankStateMemory:
     def _forget_contents(self, key: str | None) -> None:
         """Make the state `key` (None: all states) zero in its slots."""
         self._stored = {one for one in self._stored if key not in (None, one[0])}
-        self._factors = {one: factor for one, factor in self._factors.items() if key not in (None, one[0])}
+        self._unread = {one for one in self._unread if key not in (None, one[0])}
+        self._factors = {one: factors for one, factors in self._factors.items() if key not in (None, one[0])}
+
+    def _has_new_failure(self, state: tuple[str, int]) -> bool:
+        """Return True if a read of a state's slot has failed since the last call."""
+        before, now = self._failed_reads.get(state, 0), self._slots[state].failed_reads
+        self._failed_reads[state] = now
+        return now != before
+
+    def _scaled(self, state: tuple[str, int], values: torch.Tensor) -> torch.Tensor:
+        """Apply the factors of a state to values read from its slot, in place."""
+        for factor in self._factors.get(state, ()):
+            values.mul_(factor)
+        return values
