@@ -36,6 +36,19 @@ def test_an_engine_takes_the_arguments_of_an_llm(tmp_path: Path) -> None:
     asyncio.run(engine.shutdown())
 
 
+def test_an_engine_that_was_not_started_says_so() -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        with pytest.raises(EngineStoppedError, match="was not started: await engine.start"):
+            await engine.add([3], GREEDY)
+        await engine.start()
+        await engine.shutdown()
+        with pytest.raises(EngineStoppedError, match="has stopped"):
+            await engine.add([3], GREEDY)
+
+    asyncio.run(main())
+
+
 def test_streams_are_cumulative_and_complete() -> None:
     async def main() -> None:
         model, engine = make_engine()

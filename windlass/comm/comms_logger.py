@@ -158,10 +158,13 @@ class CommsLogger:
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
         """Return the summary of `log_all` by message size, or None if nothing is recorded under that name."""
-        sizes = self.comms_dict.get(operation_name)
-        return (
-            None if sizes is None else {size: _summarize_record(size, record) for size, record in sorted(sizes.items())}
-        )
+        with self._lock:
+            sizes = self.comms_dict.get(operation_name)
+            return (
+                None
+                if sizes is None
+                else {size: _summarize_record(size, record) for size, record in sorted(sizes.items())}
+            )
 
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
@@ -177,15 +180,14 @@ class CommsLogger:
         started = dist.is_initialized()
         names = list(self.comms_dict)
         summary = {name: self.get_operation_summary(name) or {} for name in names}
-        late = (
-            analyze_stragglers({name: dict(sizes) for name, sizes in self.comms_dict.items()})
-            if show_straggler
-            else None
-        )
+        with self._lock:
+            records = {name: dict(sizes) for name, sizes in self.comms_dict.items()}
+            engine = {name: dict(sizes) for name, sizes in self.engine_traffic.items()}
+        late = analyze_stragglers(records) if show_straggler else None
         if print_log:
             for line in _format_table(summary, _COLUMNS):
                 print(line)
-            for name, sizes in self.engine_traffic.items():
+            for name, sizes in engine.items():
                 for size, count in sorted(sizes.items()):
                     print(f"{'engine ' + name: <20}{convert_size(size): <20}{count: <20}")
             if late is not None:
@@ -200,7 +202,7 @@ class CommsLogger:
         return {
             "summary": summary,
             "straggler_analysis": late,
-            "engine": {name: dict(sizes) for name, sizes in self.engine_traffic.items()},
+            "engine": engine,
             "metadata": {**place, "timestamp": datetime.now().isoformat()},
         }
 

@@ -81,9 +81,9 @@ class MpiWork(dist.Work):
             if self._error is not None:
                 raise self._error
             if not self._done and self._test():
-                finish, self._finish = self._finish, None
-                if finish is not None:
-                    finish()
+                if self._finish is not None:
+                    self._finish()
+                    self._finish = None
                 self._keeps, self._done = [], True
             return self._done
 

@@ -74,7 +74,7 @@ class AnswerWriter:
             self.end(request, "error", error)
             return True
         except Exception as error:  # from the tokenizer or a structured output: other requests continue
-            self._end_by_text(request, f"token {token} could not be added to the text", error)
+            self._end_by_text(request, f"token {token} could not be added to the answer", error)
             return True
         return reason is not None
 
@@ -94,7 +94,7 @@ class AnswerWriter:
             self._finish(sequence, "stop" if stopped else reason)
 
     def _end_by_text(self, request: GenerationRequest, problem: str, error: Exception) -> None:
-        logger.exception("request %s failed: its tokens could not be converted to text", request.request_id)
+        logger.exception("request %s failed: %s", request.request_id, problem)
         for sequence in request.sequences:
             sequence.detokenizer = None  # the detokenizer may be the cause of the error
         self.end(request, "error", ModelError(f"{problem}: {type(error).__name__}: {one_line(str(error))}"))

@@ -332,6 +332,8 @@ class AsyncLLMEngine:
         Args:
             calls: queue that the function waits in; None: the queue of all calls that run before the next step.
         """
+        if self._thread is None and not self._stopping:
+            raise EngineStoppedError("the inference engine was not started: await engine.start() first")
         if self._stopping or not self.is_healthy:
             raise EngineStoppedError("the inference engine has stopped; build another one") from self.error
         done: Future[Any] = Future()

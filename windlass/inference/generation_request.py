@@ -159,7 +159,6 @@ def _copy_output(output: CompletionOutput) -> CompletionOutput:
 def _best(outputs: Sequence[CompletionOutput], count: int) -> list[CompletionOutput]:
     """Return the outputs with the highest mean log-probability, renumbered from 0."""
     ranked = sorted(outputs, key=lambda o: -(o.cumulative_logprob or 0.0) / max(len(o.token_ids), 1))[:count]
-    ranked.sort(key=lambda o: -(o.cumulative_logprob or 0.0) / max(len(o.token_ids), 1))
     for index, output in enumerate(ranked):
         output.index = index
     return ranked

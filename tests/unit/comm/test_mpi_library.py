@@ -116,6 +116,18 @@ def test_an_error_of_one_of_several_operations_is_that_of_their_work() -> None:
     assert not work.is_success() and work.exception() is part.exception() is not None
 
 
+def test_a_result_that_cannot_be_copied_is_never_complete() -> None:
+    def copy() -> None:
+        raise ValueError("the output was resized")
+
+    mpi = MagicMock(Exception=OSError, Request=SimpleNamespace(Testall=lambda *_: True))
+    work = MpiWork(mpi, "all_gather", [MagicMock()], [], copy, (), timedelta(seconds=1))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the output was resized"):
+            work.is_completed()
+    assert not work.is_success()
+
+
 def test_the_support_table_depends_on_the_machine() -> None:
     there = {"available": True, "version": None, "why": None, "cuda_aware": False}
     gone = {"available": False, "version": None, "why": "it is not installed"}

@@ -44,6 +44,7 @@ def test_sharded_parameter_keeps_shape_and_identity_without_memory(released: tup
     assert isinstance(parameter, nn.Parameter) and isinstance(parameter, ShardedParameter)
     assert parameter.shape == (3, 4) and parameter.numel() == 12 and parameter.dtype == torch.float32
     assert parameter.requires_grad and parameter.grad is None and parameter.is_leaf
+    assert parameter.type() == "torch.FloatTensor"
     assert "layer" not in repr(parameter) and "3, 4" in repr(parameter)
     assert handler_of(parameter) is unit and unit.asked == 0
 

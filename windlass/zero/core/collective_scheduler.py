@@ -111,7 +111,6 @@ class CollectiveScheduler:
         hoist_gathers: Start each gather before the reductions that precede it in the list.
 
     Attributes:
-        waiting_for: Description of the agreement round that this rank waits for; empty if it waits for none.
         paused: True while gathered units stay unsharded on every rank, so that forwards need no agreement.
         skips_agreement: Assume that all ranks agree and exchange nothing. Used by bench/collective_agreement.py as a
             baseline.
@@ -125,7 +124,6 @@ class CollectiveScheduler:
         self._board: AgreementBoard | None = None
         self._has_gathers = False
         self._synced_since_step = False  # all ranks synced since the last step or phase
-        self.waiting_for = ""
         self.paused = False
         self.skips_agreement = False
         self._agreed: tuple[int, ...] = ()  # collectives that all ranks start, in order
@@ -484,11 +482,8 @@ class CollectiveScheduler:
             self._callbacks.reshard_unused(self._gathered_for_peers.popleft())
 
     def _wait_for(self, posted: Posted, what: str) -> list[list[int]]:
-        self.waiting_for = what
         with WaitScope(f"agreed order: {what}"):
-            posts = posted.wait()
-        self.waiting_for = ""
-        return posts
+            return posted.wait()
 
     def _adopt_sequence(self, posts: list[list[int]], expected: tuple[int, ...]) -> None:
         assert self._board is not None

@@ -206,11 +206,12 @@ def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return bool(_CAST_TO[name] == args[0].dtype)
     if name not in ("cpu", "cuda", "to", "type"):
         return False
-    if name == "type" and not all(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
-        return False  # legacy tensor types such as torch.cuda.FloatTensor, which name a device too
+    given = (*args[1:], *kwargs.values())
+    if name == "type" and not (given and all(isinstance(value, torch.dtype) for value in given)):
+        return False  # `type()` returns a name; legacy types such as torch.cuda.FloatTensor name a device too
     # The arguments of `to` end with `non_blocking, copy`, so a second bool is `copy`.
     copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
-    requested = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
+    requested = [value for value in given if isinstance(value, (torch.dtype, torch.Tensor))]
     return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in requested)
 
 
