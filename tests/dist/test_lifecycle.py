@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import windlass
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, ds_config, specimen, start, whole_params
 from tests.dist.harness import run_ranks
+from tests.dist.test_offload import offload_to
 from tests.models import Place
 from tests.oracle import Recipe, relative_error
 
@@ -86,6 +88,46 @@ def test_optimizer_error_on_one_rank_raises_on_all_at_the_next_step(transport: s
             assert received[2].startswith("UpdateError: this step was skipped"), received
             assert "rank 1: its optimizer raised ValueError: no such rate" in received[2]
             assert received[3].startswith("StorageError: a forward is refused"), received
+
+
+def loaded_after_failure(setting: Setting, folder: str) -> tuple[list[str], bool]:
+    """Return the errors of a run in which rank 1's optimizer raises in the second step and all ranks then load the
+    checkpoint of the first one, and True if it continues as an undisturbed run.
+    """
+    import windlass
+
+    subject, found = specimen("mlp"), []
+    for disturbed in (False, True):
+        model, fails = oracle.build(subject), False
+
+        def unwell(*_: Any) -> None:
+            if fails and dist.get_rank() == 1:  # noqa: B023 - called in this round of the loop
+                raise ValueError("no such rate")
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer.register_step_pre_hook(unwell)
+        config = ds_config(Recipe(), setting)
+        config.pop("optimizer", None)
+        engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+        errors = [train_once(engine, subject, 0)]
+        if disturbed:
+            engine.save_checkpoint(folder)
+            fails = True
+            errors.append(train_once(engine, subject, 1))
+            fails = False
+            engine.load_checkpoint(folder)
+        errors += [train_once(engine, subject, step) for step in (1, 2)]
+        found.append(whole_params(engine.module))
+        engine.destroy()
+    return errors, all(torch.equal(value, found[0][name]) for name, value in found[1].items())
+
+
+@pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (3, "device"), (2, "nvme"), (3, "nvme")])
+def test_a_load_replaces_an_update_that_failed_on_one_rank(stage: int, place: str, tmp_path: Path) -> None:
+    zero = () if place == "device" else offload_to("nvme", "none", str(tmp_path / "disk"))
+    found = run_ranks(loaded_after_failure, 2, Setting(stage=stage, zero=zero), str(tmp_path / "saved"))
+    for rank, (errors, same) in enumerate(found):
+        assert errors == ["", "ValueError: no such rate" if rank == 1 else "", "", ""] and same
 
 
 class FailingLamb(windlass.optim.Lamb):

@@ -248,11 +248,17 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
     if lost and not (loads_all and (opened.loads_states or engine.optimizer is None)):
         model.disk_health.require_intact("loading only a part of parameters and optimizer states")
     overwrites: list[bool] = []
+
+    def begin() -> None:
+        overwrites.append(True)
+        if loads_all and opened.loads_states:
+            model.disk_health.clear_update_error()  # this load replaces all that a failed update changed
+
     try:
         with model.replacing_parameters(units):
             if lost and not frozen_are_intact:
                 model.discard_disk_state()
-            loaded_state, is_exact = _load_tensors(opened, units, lambda: overwrites.append(True))
+            loaded_state, is_exact = _load_tensors(opened, units, begin)
         _verify_fingerprint(model, units, loaded_state, is_exact, opened.absent)
     except CheckpointError as error:  # raised on all ranks
         if not overwrites:

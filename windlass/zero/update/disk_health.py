@@ -134,7 +134,7 @@ class DiskHealth:
             raise StorageError(str(self._disk.failure)) from self._disk.failure
 
     def clear_update_error(self) -> None:
-        """Clear the error of an update that failed on every rank and changed nothing."""
+        """Clear the error of an update that changed nothing, or whose changes a load replaces."""
         self.update_error, self.update_changed_nothing = None, False
 
     def clear_failure(self) -> None:

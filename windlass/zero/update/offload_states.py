@@ -76,7 +76,7 @@ class StateOffloader:
             ModelError: states are offloaded already.
         """
         if self._offloaded:
-            raise ModelError("offload_states: states are offloaded already; call reload_states() before")
+            raise ModelError("offload_states: states are offloaded already; call engine.reload_states() first")
         if not device_has_own_memory(self._device):
             return 0
         transfers: list[Pending] = []
@@ -93,7 +93,8 @@ class StateOffloader:
                 if tensor.device.type == "cuda":
                     tensor.untyped_storage().resize_(0)
                 else:
-                    tensor.fill_(float("nan"))  # an emulated device: makes accidental reads visible
+                    # An emulated device: wrong values make accidental reads visible.
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
             self._ledger.set_held_bytes(one.holder, 0)
         return sum(one.nbytes for one in self._offloaded)
 
