@@ -113,3 +113,6 @@ def test_per_rank_states_that_are_not_declared_name_the_attribute() -> None:
         states["err"]
     with pytest.raises(ModelError, match=r"would be dropped; write rank_states\[\"error\"\].copy_"):
         states["error"] = torch.ones(3)
+    error = states["error"]
+    states["error"] += 2
+    assert states["error"] is error and error.tolist() == [2, 2, 2]

@@ -62,24 +62,39 @@ class LocalParameter:
     options: Mapping[str, Any]
 
 
-class RankStates(dict[str, torch.Tensor]):
-    """Per-rank states of one parameter by name. Their values are changed in place.
+class RankStates(Mapping[str, torch.Tensor]):
+    """Per-rank states of one parameter by name. Their values are changed in place, `rank_states["error"] += x` too.
 
     Raises:
         ModelError: a state is read that the update does not declare, or is replaced by another tensor.
     """
 
     def __init__(self, update: str, parameter: str, states: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(states)
-        self._update, self._parameter = update, parameter
+        self._update, self._parameter, self._states = update, parameter, dict(states)
 
-    def __missing__(self, key: str) -> torch.Tensor:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._states
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._states.get(key, default)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self._states:
+            return self._states[key]
         raise ModelError(
             f"{self._update} has no per-rank state {key!r} of {self._parameter!r} (it has {sorted(self)}); declare it "
             f'in the class: rank_state_rules = {{"{key}": mean_of_ranks}}, or another rule'
         )
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        if self[key] is value:  # an in-place operator assigns its result
+            return
         raise ModelError(
             f"{self._update} replaces the per-rank state {key!r} of {self._parameter!r}, and the new tensor would be "
             f'dropped; write rank_states["{key}"].copy_(...), with the state in rank_state_rules'
