@@ -1,7 +1,9 @@
-"""Test that ranks in different process-id namespaces do not share memory."""
+"""Tests of ranks that cannot share memory: they are in different process-id namespaces, or one has no descriptors."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from unittest import mock
 
@@ -21,6 +23,20 @@ def _problems() -> list[str | None]:
     with mock.patch("os.getpid", lambda: pids[0]):
         found.append(shared_memory_problem(group))
     return found
+
+
+def _without_descriptors() -> list[str | None]:
+    group = world_group()
+    failing = mock.patch("os.memfd_create", side_effect=OSError(errno.EMFILE, "Too many open files"))
+    with failing if group.index == 1 else contextlib.nullcontext():
+        found = [shared_memory_problem(group)]
+    return [*found, shared_memory_problem(group)]
+
+
+def test_a_rank_that_cannot_allocate_memory_is_named_on_all_ranks() -> None:
+    for without, after in run_ranks(_without_descriptors, 2, timeout=60.0):
+        assert without is not None and "rank 1 cannot allocate" in without and "Too many open files" in without
+        assert after is None
 
 
 def test_ranks_of_different_pid_namespaces_do_not_share_memory() -> None:

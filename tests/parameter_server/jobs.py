@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -111,6 +112,7 @@ class Job:
             try:
                 function()
             except BaseException as error:
+                traceback.print_exc()  # the main thread may wait for this one
                 self.failures.append(error)
 
         self.threads.append(threading.Thread(target=guarded, daemon=True))

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from windlass.base.errors import CommunicationError
-from windlass.comm.peer_owners import ClosedPeerError, require_own_peers
+from windlass.comm.peer_owners import ACCEPT_S, ClosedPeerError, require_own_peers
 
 HEADER = 8
 """Number of integers at the head of a message."""
-_ACCEPT_S = 2.0
+_RETRIED_ACCEPT_S = 2.0
 _TICK = 0.001  # seconds: gloo waits for whole milliseconds
 _CHUNK = 1 << 24  # bytes of a chunk: `idle` limits the time of one chunk, so that a large tensor may take longer
 
@@ -45,6 +45,8 @@ class PairLink:
         first: True on one side, False on the other.
         peer: description of the other side, for messages.
         connect: longest wait for the other side to connect.
+        is_retried: True if the caller makes another link when this one fails: then it fails soon if the other side does
+            not accept it.
         idle: longest wait for a message, or for the other side to receive one.
 
     Raises:
@@ -53,13 +55,21 @@ class PairLink:
     """
 
     def __init__(
-        self, store: Any, name: str, *, first: bool, peer: str, connect: timedelta, idle: timedelta = timedelta(days=7)
+        self,
+        store: Any,
+        name: str,
+        *,
+        first: bool,
+        peer: str,
+        connect: timedelta,
+        is_retried: bool = True,
+        idle: timedelta = timedelta(days=7),
     ) -> None:
         self.peer, self.bytes_sent, self.bytes_received = peer, 0, 0
         self._other, self._sending, self._closed = int(first), threading.Lock(), threading.Event()
         try:
-            # A link that is not accepted soon is tried again.
-            with require_own_peers(f"made for a link with {peer}", accept_s=_ACCEPT_S):
+            accept_s = _RETRIED_ACCEPT_S if is_retried else ACCEPT_S
+            with require_own_peers(f"made for a link with {peer}", accept_s=accept_s):
                 self._group: Any = dist.ProcessGroupGloo(
                     PrefixStore(f"windlass link {name}", store), 0 if first else 1, 2, connect
                 )

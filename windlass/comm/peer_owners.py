@@ -80,10 +80,11 @@ def require_own_peers(purpose: str, accept_s: float = ACCEPT_S) -> Iterator[None
     opened = {inode: descriptor for inode, descriptor in open_sockets().items() if inode not in before}
     deadline, attempts = time.monotonic() + accept_s, 0
     while True:
+        is_late = time.monotonic() > deadline  # before the look: this thread may not be scheduled for seconds after it
         found = [] if have_own_peers(opened) else foreign_peers(opened, read_connections())
         known = [peer for peer in found if peer.uid is not None]
         attempts += any(not peer.is_queued for peer in found)
-        if known or not found or attempts == _ATTEMPTS or time.monotonic() > deadline:
+        if known or not found or attempts == _ATTEMPTS or is_late:
             break
         time.sleep(_PAUSE_S)
     if found:

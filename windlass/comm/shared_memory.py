@@ -83,17 +83,24 @@ class SharedMemory:
         pids: Id of the process that owns each block.
 
     Raises:
-        CommunicationError: a rank could not map a peer's block. Raised on every rank.
+        CommunicationError: a rank could not allocate its block or map a peer's. Raised on every rank.
     """
 
     def __init__(self, group: RankGroup, size: int) -> None:
         size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        own = os.memfd_create("windlass", os.MFD_CLOEXEC)
+        own, problem = -1, None
         try:
-            os.ftruncate(own, size)
+            try:
+                own = os.memfd_create("windlass", os.MFD_CLOEXEC)
+                os.ftruncate(own, size)
+            except OSError as error:  # raised on all ranks, below
+                problem = f"rank {dist.get_rank()} cannot allocate {size} bytes of shared memory ({error})"
+            problem = _agree(group, problem)
+            if problem is not None:
+                raise CommunicationError(problem)
             offers: list[tuple[int, int, int, tuple[int, int]]] = [(0, 0, 0, (0, 0))] * group.size
             dist.all_gather_object(offers, (os.getpid(), own, size, _identity(own)), group=group.process_group)
-            problem, self.blocks = None, []
+            self.blocks = []
             try:
                 maps = [
                     _map(os.dup(own) if index == group.index else _open_descriptor(pid, descriptor), pid, size, file)
@@ -107,7 +114,8 @@ class SharedMemory:
             if problem is not None:
                 raise CommunicationError(problem)
         finally:
-            os.close(own)
+            if own >= 0:
+                os.close(own)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

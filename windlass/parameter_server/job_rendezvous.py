@@ -219,7 +219,8 @@ class JobRendezvous:
     def link_servers(self, server: int, *, first: bool) -> PairLink:
         """Connect server 0 with server `server` at the start of a run. `first` is True on server 0."""
         peer = f"server {server if first else 0}"
-        return PairLink(self._links, f"start {server}", first=first, peer=peer, connect=self._connect)
+        name = f"start {server}"
+        return PairLink(self._links, name, first=first, peer=peer, connect=self._connect, is_retried=False)
 
     def post(self, key: str, text: str = "") -> None:
         """Write an entry of the store."""

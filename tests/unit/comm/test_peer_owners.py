@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -119,6 +120,27 @@ def test_the_table_decides_where_sockets_cannot_be_looked_up(
         connect()
     with pytest.raises(ClosedPeerError), require_own_peers("of a test"):
         connect()[1].close()
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_thread_that_did_not_run_until_the_limit_looks_once_more(
+    accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, queued = [0.0], ForeignPeer("127.0.0.1:1", "127.0.0.1:2", None, is_queued=True)
+
+    def look(*_: object) -> list[ForeignPeer]:
+        looks.append(looks[-1] + 100)  # seconds pass before the thread continues
+        return [] if accepted and len(looks) > 2 else [queued]
+
+    monkeypatch.setattr(peer_owners, "have_own_peers", lambda _: False)
+    monkeypatch.setattr(peer_owners, "foreign_peers", look)
+    monkeypatch.setattr(peer_owners, "time", SimpleNamespace(monotonic=lambda: looks[-1], sleep=lambda _: None))
+    with ExitStack() as stack:
+        if not accepted:
+            stack.enter_context(pytest.raises(ClosedPeerError))
+        with require_own_peers("of a test", accept_s=2.0):
+            pass
+    assert len(looks) == 3
 
 
 @pytest.fixture
