@@ -110,7 +110,7 @@ class RawDirectIo:
 
 
 class TierRequests:
-    """Transfer of the same number of bytes through the disk tier, in requests as large as in a training step."""
+    """Transfers of bytes through the disk tier, in requests of the size that a training step makes."""
 
     def __init__(self, engine: str, folder: Path, block: int, depth: int) -> None:
         threads = min(depth, 256)

@@ -190,7 +190,7 @@ def choose(wide: Any, budget: str, **options: Any) -> Any:
 
 
 def whole_loss(model: Any, formats: dict[str, str]) -> float:
-    """Return the divergence in bits per byte of whole forwards with rounded layers."""
+    """Return the divergence, in bits per byte, of forwards with rounded layers from those of the float model."""
 
     def run() -> list[torch.Tensor]:
         return [model(batch, use_cache=False).logits.detach().log_softmax(-1) for batch in BATCHES]

@@ -128,7 +128,10 @@ def test_packed_directories_are_served(name: str, head: bool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "int2_g64"])
 def test_inputs_are_rounded_by_default_as_the_reference_does(name: str, tmp_path: Path) -> None:
-    """The error against rounded inputs is below 0.2 of that against float inputs. Some input codes may differ by 1."""
+    """Compare with references of rounded and of float inputs: the first error is below 0.2 of the second.
+
+    It is not zero, because some codes of inputs differ by 1.
+    """
     model = saved(tmp_path / "wide")
     write_packed_directory(tmp_path / "wide", tmp_path / "packed", name)
     prompts = make_prompts(6, VOCABULARY, 30)

@@ -1,4 +1,4 @@
-"""Steps of an engine on the parts of common batches, with the losses averaged over ranks."""
+"""Training of an engine on each rank's part of a batch, with the losses averaged over ranks."""
 
 from __future__ import annotations
 

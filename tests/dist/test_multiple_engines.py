@@ -103,7 +103,11 @@ def test_a_joint_backward_trains_both(stages: tuple[int, int, int], plain: bool,
 
 
 def mixed(precisions: tuple[str, str], tiers: tuple[str, str], folder: str, plain: bool) -> dict[str, Any]:
-    """Train two engines with different precisions, loss scales and tiers."""
+    """Train two engines with the given precisions and tiers, and with loss scales of 128 and 1024 under fp16.
+
+    Args:
+        plain: call `loss.backward()` on a loss that the first engine has scaled, instead of its `backward`.
+    """
     import windlass
 
     rank, recipe = dist.get_rank(), Recipe()

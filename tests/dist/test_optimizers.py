@@ -199,7 +199,7 @@ class OneStepSize(torch.optim.Optimizer):
 
 
 def trained_by(make: Callable[[Any], torch.optim.Optimizer], setting: Setting) -> dict[str, Any]:
-    """Make two steps with an optimizer of the caller. Return the weights."""
+    """Take two steps with an optimizer that the script made, and return the weights."""
     subject, rank = specimen("mlp"), dist.get_rank()
     model = oracle.build(subject, rank)
     config = ds_config(Recipe(clipping=0.0), setting)

@@ -289,7 +289,7 @@ def test_checkpoints_preserve_the_packed_bytes(
 
 
 def adapters_alone(folder: str) -> list[str]:
-    """Return the errors of an adapter checkpoint over its own packed weights and over others."""
+    """Return the errors of loading a checkpoint of adapters only, over their own base weights and over others."""
     text = []
     save_and_go_on(folder, 3, "bf16", False)
     for seed in (0, 7):

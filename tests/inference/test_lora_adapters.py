@@ -106,7 +106,7 @@ def test_an_adapter_of_the_output_head_changes_the_wanted_rows(tmp_path: Path) -
 
 @pytest.mark.parametrize("settings", [{"deterministic": True}, {"deterministic": False}, {"weights_tier": "disk"}])
 def test_a_loaded_model_with_packed_weights_takes_adapters(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Query, key and value projections are one packed product, and each layer returns its part."""
+    """The packed model computes query, key and value projections in one product, and each layer adds its adapter."""
     model = served("llama")
     model.save_pretrained(tmp_path / "model")
     directories = write_three(model, "llama", tmp_path)

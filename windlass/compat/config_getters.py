@@ -96,7 +96,7 @@ def get_communication_data_type(
     comm_type: str = words.COMMUNICATION_DATA_TYPE,
     comm_data_type_default: str | None = words.COMMUNICATION_DATA_TYPE_DEFAULT,
 ) -> torch.dtype | None:
-    """Return the dtype under the key `comm_type`, None if it is absent.
+    """Return the dtype under the key `comm_type`, or that of `comm_data_type_default` if the key is absent.
 
     Raises:
         ValueConfigError: the value is not fp16, bf16 or fp32.

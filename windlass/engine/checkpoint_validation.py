@@ -24,7 +24,7 @@ _WHOLE_WITH_KNOWN_STATES = (CPULamb, Lamb, Muon, torch.optim.Muon)
 
 
 def require_compatible(saved: Any, current: Any, where: str) -> None:
-    """Check that a saved value can replace the current one: a number replaces a number, a list a list.
+    """Check that a saved value can replace the current one: both are numbers, texts, lists, mappings or tensors.
 
     Raises:
         CheckpointError: the kinds differ.

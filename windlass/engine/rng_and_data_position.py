@@ -51,9 +51,9 @@ def data_position(loader: Any) -> dict[str, Any] | None:
 
 
 def step_start_position(loader: Any) -> dict[str, Any] | None:
-    """Return `data_position` for the start of a step.
+    """Return `data_position` of a loader of windlass, for the start of a step.
 
-    None for a loader of another library, even if it is repeated: its state may be large, and every step calls this.
+    None for other loaders, also inside a `CyclingLoader`: their state may be large, and every step calls this.
     """
     own = loader.loader if isinstance(loader, CyclingLoader) else loader
     return data_position(loader) if isinstance(own, _RESUMABLE) else None

@@ -1,8 +1,8 @@
-"""Prediction of the memory of all candidates inside the first trial, where the model and a batch exist.
+"""Prediction of the memory that each candidate needs, made in the first trial, which has the model and a batch.
 
-[Note: forecast] Traces of one and of two samples ([Note: traced memory]) are extended to larger micro-batches, because
-the bytes of every event grow linearly with the micro-batch. The forecast runs on rank 0 before the first forward, so
-that the forecast exists even if that forward does not fit.
+[Note: forecast] Traces of one and of two samples ([Note: traced memory]) are extrapolated to larger micro-batches: the
+bytes of every event grow linearly with the micro-batch. Rank 0 predicts before the first forward, so that the result
+exists even if that forward runs out of memory.
 """
 
 from __future__ import annotations

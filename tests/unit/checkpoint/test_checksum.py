@@ -1,4 +1,4 @@
-"""Tests that every crc32 implementation here equals zlib's, so that other tools can verify the files."""
+"""Tests that each crc32 implementation of windlass returns zlib's value, so that other tools can verify the files."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def gumbel_like(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_dropped_groups(compared: torch.Tensor, routing_rule: RoutingRule) -> torch.Tensor:
-    """Set the entries of groups outside a token's best groups to -inf."""
+    """Set the scores of the experts outside a token's `num_limited_groups` best groups to -inf."""
     each = compared.view(compared.shape[0], routing_rule.num_expert_groups, -1)  # [tokens, groups, experts of a group]
     best = min(2, each.shape[-1]) if routing_rule.score_function == "sigmoid" else 1
     kept = each.topk(best, dim=-1).values.sum(-1).topk(routing_rule.num_limited_groups, dim=-1).indices

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Dispatch mode that records the elements of the largest storage among the results of all operations."""
+    """Dispatch mode that records the number of elements of the largest storage that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
