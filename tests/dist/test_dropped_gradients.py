@@ -769,3 +769,25 @@ def test_a_step_that_raises_drops_its_gradients(stage: int) -> None:
     for results in run_ranks(refused_steps, 2, stage):
         for text, after, expected in results:
             assert text and after == pytest.approx(expected), text
+
+
+def zeroed_together(stage: int) -> tuple[Tensor, list[Tensor]]:
+    """Zero gradients of an engine and of a parameter outside it in one call. Return both."""
+    import windlass
+
+    subject = specimen("mlp")
+    engine = windlass.initialize(model=oracle.build(subject), config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    outside = nn.Parameter(torch.ones(3))
+    outside.sum().backward()
+    subject.train(engine, subject.batch(Place(0, 0, dist.get_rank())), engine.backward)
+    parameters = list(engine.module.parameters())
+    torch.optim.SGD([parameters[0], outside, *parameters[1:]], foreach=True).zero_grad(set_to_none=False)
+    gradients = [windlass.zero.full_grad(parameter) for parameter in parameters]
+    engine.destroy()
+    assert outside.grad is not None
+    return outside.grad, gradients
+
+
+def test_one_call_zeroes_gradients_of_an_engine_and_of_others(stage: int) -> None:
+    for outside, gradients in run_ranks(zeroed_together, 2, stage):
+        assert gradients and not any(gradient.any() for gradient in (outside, *gradients))

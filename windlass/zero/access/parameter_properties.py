@@ -93,6 +93,9 @@ class ShardedGradient(torch.Tensor):
         if name in _ZEROES:
             for gradient in gradients:
                 gradient.place.model.script_gradients.drop(gradient.place, zero=True)
+            others = [one for one in args[0] if not isinstance(one, ShardedGradient)] if name != "zero_" else []
+            if others:  # an optimizer may also have parameters of no engine
+                torch._foreach_zero_(others)
             return args[0]
         if name in _KEEPS:
             return args[0]
