@@ -15,7 +15,7 @@ from windlass.base.errors import RequestError
 from windlass.inference.async_engine import AsyncLLMEngine
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams, StructuredOutputsParams
-from windlass.inference.structured_output import StructuredOutputCompiler
+from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
 
 SCHEMA = {
     "type": "object",
@@ -129,6 +129,21 @@ def test_grammars_in_gbnf_are_those_of_other_servers() -> None:
             assert re.fullmatch(r"nothing|SELECT col_[12]  where col_[12] = [0-9]+;", answer.text), answer.text
         with pytest.raises(RequestError, match="cannot be compiled: .*GBNF"):
             llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(grammar="root ::= (")))
+
+
+def test_a_constraint_that_becomes_too_large_is_an_error_and_no_end() -> None:
+    import llguidance
+
+    tokenizer = byte_level_tokenizer()
+    compiler = StructuredOutputCompiler(tokenizer, len(tokenizer))
+    compiler.load()
+    grammar = llguidance.LLMatcher.grammar_from_regex(r"[a-z]{1,200}(foo|bar)[0-9]{1,100}")
+    limits = llguidance.LLParserLimits(step_lexer_fuel=200)
+    constraint = OutputConstraint(llguidance.LLMatcher(compiler._vocabulary, grammar, limits=limits), len(tokenizer))
+    with pytest.raises(RequestError, match="cannot continue: .*too many expressions"):
+        for _ in range(20):
+            constraint.accept(int(constraint.allowed().nonzero()[3]))
+    assert not constraint.is_complete()
 
 
 def test_whitespace_and_properties_of_json_can_be_limited() -> None:

@@ -91,9 +91,9 @@ class OutputConstraint:
         Raises:
             RequestError: the constraint became too large to be computed.
         """
-        if self._matcher.is_error():
-            raise RequestError(f"structured_outputs cannot continue: {self._matcher.get_error()}")
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():  # also set by `compute_bitmask`, which then allows only the end of the answer
+            raise RequestError(f"structured_outputs cannot continue: {self._matcher.get_error()}")
         bits = np.unpackbits(words, count=min(self._vocab_size, 8 * len(words)), bitorder="little")
         flat = torch.from_numpy(bits).view(torch.bool)
         missing = self._vocab_size - len(flat)
@@ -110,7 +110,7 @@ class OutputConstraint:
 
     def is_complete(self) -> bool:
         """Return True if the answer satisfies the constraint and nothing but its end may follow."""
-        return bool(self._matcher.is_stopped())
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def copy(self) -> OutputConstraint:
         """Return an independent copy, for another answer to the same prompt."""

@@ -84,6 +84,7 @@ def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an option is given by two names, or has a value that windlass does not support.
     """
     found: dict[str, Any] = {}
+    given_as: dict[str, str] = {}  # the name in `arguments`, by windlass's name
     for name, value in arguments.items():
         if name in _HARMLESS:
             _check_harmless(name, value)
@@ -91,10 +92,16 @@ def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if value is None and (name in _NAMES or name in _CONVERTED):
             continue  # None is vLLM's default
         own, convert = _CONVERTED.get(name, (_NAMES.get(name, name), None))
+        try:
+            converted = value if convert is None else convert(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name} is {value!r}: {error}") from error
+        if converted is _ABSENT:
+            continue
         if own in found:
-            raise ConfigError(f"the options {own!r} and {name!r} are the same; give one of them")
-        found[own] = value if convert is None else convert(value)
-    return {name: value for name, value in found.items() if value is not _ABSENT}
+            raise ConfigError(f"the options {given_as[own]!r} and {name!r} are the same; give one of them")
+        found[own], given_as[own] = converted, name
+    return found
 
 
 def _check_harmless(name: str, value: Any) -> None:

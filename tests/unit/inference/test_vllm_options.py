@@ -60,10 +60,19 @@ def test_options_that_are_none_have_the_default() -> None:
         ({"logprobs_mode": "processed_logprobs"}, "before penalties"),
         ({"enable_sleep_mode": True}, "use close"),
         ({"enable_expert_parallel": True}, "ep="),
-        ({"max_num_seqs": 4, "max_sequences": 4}, "are the same"),
+        ({"max_num_seqs": 4, "max_sequences": 4}, "'max_num_seqs' and 'max_sequences' are the same"),
+        ({"max_sequences": 4, "max_num_seqs": 4}, "'max_sequences' and 'max_num_seqs' are the same"),
+        ({"swap_space": "x"}, "swap_space is 'x': could not convert"),
         ({"no_such_option": 1}, "no option 'no_such_option'"),
     ],
 )
 def test_values_that_windlass_lacks_are_refused(given: dict[str, Any], advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
         EngineOptions.from_arguments(**given)
+
+
+def test_an_option_without_effect_is_no_duplicate() -> None:
+    options = EngineOptions.from_arguments(policy="splitfuse", enable_chunked_prefill=True)
+    assert options.policy == "splitfuse"
+    with pytest.raises(ConfigError, match="'policy' and 'enable_chunked_prefill' are the same"):
+        EngineOptions.from_arguments(policy="splitfuse", enable_chunked_prefill=False)
