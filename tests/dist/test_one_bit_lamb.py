@@ -13,7 +13,7 @@ import torch
 
 import windlass
 from tests import oracle
-from tests.dist.equivalence_runs import specimen, start
+from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import run_ranks
 from tests.dist.test_one_bit_adam import (
     BETA1,
@@ -179,6 +179,33 @@ def test_a_checkpoint_loads_at_another_stage(before: int, after: int, tmp_path: 
     for name, value in straight[0]["momenta"].items():
         assert torch.equal(resumed[0]["momenta"][name], value), name
     assert all(torch.isfinite(value).all() for value in resumed[0]["params"].values())
+
+
+def continued_from_lamb(case: Case, folder: str) -> dict[str, Any]:
+    """Save two steps of `Lamb`, load them into 1-bit LAMB, and return its parameters after three steps of each kind."""
+    engine = start(specimen(case.model), replace(case, optimizer="Lamb", params=()).config(folder))
+    train(engine, case, 0, 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = start(specimen(case.model), case.config(folder))
+    engine.load_checkpoint(folder, load_optimizer_strict=False)
+    train(engine, case, 2, 5)
+    before = whole_params(engine.module)
+    train(engine, case, 5, 8)
+    after = whole_params(engine.module)
+    engine.destroy()
+    return {"before": before, "after": after}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_states_of_lamb_are_continued_at_each_stage(stage: int, tmp_path: Path) -> None:
+    case = replace(CASE, params=(("freeze_step", 5),))
+    wanted = run_ranks(continued_from_lamb, 2, case, str(tmp_path / "0"))[0]
+    found = run_ranks(continued_from_lamb, 2, replace(case, stage=stage), str(tmp_path / "1"))[0]
+    error, where = relative_error(found["before"], wanted["before"])
+    assert error <= 2e-6, f"{where} is off by {error:.2e}"
+    assert all(torch.isfinite(value).all() for value in found["after"].values())
+    assert any(not torch.equal(value, found["before"][name]) for name, value in found["after"].items())
 
 
 def warnings_of_a_late_parameter(case: Case) -> list[str]:

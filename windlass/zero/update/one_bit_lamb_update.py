@@ -90,6 +90,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
     @torch.no_grad()
     def _step_batch(self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options) -> None:
         """Update the parameters of some chunks, in two passes with the exchange of parts' numbers between them."""
+        self.has_stepped = True
         # Parameters that are not stepped have a row too, so that ranks with other parts of them exchange equal rows.
         parts = [owned for chunk in batch for owned in self._of_chunk[id(chunk)]]
         numbers = torch.zeros(len(parts), 3, dtype=torch.float64, device=batch[0].device)
