@@ -35,11 +35,12 @@ def check_tag(tag: str) -> str:
     Raises:
         CheckpointError: an empty, hidden, reserved or too long name, or one with a path separator or control character.
     """
-    broken = not tag or tag.startswith(".") or tag in (LATEST, INDEX_FILE) or len(tag.encode()) > 200
+    reserved = (LATEST, LATEST_UNIVERSAL, INDEX_FILE)
+    broken = not tag or tag.startswith(".") or tag in reserved or len(tag.encode("utf-8", "surrogatepass")) > 200
     if broken or any(letter in "/\\" or not letter.isprintable() for letter in tag):
         raise CheckpointError(
             f"the checkpoint tag {tag!r:.80} cannot be used: a tag is one visible file name of at most 200 bytes, "
-            f"without / or \\, and not {LATEST!r}"
+            f"without / or \\, and none of {', '.join(reserved)}"
         )
     return tag
 
@@ -146,7 +147,7 @@ def list_tags(directory: str | os.PathLike[str]) -> list[str]:
     finished = []
     try:
         for path in Path(directory).iterdir():
-            with suppress(FileNotFoundError, NotADirectoryError):  # not a checkpoint, or removed meanwhile
+            with suppress(OSError):  # not a checkpoint, not readable, or removed meanwhile
                 if path.name[0] != ".":
                     finished.append(((path / INDEX_FILE).stat().st_mtime_ns, path.name))
     except OSError:

@@ -316,6 +316,25 @@ def test_save_does_not_replace_a_foreign_directory(saved: Path) -> None:
     assert list_tags(saved) == ["t", "notes"]
 
 
+def test_an_unreadable_folder_hides_no_other_checkpoint(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if path.parent.name == "private":
+            raise PermissionError(path)
+        return stat(path, **options)
+
+    (saved / "private").mkdir()
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert list_tags(saved) == ["t"]
+
+
+@pytest.mark.parametrize("tag", ["latest_universal", "broken\udc80"])
+def test_reserved_and_unprintable_tags_are_refused(saved: Path, tag: str) -> None:
+    with pytest.raises(CheckpointError, match="the checkpoint tag .* cannot be used.*latest_universal"):
+        save(saved, tag, SavedState(tensors={"x": torch.zeros(1)}))
+
+
 def test_unwritable_path_is_reported_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/\.t\.writing cannot be written"):
