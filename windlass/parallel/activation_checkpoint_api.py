@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -187,10 +187,12 @@ def checkpoint_to_tier(
         min_offload_bytes: tensors of fewer bytes stay on the device.
 
     Raises:
-        ConfigError: `"nvme"` without a path, or a path with another tier.
+        ConfigError: an unknown tier, `"nvme"` without a path, or a path with another tier.
         StorageError: no files can be created at `nvme_path`.
     """
     paths = () if nvme_path is None else _as_paths(nvme_path)
+    if tier not in get_args(ActivationTier):
+        raise ConfigError(f"checkpoint_to_tier({tier!r}): write one of {', '.join(get_args(ActivationTier))}")
     if (tier == "nvme") != bool(paths):
         raise ConfigError(
             f'checkpoint_to_tier("{tier}") with nvme_path {list(paths)}: pass nvme_path with "nvme", and only then'

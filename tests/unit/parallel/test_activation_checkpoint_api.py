@@ -83,6 +83,8 @@ def test_contradictions_are_refused_without_changes(wrong: dict[str, Any], words
 
 
 def test_invalid_regions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'gpu'.*one of device, cpu, nvme"):
+        activation_checkpoint_api.checkpoint_to_tier("gpu")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'gpu'"), checkpointing.offload_saved_tensors("gpu"):  # type: ignore[arg-type]
         pass
     with pytest.raises(ConfigError, match="nvme_path"), checkpointing.offload_saved_tensors("nvme"):

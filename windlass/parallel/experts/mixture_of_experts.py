@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -112,6 +112,9 @@ class MixtureOfExperts(nn.Module):
             normalize_weights=normalize_weights,
             routed_scaling_factor=routed_scaling_factor,
         )
+        if capacity_priority not in (None, *get_args(CapacityPriority)):
+            known = ", ".join(get_args(CapacityPriority))
+            raise ConfigError(f"capacity_priority = {capacity_priority!r}; write one of {known}, or None")
         order = capacity_priority or (
             "position" if k == 2 or (k == 1 and not use_rts) else "random" if k == 1 else "score"
         )

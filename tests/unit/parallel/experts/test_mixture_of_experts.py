@@ -301,6 +301,7 @@ def test_names_equal_deepspeed() -> None:
         ({"k": 0}, "k = 0 of 6 experts"),
         ({"ep_size": 7}, "6 experts can't be distributed over ep_size = 7"),
         ({"noisy_gate_policy": "Loud"}, "noisy_gate_policy = 'Loud'"),
+        ({"capacity_priority": "scores"}, "capacity_priority = 'scores'; write one of position, random, score"),
         ({"score_function": "tanh"}, "score = 'tanh'"),
         ({"num_expert_groups": 4}, "6 experts can't form 4 equal groups"),
         ({"num_expert_groups": 3, "num_limited_groups": 4}, "of which 4 are kept"),
