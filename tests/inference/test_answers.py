@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import make_prompts
 from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
-from windlass.base.errors import ConfigError, ModelError, RequestError
+from windlass.base.errors import ConfigError, EngineOverloadedError, ModelError, RequestError
+from windlass.base.model_updates import note_update
+from windlass.inference import embeddings
 from windlass.inference.chat_template import reads_parts
 from windlass.inference.detokenizer import Detokenizer, TextDecoder, held_back, text_offsets
 from windlass.inference.llm import LLM
@@ -448,6 +450,14 @@ def test_a_token_without_text_ends_its_request_alone(field: str, monkeypatch: py
     assert outputs[1].error is None and len(outputs[1].outputs[0].token_ids) == 12
 
 
+def test_lists_of_another_length_are_refused_by_the_name_of_the_argument() -> None:
+    with serve(llama()) as llm:
+        for name, given in (("sampling_params", [GREEDY] * 2), ("lora_request", [None] * 2), ("priority", [0] * 2)):
+            with pytest.raises(RequestError, match="1 prompts got 2") as raised:
+                llm.generate([[3]], **{name: given})
+            assert raised.value.parameter == name
+
+
 def test_a_priority_that_is_no_integer_and_a_closed_engine_are_refused() -> None:
     with serve(llama()) as llm:
         with pytest.raises(RequestError, match="priority is 'high'"):
@@ -479,6 +489,52 @@ def test_modes_of_the_caller_change_no_token() -> None:
             assert answer(llm) == wanted
         assert answer(llm) == wanted
         llm.close()
+
+
+def test_started_steps_and_embeddings_run_outside_the_modes_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pp, a call between steps runs the forward of a started step."""
+    model = llama()
+    modes: list[tuple[bool, str]] = []
+
+    def note(*_: Any) -> None:
+        modes.append((torch.is_autocast_enabled("cpu"), torch.get_default_device().type))
+
+    model.register_forward_pre_hook(note)
+    model.model.register_forward_pre_hook(note)
+    with serve(model) as llm:
+        engine: Any = llm.engine
+        engine.runner.call = lambda function, *arguments: function(model, *arguments)
+        calls = [engine.clear_prefix_cache, lambda: llm.embed([[3]]), lambda: (note_update(model), engine.step())]
+        for number, call in enumerate(calls):
+            engine.add_request(str(number), [3, 4, 5], GREEDY)
+            assert engine._start_step()
+            before = len(modes)
+            with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+                call()
+            assert len(modes) > before
+            while engine.has_requests():
+                engine.step()
+        monkeypatch.setattr(embeddings, "ShardedRunner", type(engine.runner))
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            llm.embed([[3]])
+    assert set(modes) == {(False, "cpu")}
+
+
+def test_preempted_requests_leave_the_queue_to_new_ones() -> None:
+    with serve(llama(), kv_cache_tokens=32, max_queued=2) as llm:
+        engine = llm.engine
+        engine.add_request("several", [3] * 20, GREEDY.replace(n=8, temperature=1.0))
+        while engine.stats().num_waiting < 2:
+            engine.step()
+        assert not engine.is_full
+        for name in ("one", "two"):
+            engine.add_request(name, [3, 4], GREEDY)
+        with pytest.raises(EngineOverloadedError, match="2 requests are waiting"):
+            engine.add_request("three", [3, 4], GREEDY)
+        finished = []
+        while engine.has_requests():
+            finished += engine.step()
+    assert sorted(output.request_id for output in finished) == ["one", "several", "two"]
 
 
 def test_threads_take_turns() -> None:
@@ -573,6 +629,22 @@ def test_contents_have_the_form_that_the_template_reads() -> None:
             assert output.prompt == "<system>the fo<user>1", body
         with pytest.raises(RequestError, match="chat_template_content_format"):
             llm.chat(messages, GREEDY, chat_template=template, chat_template_content_format="text")
+
+
+def test_a_template_that_reads_parts_gets_the_parts_of_the_caller() -> None:
+    tokenizer = byte_level_tokenizer()
+    content = [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "one"}]
+    template = "{% for message in messages %}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    either = "{% for message in messages if message.content is not string %}{{ message.content | length }}{% endfor %}"
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        for form in ("auto", "openai"):
+            (output,) = llm.chat(messages, GREEDY, chat_template=template, chat_template_content_format=form)
+            assert output.prompt == "<the><fox><one>"
+        (output,) = llm.chat(messages, GREEDY, chat_template=either, chat_template_content_format="openai")
+        assert output.prompt == "21"
+        (output,) = llm.chat(messages, GREEDY, chat_template=TEMPLATE, chat_template_content_format="string")
+        assert output.prompt == "<user>the\nfox<assistant>one<assistant>"
 
 
 def test_tokens_beyond_the_tokenizer_have_no_text() -> None:

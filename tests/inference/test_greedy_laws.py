@@ -18,11 +18,14 @@ from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_o
 from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
 from tests.inference.text_models import byte_level_tokenizer
 from windlass.attention import attention
+from windlass.attention.attention_mask import AttentionMask
+from windlass.attention.mask_pattern import ChunkedMask, MaskBand
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.model_updates import note_update
 from windlass.inference import engine_factory
 from windlass.inference.llm import LLM
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
+from windlass.inference.paged_backend import PagedAttention
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.scheduler import ServiceLevel
@@ -589,6 +592,15 @@ def test_a_layer_that_did_not_run_at_load_gets_no_cache_later() -> None:
         assert_greedy(model, llm.generate([[3, 4, 5]], GREEDY))
         with pytest.raises(ModelError, match="TiedTwice has no KV cache: it did not run"):
             llm.generate([[3, 17, 5]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("least", "reason"), [(None, "not causal"), (-1, "not causal"), (1, "excludes the query's own")]
+)
+def test_masks_without_a_paged_kernel_are_refused_with_their_reason(least: int | None, reason: str) -> None:
+    for band in (MaskBand(least, None), ChunkedMask(4, band=MaskBand(least, None))):
+        with pytest.raises(ModelError, match=reason):
+            PagedAttention().make_mask(AttentionMask(1, 4, 4, band))
 
 
 class NoPositions(nn.Module):

@@ -256,6 +256,13 @@ def test_settings_that_only_the_model_itself_could_serve_are_refused_where_it_ge
     assert engine.generate(ids, max_new_tokens=2).shape == (1, 4)
     with pytest.raises(ConfigError, match=r"lacks these settings of generate \(max_new_tokens, num_beams\)"):
         engine.generate(ids, max_new_tokens=2, num_beams=3)
+    for wrong, given in ((None, "None"), (ids[0], r"of shape \(2,\)"), (ids[:0], r"of shape \(0, 2\)")):
+        with pytest.raises(RequestError, match=f"input_ids is {given}; give token ids of shape") as raised:
+            engine.generate(wrong)
+        assert raised.value.parameter == "input_ids"
+    engine.module.generation_config.num_beams = 3
+    with pytest.raises(ConfigError, match=r"lacks these settings of generate \(those of the model's generation_conf"):
+        engine.generate(ids)
 
 
 def test_an_encoder_decoder_generates_by_itself() -> None:
@@ -268,6 +275,9 @@ def test_an_encoder_decoder_generates_by_itself() -> None:
     expected = model.generate(ids, max_new_tokens=4)
     engine = init_inference(copy.deepcopy(model), dtype=torch.float, replace_with_kernel_inject=False)
     assert torch.equal(engine.generate(ids, max_new_tokens=4), expected)
+    engine.module.generate = None
+    with pytest.raises(ConfigError, match="is an encoder-decoder without a generate of its own"):
+        engine.generate(ids)
 
 
 def test_prompts_without_tokens_and_without_room_are_errors() -> None:

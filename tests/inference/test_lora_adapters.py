@@ -17,10 +17,12 @@ from tests.compress.test_packed_directory import body, rounded
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from tests.inference.peft_adapters import ATTENTION, assert_adapters, reference, write_adapter, write_three
 from windlass.base.errors import ConfigError, ModelError, RequestError
+from windlass.compress import model_directory
 from windlass.compress.packed_directory import write_packed_directory
 from windlass.inference.llm import LLM
 from windlass.inference.lora_request import LoRARequest
 from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.inference_path import get_inference_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 
@@ -85,6 +87,60 @@ def test_an_adapter_with_its_directory_is_loaded_at_its_first_use(tmp_path: Path
             llm.generate(prompts, GREEDY, lora_request=LoRARequest("missing", 3, tmp_path / "missing"))
 
 
+def test_an_adapter_from_another_directory_is_never_used_by_its_name(tmp_path: Path) -> None:
+    model = served("llama")
+    folders = [write_adapter(model, tmp_path / str(n), n, r=2, target_modules=["q_proj"]) for n in (0, 1)]
+    with LLM(model, check_at_load=False, lora={"at load": folders[0]}) as llm:
+        with torch.device("meta"):  # a default device of the caller does not matter
+            llm.engine.add_lora("later", folders[0])
+        for name in ("at load", "later"):
+            same = LoRARequest(name, 1, folders[0].parent / "x" / ".." / "0")
+            assert llm.generate([[3, 4]], GREEDY, lora_request=same)[0].lora_name == name
+            with pytest.raises(
+                RequestError, match=f"'{name}' was loaded from .*/0, and lora_path is .*/1; use another"
+            ):
+                llm.generate([[3, 4]], GREEDY, lora_request=LoRARequest(name, 1, folders[1]))
+        llm.engine.remove_lora("later")
+        again = llm.generate([[3, 4]], GREEDY, lora_request=LoRARequest("later", 1, folders[1]))
+        assert_greedy(reference(model, folders[1]), again)
+
+
+def test_layers_may_get_their_inputs_by_name(tmp_path: Path) -> None:
+    model = served("llama")
+    directory = write_adapter(model, tmp_path / "a", r=4, target_modules=["down_proj"])
+    called: Any = copy.deepcopy(model)
+    for layer in called.model.layers:
+        mlp = layer.mlp
+        mlp.forward = lambda x, mlp=mlp: mlp.down_proj(input=mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+    with LLM(called, lora={"a": directory}) as llm:
+        assert_adapters(model, llm.generate([[3, 4], [5]], GREEDY, lora_request=["a", None]), {"a": directory})
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")  # peft looks for both paths
+def test_a_module_with_two_paths_has_one_adapter(tmp_path: Path) -> None:
+    """The keys of a state dict, which some versions of peft save, name a shared module by each of its paths."""
+    model = served("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    first = write_adapter(model, tmp_path / "first", r=4, target_modules=["down_proj"])
+    weights = load_file(first / "adapter_model.safetensors")
+    twins = {key.replace("layers.0", "layers.1"): tensor.clone() for key, tensor in weights.items()}
+    assert not twins.keys() & weights.keys()
+    changed = {key: tensor + 1 for key, tensor in twins.items()}
+    folders = {"first": first}
+    for name, tensors in (("second", twins), ("both", {**weights, **twins}), ("differ", {**weights, **changed})):
+        folders[name] = Path(shutil.copytree(first, tmp_path / name))
+        save_file(tensors, folders[name] / "adapter_model.safetensors")
+    wrong = folders.pop("differ")
+    with LLM(model, lora=folders) as llm:
+        outputs = llm.generate([[3, 4]] * 4, GREEDY, lora_request=[None, *folders])
+        assert_adapters(model, outputs, dict.fromkeys(folders, first))
+        message = "'differ' has other weights for .*layers.1.* than for .*layers.0.*, which is the same module of Llama"
+        with pytest.raises(ModelError, match=message):
+            llm.engine.add_lora("differ", wrong)
+        assert llm.engine.lora_names == list(folders)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
 def test_adapters_differ_from_one_another(tmp_path: Path) -> None:
     """Adapters generate different tokens; otherwise the law above could not fail."""
     model = served("llama")
@@ -135,6 +191,21 @@ def test_adapters_are_served_over_a_directory_of_four_bits(deterministic: bool, 
     with LLM(tmp_path / "packed", skip_tokenizer_init=True, lora=directories, **options) as llm:
         outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
     assert_adapters(rounded(model, body("int4_g32")), outputs, directories)
+
+
+def test_adapters_have_packed_products_beside_a_freed_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tied embedding looks up rows of the packed head, and its own weight is freed, to the meta device."""
+    monkeypatch.setattr(model_directory, "_MAPPED_BYTES", 1)
+    model = build("llama", max_position_embeddings=96, tie_word_embeddings=True).eval()
+    model.save_pretrained(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    directory = write_adapter(model, tmp_path / "a", r=4, target_modules=["q_proj"])
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, lora={"a": directory}, check_at_load=False) as llm:
+        runner = llm.engine.runner
+        assert next(runner.model.parameters()).is_meta
+        assert runner.lora is not None and runner.lora._packs == (get_inference_path().module is not None)
 
 
 def test_training_goes_on_between_steps_of_a_served_module(tmp_path: Path) -> None:
@@ -236,7 +307,10 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
     (damaged("short") / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     change_config(damaged("kind"), peft_type="IA3")
     change_config(damaged("rank"), r=5)
+    change_config(damaged("half_rank"), r=4.5)
+    change_config(damaged("negative"), rank_pattern={"alpha": -4})
     change_config(damaged("alpha"), lora_alpha="much")
+    change_config(damaged("alphas"), alpha_pattern={"q_proj": None})
     change_config(damaged("pattern"), rank_pattern={"(": 3})
     change_config(damaged("pissa"), init_lora_weights="pissa_niter_4")
     change_config(damaged("bias"), lora_bias=True)
@@ -254,7 +328,10 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
         "short": "adapter_model.safetensors cannot be read",
         "kind": "peft_type is 'IA3'",
         "rank": "a rank of 5",
-        "alpha": "lora_alpha is 'much'; write a positive number",
+        "half_rank": "r is 4.5; write a positive integer",
+        "negative": "rank_pattern.alpha. is -4; write a positive integer",
+        "alpha": "lora_alpha is 'much'; write a number",
+        "alphas": "alpha_pattern.q_proj. is None; write a number",
         "pattern": "not a regular expression",
         "pissa": "belongs to other base weights",
         "bias": "lora_bias is True, which is not served; merge",

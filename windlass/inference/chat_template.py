@@ -21,6 +21,7 @@ def with_content_form(
     A template that iterates over the parts of a content would iterate over the characters of a text, and omit the text.
 
     Args:
+        messages: messages; parts of their contents are texts.
         template: template in Jinja; None: that of the tokenizer.
         form: one of `CONTENT_FORMATS`.
 
@@ -35,14 +36,20 @@ def with_content_form(
     found = template if template is not None else getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):
         found = found.get("default")
-    if form == "string" or (form == "auto" and not (isinstance(found, str) and reads_parts(found))):
-        return list(messages)
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message, Mapping) and isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
+    parts = form == "openai" or (form == "auto" and isinstance(found, str) and reads_parts(found))
+    return [_with_parts(message) if parts else _with_text(message) for message in messages]
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def parse_template(template: str) -> Any:

@@ -43,10 +43,10 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
                 "ids, from 0",
                 parameter="input",
             )
-        if isinstance(runner, ShardedRunner):
-            hidden = runner.call(compute_hidden, list(ids))
-        else:
-            with own_modes():
+        with own_modes():
+            if isinstance(runner, ShardedRunner):
+                hidden = runner.call(compute_hidden, list(ids))
+            else:
                 hidden = compute_hidden(runner.model, list(ids))
         results.append((hidden / hidden.norm().clamp_min(1e-12)).tolist())
     return results

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from windlass.base.compute_device import local_device
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.base.log import logger
 from windlass.inference.engine_factory import make_engine, make_rank_engine
 from windlass.inference.engine_options import EngineOptions
@@ -139,7 +139,8 @@ class InferenceModel(nn.Module):
         the module's own `generate`.
 
         Raises:
-            RequestError: a prompt is empty, or longer than the model's window with its answer.
+            RequestError: a prompt is empty, or longer than the model's window with its answer; or there are no
+                `input_ids`, and the module's own `generate` cannot run.
             ConfigError: the module generates no tokens, or pp splits it and the engine lacks a setting.
         """
         if input_ids is None and isinstance(settings.get("inputs"), torch.Tensor):
@@ -153,18 +154,35 @@ class InferenceModel(nn.Module):
             found = generate_by_engine(self._find_current_llm, self.module, input_ids, attention_mask, **dict(settings))
             if found is not None:
                 return found
-        if self._link is not None:
-            raise ConfigError(
-                f"settings of generate ({', '.join(sorted(settings))}) need the module's own loop and all layers on "
-                "one rank, but pp splits the layers; leave these settings out, or use tp"
-            )
-        if own is None:
-            raise ConfigError(
-                f"the engine lacks these settings of generate ({', '.join(sorted(settings))}), and "
-                f"{type(self.module).__name__} has no generate of its own; leave them out, or use .llm.generate"
-            )
+        if self._link is not None or own is None:
+            raise self._refusal(input_ids, settings)
         with torch.inference_mode():
             return own(input_ids, attention_mask=attention_mask, **settings)
+
+    def _refusal(self, input_ids: torch.Tensor | None, settings: dict[str, Any]) -> ConfigError | RequestError:
+        """Return the error of a call that the engine cannot serve, if the module's own `generate` cannot run."""
+        kind = type(self.module).__name__
+        if getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
+            return ConfigError(
+                f"{kind} is an encoder-decoder without a generate of its own, and the engine serves models that have "
+                "only a decoder; call the model itself"
+            )
+        if input_ids is None or input_ids.dim() != 2 or len(input_ids) == 0:
+            given = None if input_ids is None else f"of shape {tuple(input_ids.shape)}"
+            return RequestError(
+                f"input_ids is {given}; give token ids of shape [batch, tokens], with at least one row",
+                parameter="input_ids",
+            )
+        needed = ", ".join(sorted(settings)) or "those of the model's generation_config"
+        if self._link is not None:
+            return ConfigError(
+                f"settings of generate ({needed}) need the module's own loop and all layers on "
+                "one rank, but pp splits the layers; leave these settings out, or use tp"
+            )
+        return ConfigError(
+            f"the engine lacks these settings of generate ({needed}), and "
+            f"{kind} has no generate of its own; leave them out, or use .llm.generate"
+        )
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> InferenceModel:
         """Apply a function to the parameters, as `to`, `half` and `cuda` do. Do nothing if weights are packed or in a

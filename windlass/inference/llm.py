@@ -108,7 +108,6 @@ class LLM:
     def _begin(self) -> None:
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self._adapters: dict[str, LoRARequest] = {}  # loaded at their first use
 
     @classmethod
     def from_engine(cls, engine: LLMEngine | RankWorker) -> LLM:
@@ -189,7 +188,9 @@ class LLM:
         adapters = [self._load_adapter(one) for one in given]
         priorities = list(priority) if priority is not None else [0] * len(listed)
         if len(priorities) != len(listed):
-            raise RequestError(f"{len(listed)} prompts got {len(priorities)} priorities; give one for each")
+            raise RequestError(
+                f"{len(listed)} prompts got {len(priorities)} priorities; give one for each", parameter="priority"
+            )
         ids = [f"generate-{next(self._numbers)}" for _ in listed]
         try:
             for request_id, prompt, one, adapter, rank in zip(ids, listed, params, adapters, priorities, strict=True):
@@ -240,12 +241,10 @@ class LLM:
         texts: list[str] = []
         prompts: list[Prompt] = []
         for conversation in conversations:
-            shown = with_content_form(
-                [_with_text(message) for message in conversation],
-                self.tokenizer,
-                chat_template,
-                chat_template_content_format,
-            )
+            listed: list[Any] = list(conversation)
+            for message in listed:
+                _check_parts(message)
+            shown = with_content_form(listed, self.tokenizer, chat_template, chat_template_content_format)
             try:
                 text = self.tokenizer.apply_chat_template(
                     shown,
@@ -330,11 +329,10 @@ class LLM:
         name = adapter.lora_name
         if name not in self._engine.lora_names:
             self._engine.add_lora(name, adapter.lora_path)
-            self._adapters[name] = adapter
-        loaded = self._adapters.get(name)
-        if loaded is not None and Path(loaded.lora_path) != Path(adapter.lora_path):
+        loaded = self._engine.lora_directory(name)
+        if loaded is not None and loaded != Path(adapter.lora_path).resolve():
             raise RequestError(
-                f"the adapter {name!r} was loaded from {loaded.lora_path}, and lora_path is {adapter.lora_path}; use "
+                f"the adapter {name!r} was loaded from {loaded}, and lora_path is {adapter.lora_path}; use "
                 "another name",
                 parameter="lora_request",
             )
@@ -390,22 +388,13 @@ def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
     raise RequestError(f"a prompt has the keys {sorted(prompt)}; give prompt or prompt_token_ids", parameter="prompt")
 
 
-def _with_text(message: Any) -> Any:
-    """Return a message with its parts joined to one text; a message without parts is returned unchanged.
-
-    Raises:
-        RequestError: a part is not text.
-    """
+def _check_parts(message: Any) -> None:
+    """Raise a RequestError if a message has a part that is not text."""
     content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, (list, tuple)):
-        return message
-    texts = []
-    for part in content:
+    for part in content if isinstance(content, (list, tuple)) else ():
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError("a message has a part that is not text; the model takes text only", parameter="messages")
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
 
 
 def _spread(name: str, given: Any, count: int) -> list[Any]:
@@ -417,5 +406,7 @@ def _spread(name: str, given: Any, count: int) -> list[Any]:
         raise RequestError(f"{name} is {given!r}; give one for all, or one for each", parameter=name)
     found = list(given)
     if len(found) != count:
-        raise RequestError(f"{count} prompts got {len(found)} {name}; give one for all, or one for each")
+        raise RequestError(
+            f"{count} prompts got {len(found)} {name}; give one for all, or one for each", parameter=name
+        )
     return found

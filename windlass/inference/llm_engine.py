@@ -96,6 +96,7 @@ class LLMEngine:
         self._finished_at = 0.0
         self._finished_counts: dict[str, int] = {}
         self._updates = count_updates(runner.model)
+        self._lora_directories = {name: Path(found).resolve() for name, found in (options.lora or {}).items()}
         self._failed: list[str] = []  # requests of the steps that the last call of `step` could not finish
         self._failures = 0  # requests in a row that failed alone
         self._closed = False
@@ -206,8 +207,11 @@ class LLMEngine:
     @property
     def is_full(self) -> bool:
         """True if `max_queued` requests are waiting, so that a new one is refused."""
-        limit = self.options.max_queued
-        return limit is not None and len(self._table.waiting) >= limit
+        limit, waiting = self.options.max_queued, self._table.waiting
+        if limit is None or len(waiting) < limit:
+            return False
+        # preempted sequences wait too, but their requests have begun
+        return sum(one.request.metrics.scheduled_time is None for one in waiting.values()) >= limit
 
     def has_requests(self) -> bool:
         """Return True if a request is unfinished, or has outputs that `step` has not returned."""
@@ -241,7 +245,9 @@ class LLMEngine:
             ModelError: the adapter cannot be read, or does not fit the model; or the model takes no adapters.
             RequestError: an adapter of this name is loaded.
         """
-        self._adapters().add(name, directory)
+        with own_modes():
+            self._adapters().add(name, directory)
+        self._lora_directories[name] = Path(directory).resolve()
 
     def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter.
@@ -258,6 +264,11 @@ class LLMEngine:
                 parameter="lora_name",
             )
         adapters.remove(name)
+        self._lora_directories.pop(name, None)
+
+    def lora_directory(self, name: str) -> Path | None:
+        """Return the absolute directory that an adapter was loaded from; None if no adapter has this name."""
+        return self._lora_directories.get(name)
 
     def _adapters(self) -> AdapterStore:
         if self.runner.lora is None:
@@ -281,8 +292,9 @@ class LLMEngine:
 
     def clear_prefix_cache(self) -> None:
         """Drop cached prefixes, after the weights have changed."""
-        self.finish_started()
-        self.runner.refresh_weights()
+        with own_modes():
+            self.finish_started()
+            self.runner.refresh_weights()
         self._table.blocks.clear_cache()
 
     def close(self) -> None:
@@ -295,7 +307,8 @@ class LLMEngine:
         self._table.close()
         if self._proposer is not None:
             self._proposer.close()
-        self.runner.close()
+        with own_modes():
+            self.runner.close()
 
     # steps
 
@@ -312,16 +325,16 @@ class LLMEngine:
         """
         self._failed = []
         if self.has_requests():
-            self._check_weights()
-            try:
-                with own_modes():
+            with own_modes():
+                self._check_weights()
+                try:
                     self._run_step(before_forward)
-            except BaseException:
-                self._failed = list(
-                    dict.fromkeys(s.request.request_id for step in self._started for s, _ in step.plan.chosen)
-                )
-                self._drop_started()
-                raise
+                except BaseException:
+                    self._failed = list(
+                        dict.fromkeys(s.request.request_id for step in self._started for s, _ in step.plan.chosen)
+                    )
+                    self._drop_started()
+                    raise
         return self._take_outputs()
 
     def recover(self, error: Exception) -> list[RequestOutput]:
@@ -380,8 +393,9 @@ class LLMEngine:
     def finish_started(self) -> None:
         """Finish the steps that were started; the next `step` returns their outputs."""
         try:
-            while self._started:
-                self._finish_step()
+            with own_modes():
+                while self._started:
+                    self._finish_step()
         except BaseException:
             self._drop_started()
             raise

@@ -78,7 +78,8 @@ class LoraAdapters:
         self._adapters: dict[str, dict[str, LoraLayer]] = {}
         self._salts: dict[str, bytes] = {}
         self._serials = itertools.count()
-        self._modules = dict(model.named_modules())
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._first_paths = {module: path for path, module in model.named_modules()}
         self._tokens: RowGroups = []
         self._logits: RowGroups = []
         self._counts = (0, 0)
@@ -111,6 +112,7 @@ class LoraAdapters:
         Raises:
             ModelError: the adapter does not fit the model. Nothing has changed.
         """
+        weights = self._by_first_path(name, weights)
         shards = {path: self._find_shard(name, path, weight) for path, weight in weights.items()}
         self._check_rows(name, weights)
         self._adapters[name] = {
@@ -182,16 +184,15 @@ class LoraAdapters:
                 module.__dict__["forward"] = self._wrap(path, module.forward)
             yield
         finally:
-            # in reverse, so that a layer with two paths gets its original forward back
-            for module, forward in reversed(before):
+            for module, forward in before:
                 if forward is None:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = forward
 
-    def _wrap(self, path: str, forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def with_adapters(x: torch.Tensor) -> torch.Tensor:
-            out = forward(x)
+    def _wrap(self, path: str, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def with_adapters(*inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+            out, x = forward(*inputs, **named), _input_of(inputs, named)
             rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
             for name, chosen in self._groups_for(path, len(rows)):
                 layer = self._adapters[name].get(path)
@@ -216,6 +217,20 @@ class LoraAdapters:
             "adapter into the model"
         )
 
+    def _by_first_path(self, name: str, weights: Mapping[str, LowRankWeight]) -> dict[str, LowRankWeight]:
+        """Return the weights by the first path of each module; a file may have those of a shared module twice."""
+        found: dict[str, LowRankWeight] = {}
+        for path, weight in weights.items():
+            module = self._modules.get(path)
+            first = path if module is None else self._first_paths[module]
+            other = found.setdefault(first, weight)
+            if other is not weight and not (torch.equal(other.a, weight.a) and torch.equal(other.b, weight.b)):
+                raise ModelError(
+                    f"adapter {name!r} has other weights for {path} than for {first}, which is the same module of "
+                    f"{type(self._model).__name__}; save the adapter of this model again"
+                )
+        return found
+
     def _find_shard(self, name: str, path: str, weight: LowRankWeight) -> LayerShard:
         """Return this rank's part of a target layer."""
         module = self._modules.get(path)
@@ -239,9 +254,13 @@ class LoraAdapters:
         seen: dict[str, set[int]] = {path: set() for path in paths}
 
         def record(path: str) -> Callable[..., None]:
-            return lambda module, inputs: seen[path].add(inputs[0].numel() // inputs[0].shape[-1])
+            def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+                x = _input_of(inputs, named)
+                seen[path].add(x.numel() // x.shape[-1])
 
-        handles = [self._modules[path].register_forward_pre_hook(record(path)) for path in paths]
+            return note
+
+        handles = [self._modules[path].register_forward_pre_hook(record(path), with_kwargs=True) for path in paths]
         ids = torch.arange(_PROBE_TOKENS, device=self._device) % 3
         try:
             with torch.inference_mode():
@@ -255,6 +274,11 @@ class LoraAdapters:
                     f"adapter {name!r} changes {path}, which computes only some tokens (an expert); merge it by peft's "
                     "merge_and_unload and serve the result"
                 )
+
+
+def _input_of(inputs: tuple[torch.Tensor, ...], named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the input of a linear layer, which models may pass by its name."""
+    return inputs[0] if inputs else next(iter(named.values()))
 
 
 def _rows_of(owner: torch.Tensor, numbers: Sequence[int], device: torch.device) -> Rows:

@@ -146,8 +146,9 @@ def _check_numbers(where: str, config: Mapping[str, Any]) -> None:
             numbers[f"{name}[{pattern}]"] = value
     for name, value in numbers.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or (value <= 0 and "alpha" not in name):
-            raise ModelError(f"{where}: {name} is {value!r}; write a positive number")
+        scales = name.startswith(("lora_alpha", "alpha_pattern"))
+        if not number or (not scales and (value <= 0 or value != int(value))):
+            raise ModelError(f"{where}: {name} is {value!r}; write a {'number' if scales else 'positive integer'}")
 
 
 def _read_tensors(where: str, path: Path) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from windlass.base.log import logger
 from windlass.compress.conv1d_layers import make_linear
+from windlass.inference.model_forward import find_device
 from windlass.inference.step_recording import get_recorder
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
@@ -308,8 +309,7 @@ def pack_layers(model: nn.Module, weight_format: str, *, without_head: bool = Fa
 
 def can_pack(model: nn.Module) -> bool:
     """Return True if native products exist here for the weights of the model."""
-    device = next(model.parameters()).device
-    return device.type == "cpu" and get_inference_path().module is not None
+    return find_device(model).type == "cpu" and get_inference_path().module is not None
 
 
 def _is_packable(module: nn.Module) -> bool:

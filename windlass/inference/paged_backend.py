@@ -96,13 +96,19 @@ class PagedAttention(AttentionBackend):
         """Return the pattern of a mask. A predicate is not checked.
 
         Raises:
-            ModelError: the mask is not causal: queries see later keys, which a cache does not have.
+            ModelError: the mask is not causal: queries see later keys, which a cache does not have; or it excludes the
+                query's own key.
         """
         pattern = mask.pattern
         if isinstance(pattern, MaskPredicate):
             return PagedMask(predicate=pattern)
         band = pattern if isinstance(pattern, MaskBand) else pattern.band
-        if band.min_distance is None or band.min_distance != 0:
+        if band.min_distance is not None and band.min_distance > 0:
+            raise ModelError(
+                f"a layer's attention is limited to keys {band.min_distance} or more positions before the query, so it "
+                "excludes the query's own key, which paged attention includes; the model cannot run with a paged cache"
+            )
+        if band.min_distance != 0:
             raise ModelError(
                 "a layer's attention is not causal: queries see later tokens, which a KV cache does not have; the "
                 "model cannot run with a paged cache"
