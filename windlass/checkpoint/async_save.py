@@ -23,12 +23,12 @@ _NICE = 10
 _SPARE = 1.2  # required free memory, as a multiple of the copy's size
 
 # [Note: collectives of an asynchronous save] Before the writes, the ranks agree on everything in their training
-# threads, in `CheckpointSave`. The remaining collective, which reports whether all ranks could write, uses a gloo group
-# of its own, so that it can never match a collective of training.
+# threads, in `CheckpointSave`. The collectives of the writer threads (`CheckpointSave.finish`) use a separate gloo
+# group, so that they can never match a collective of training.
 
 
 class AsyncSave:
-    """At most one save in flight, from `start` to `finish`.
+    """Writer of async saves, with at most one in flight (from `start` to `finish`).
 
     All methods are collective except `failure_flag` and `wait`.
 

@@ -1,4 +1,4 @@
-"""Checkpoint directory: tags, the file `latest`, and the rename that publishes a finished checkpoint."""
+"""Checkpoint directory: tags, the file `latest`, the lock that is held during renames, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from windlass.checkpoint.foreign_formats import ForeignFormat, foreign_formats
 
 INDEX_FILE = "checkpoint.json"
 LATEST = "latest"
-LATEST_UNIVERSAL = "latest_universal"  # tag of a converted checkpoint (`checkpoint.load_universal`)
+LATEST_UNIVERSAL = "latest_universal"  # file with the tag of a converted checkpoint (`checkpoint.load_universal`)
 _LONGEST_LATEST = 4096  # bytes; a tag has at most 200
 _LOCK_TIMEOUT_S = 60.0  # seconds that another job may hold the lock
 
 # [Note: atomic checkpoints] Data is written to a directory with a hidden name (staging_checkpoint.py). Every file is
-# fsynced, `checkpoint.json` as the last one, then the directory, and a rename gives the directory the name `TAG`. Only
-# then is `latest` replaced, by a rename too. A save under an existing tag first moves the old checkpoint to
+# fsynced (`checkpoint.json` after the data files), then the directory, and a rename gives the directory the name `TAG`.
+# Only then is `latest` replaced, by a rename too. A save under an existing tag first moves the old checkpoint to
 # `.TAG.replaced`; if a crash between the two renames leaves no `TAG`, a load reads `.TAG.replaced`.
 
 
@@ -33,7 +33,8 @@ def check_tag(tag: str) -> str:
     """Return the tag if it is a valid name inside the checkpoint directory.
 
     Raises:
-        CheckpointError: an empty, hidden, reserved or too long name, or one with a path separator or control character.
+        CheckpointError: an empty, hidden or reserved name, one of more than 200 bytes, or one with a path separator or
+            an unprintable character.
     """
     reserved = (LATEST, LATEST_UNIVERSAL, INDEX_FILE)
     broken = not tag or tag.startswith(".") or tag in reserved or len(tag.encode("utf-8", "surrogatepass")) > 200
@@ -49,7 +50,7 @@ def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | 
     """Return the tag in the file `latest` (or `name`); None if there is no such file.
 
     Raises:
-        CheckpointError: the file cannot be read, or names a path outside `directory`.
+        CheckpointError: the file cannot be read, leads out of `directory`, or does not contain a valid tag.
     """
     path = Path(directory) / name
     try:
@@ -82,8 +83,8 @@ def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:
 def rename_lock(directory: Path) -> Iterator[bool]:
     """Hold the lock for renames in `directory`, briefly, so that jobs that save there at the same time take turns.
 
-    The system releases the lock once the holder and all children that it forked meanwhile have ended. Yields False on
-    file systems without locks; each rename is atomic there too.
+    If the holder dies, the system releases the lock once all children that it forked meanwhile have ended. Yields True,
+    or False on file systems without locks; each rename is atomic there too.
 
     Raises:
         CheckpointError: another process has held the lock for a minute.
@@ -143,7 +144,7 @@ def to_printable(text: str, longest: int = 200) -> str:
 
 
 def list_tags(directory: str | os.PathLike[str]) -> list[str]:
-    """Return the tags of the finished checkpoints in `directory`, oldest first."""
+    """Return the tags of windlass's finished checkpoints in `directory`, oldest first; [] if it cannot be read."""
     finished = []
     try:
         for path in Path(directory).iterdir():
@@ -159,7 +160,8 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
     """Return tag and directory of the checkpoint `tag`, or of the one in `latest` if `tag` is None.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it lies outside `directory`.
+        CheckpointError: there is no such checkpoint, its path leads out of `directory`, or the tag or `latest` is
+            invalid.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -198,7 +200,7 @@ def require_space(path: Path, needed: int) -> None:
 
 @contextmanager
 def disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Turn an OSError while writing `path` into a CheckpointError with path, bytes needed and bytes free."""
+    """Turn an OSError while writing `path` into a CheckpointError, for a full disk with the bytes needed and free."""
     try:
         yield
     except OSError as error:
@@ -253,7 +255,7 @@ def is_any_checkpoint(path: Path) -> bool:
 
 
 def foreign_format_of(path: Path) -> ForeignFormat | None:
-    """Return the format of a checkpoint that another library wrote; None if windlass wrote it, or none exists."""
+    """Return the format of another library's checkpoint; None if windlass wrote it, or `path` is not one."""
     return None if is_checkpoint(path) else next((one for one in foreign_formats() if one.recognizes(path)), None)
 
 

@@ -75,9 +75,9 @@ class CheckpointIndex(BaseModel):
 
 
 def encode_index(index: CheckpointIndex) -> str:
-    """Return the JSON text of `index`, with one line per tensor and a crc32 of the text itself at the end."""
+    """Return the JSON text of `index`, with one line per tensor and a crc32 of the preceding text at the end."""
     tensors = ",\n".join(f" {_quoted(name)}: {_record_text(one)}" for name, one in index.tensors.items())
-    fields = [name for name in CheckpointIndex.model_fields if name != "tensors"]  # these fields are plain data already
+    fields = [name for name in CheckpointIndex.model_fields if name != "tensors"]  # their values are JSON already
     head = ",\n".join(f"{_dumps(name)}: {_dumps(getattr(index, name))}" for name in fields)
     body = f'{{{head},\n"tensors": {{\n{tensors}\n}}'
     return f'{body},\n"crc32": "{_crc(body)}"}}\n'
@@ -163,8 +163,9 @@ def check_index(index: CheckpointIndex, path: Path) -> None:
     """Check that an index, read or built, does not contradict itself. Opens no file.
 
     Raises:
-        CheckpointError: a tensor's boxes do not cover it exactly once, a dtype or a file is unknown, or plain data is
-            too deep or refers to missing tensors.
+        CheckpointError: a tensor's boxes do not cover it exactly once, a tensor has an unknown dtype or file or more
+            than 64 dimensions, a file name leads out of the directory, `ranks` does not have `world_size` items, or
+            plain data is too deep, or refers to a tensor that is missing, too large, or named twice.
     """
     if len(index.ranks) != index.world_size:
         raise CheckpointError(f"{path}: world_size is {index.world_size}, but 'ranks' has {len(index.ranks)} items")
@@ -253,7 +254,7 @@ def _check_tensor(name: str, record: TensorRecord, index: CheckpointIndex, path:
 def _check_order(name: str, record: TensorRecord, path: Path) -> None:
     """Check that chunks that are flat ranges follow each other without gap or overlap.
 
-    The number of elements was checked before, so no overlap means no gap.
+    The caller has checked the number of elements, so there is no gap after the last chunk either.
     """
     position = 0
     for start, size in sorted((flat_start(record.shape, one.offsets), math.prod(one.sizes)) for one in record.chunks):
@@ -265,11 +266,11 @@ def _check_order(name: str, record: TensorRecord, path: Path) -> None:
 
 
 # [Note: boxes that cover a tensor] A polynomial shows whether boxes of any form cover each element exactly once. The
-# element (i, j, ...) stands for the term x^i y^j ...; a box is then a product of geometric sums, (x^stop - x^start) /
-# (x - 1) for each dimension, and boxes cover the tensor exactly once if and only if their polynomials add up to that of
-# the full tensor. Both sides are evaluated at a random point modulo a prime: two different polynomials agree there with
-# a probability of less than 2^-60, and the author of a forged index does not know the point. The cost is a few powers
-# per box, for any number of boxes.
+# element (i, j, ...) is written as the term x^i y^j ...; a box is then a product of geometric sums, (x^stop - x^start)
+# / (x - 1) for each dimension, and boxes cover the tensor exactly once if and only if their polynomials add up to that
+# of the full tensor. Both sides are evaluated at a random point modulo a prime: two different polynomials agree there
+# with a probability of less than 2^-57, and the author of a forged index does not know the point. The cost is a few
+# powers per box, for any number of boxes.
 _PRIME = (1 << 127) - 1
 _POINT = [2 + secrets.randbelow(_PRIME - 3) for _ in range(_MOST_DIMS)]
 _PER_SUM = [pow(x - 1, -1, _PRIME) for x in _POINT]
@@ -288,7 +289,7 @@ def _geometric_sum(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
 
 
 def _check_plain(index: CheckpointIndex, path: Path) -> None:
-    """Check that plain data is not too deep, and that each tensor it refers to is in the checkpoint and named once."""
+    """Check that plain data is not too deep, and that its tensors are in the index, named once, and not too large."""
     try:
         plain_data.require_depth((index.plain, index.ranks))
         shared = plain_data.tensor_names(index.plain)
@@ -303,7 +304,7 @@ def _check_plain(index: CheckpointIndex, path: Path) -> None:
     taken = sum(
         math.prod(index.tensors[name].shape) * dtype_from_code(index.tensors[name].dtype).itemsize for name in named
     )
-    if taken > sum(index.files.values()) + len(named) * 16:  # tensors of DeepSpeed's numbers are in no file
+    if taken > sum(index.files.values()) + len(named) * 16:  # DeepSpeed's plain numbers are tensors without a file
         raise CheckpointError(f"{path}: the tensors in plain data have {taken} bytes, more than all of the files")
 
 

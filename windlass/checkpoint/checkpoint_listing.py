@@ -36,7 +36,7 @@ class ListedCheckpoint:
         trainable_only: frozen parameters were left out.
         latest: True if the file `latest` names this checkpoint.
         problem: description of the damage; empty if none was found.
-        verified: every byte was read and compared with its checksum.
+        verified: the bytes were compared with their checksums, up to the first damage.
     """
 
     tag: str
@@ -53,7 +53,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True)
 class UnfinishedSave:
-    """Remains of a save that did not finish, under a hidden name."""
+    """Hidden directory of a running or interrupted save, of a replaced checkpoint, or of an interrupted removal."""
 
     name: str
     nbytes: int
@@ -62,7 +62,7 @@ class UnfinishedSave:
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """Result of `list_checkpoints`. `problem` describes an error of the directory, such as a dangling `latest`."""
+    """Result of `list_checkpoints`. `problem` describes an unreadable or dangling `latest`; empty if there is none."""
 
     checkpoints: tuple[ListedCheckpoint, ...]
     leftovers: tuple[UnfinishedSave, ...]
@@ -71,7 +71,7 @@ class CheckpointListing:
 
     @property
     def is_damaged(self) -> bool:
-        """True if any part of the directory cannot be loaded."""
+        """True if `latest` or any checkpoint has a problem."""
         return bool(self.problem) or any(listed.problem for listed in self.checkpoints)
 
 

@@ -51,13 +51,13 @@ def load(
         process_group: as in `save`.
         strict: raise on missing and unexpected names; else only report them.
         ignore: prefixes of names in the checkpoint that need not be requested, such as `("state/",)`.
-        optional: prefixes of names whose absence, here or in the checkpoint, is only reported.
+        optional: prefixes of names whose absence, in `into` or in the checkpoint, is only reported.
         cast: convert values of another dtype; else another dtype is an error.
         advice: end of the error message about names that differ.
         parameter_order: names of the optimizer's parameters by group. Needed to load the optimizer states of
             DeepSpeed's stage 0, whose files have no names.
-        check: called with the plain data shared by all ranks and with this rank's own, before a tensor is filled. Its
-            error is raised on all ranks.
+        check: called with the plain data shared by all ranks and with this rank's own (None if none was saved), before
+            a tensor is filled. Its error is raised on all ranks.
         opened: the same checkpoint, already open with the same `parameter_order`, so that its index and headers are not
             read again; None: open it here.
         first: names of tensors that are filled before all others.
@@ -138,7 +138,7 @@ def _prepare_load(
     check: Callable[[dict[str, Any], dict[str, Any] | None], object],
     opened: StoredCheckpoint | None,
 ) -> tuple[list[str], list[str]]:
-    """Append this rank's request to `requests`. Return the names it requests, and those the checkpoint lacks."""
+    """Append this rank's request to `requests`. Return the requested names, and those that the checkpoint lacks."""
     if opened is not None:
         if opened.is_replaced:
             raise CheckpointError(opened.replaced_message)

@@ -21,7 +21,7 @@ class CheckpointRanks:
     """Ranks that save or load together; a single process if there is no process group.
 
     Attributes:
-        group: the ranks as a group; None for a single process.
+        group: the ranks as a group; None without a process group.
         in_background: a writer thread uses the group. Its waits are not reported to the watchdog, which follows the
             training thread.
     """
@@ -51,8 +51,8 @@ class CheckpointRanks:
         """Run `work` on every rank and return all results in rank order. Collective.
 
         Raises:
-            CheckpointError: on every rank and with the same text, if `work` raised on any. The text names the rank and
-                `step`.
+            CheckpointError: on every rank and with the same text, if `work` raised on any. The text names the ranks and
+                `step`. With one rank, a CheckpointError of `work` is raised unchanged.
         """
         result: T | None = None
         failure: Exception | None = None
@@ -75,7 +75,7 @@ class CheckpointRanks:
         return results[0]  # type: ignore[return-value]
 
     def waiting(self, step: str) -> AbstractContextManager[None]:
-        """Return a context that reports a wait for the other ranks in `step` to the watchdog."""
+        """Return a context that reports a wait for other ranks in `step` to the watchdog, unless `in_background`."""
         return nullcontext() if self.in_background else WaitScope(step)
 
     def gather_to_first(self, step: str, work: Callable[[], T]) -> list[T]:

@@ -62,26 +62,26 @@ class DerivedMetadata(Protocol):
     key: str
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> object:
-        """Process elements `[start, start + n)` of a tensor that only this rank writes, as `flat` of shape `[n]`."""
+        """Process `flat` `[n]`, elements `[start, start + n)` of the tensor `name`, which no other rank writes."""
 
     def local_part(self) -> Any:
         """Return this rank's result."""
 
     def combine(self, parts: list[Any]) -> Any:
-        """Combine the results of all ranks into the stored value, which must be JSON data."""
+        """Combine the results of all ranks, on rank 0, into the stored value, which must be JSON data."""
 
 
 class CheckpointSave:
-    """Save whose ranks have agreed on the writer of each box; nothing is written yet. Its construction is collective.
+    """Save whose ranks have agreed on the writer of each box; no data is written yet. Its construction is collective.
 
     Args:
-        on_finished: called on the first rank once the checkpoint exists and `latest` names it. Its file errors are only
-            logged, because the save itself has succeeded.
+        on_finished: called on the first rank once the checkpoint exists and, with `save_latest`, `latest` names it. Its
+            CheckpointErrors and OSErrors are only logged, because the save itself has succeeded.
         derived_metadata: plain data to store besides that of the state.
         write_extra_files: called on every rank with the staging directory once the checkpoint in it is complete, to
             write further files there.
         use_node_local_storage: nodes may have disks of their own, and each such node gets the full checkpoint;
-            `on_finished` is then called on the first rank of each ([Note: node-local checkpoints]).
+            `on_finished` is then called on the first rank of each disk ([Note: node-local checkpoints]).
 
     Raises:
         CheckpointError: as `save`, the same on all ranks.
@@ -229,7 +229,7 @@ class CheckpointSave:
 def _prepare_save(
     held: dict[str, HeldTensor], shared_plain: list[Any], root: Path, tag: str, state: SavedState, rank: int
 ) -> tuple[str, Any]:
-    """Fill `held` with this rank's boxes. Append the encoded shared plain data, or None on ranks other than 0.
+    """Fill `held` with this rank's boxes. Append encoded plain data to `shared_plain`; None on ranks other than 0.
 
     Return the target path and this rank's own encoded plain data.
     """

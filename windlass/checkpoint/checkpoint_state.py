@@ -23,8 +23,8 @@ RESERVED_PREFIXES = ("plain/", "rank/")
 
 
 # [Note: stored ranges] Offloaded values are not brought to memory all at once for a save or a load. A shard may refer
-# to a lazy storage handle in place of a tensor. Save and load open one handle after the other, each once, and copy all
-# its values to or from the checkpoint's files.
+# to a lazy storage handle in place of a tensor. Save and load open one handle at a time and copy all its values to or
+# from the checkpoint's files.
 
 
 class LazyStorage(Protocol):
@@ -39,10 +39,10 @@ class LazyStorage(Protocol):
 
 
 class OffloadedStorage:
-    """Handle of offloaded values that another thread may open later. Until then, writers of these values wait.
+    """Handle of offloaded values that a save's thread opens later. Until then, updates of these values wait.
 
     Attributes:
-        has_waiter: True once a writer waits.
+        has_waiter: True once an update waits.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class OffloadedStorage:
         raise NotImplementedError
 
     def block_writers(self) -> None:
-        """Make writers of these values wait from now on."""
+        """Make updates of these values wait from now on."""
 
     def release_writers(self) -> None:
-        """Let writers continue: the values were copied, or will not be."""
+        """Let updates continue: the values were copied, or will not be."""
         self._released.set()
 
     def wait_until_released(self) -> None:
@@ -82,15 +82,17 @@ class LazyFlatTensor:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """This rank's flat range of a named tensor: elements [start, start + tensor.numel()) of `shape`, row-major.
+    """This rank's flat range of a named tensor: elements [start, start + numel) of `shape`, row-major.
 
     Args:
         name: the tensor's name in the checkpoint, such as `param/lm_head.weight` or `state/lm_head.weight/exp_avg`.
         shape: the shape of the full tensor, or of the part that `part_placement` describes.
         start: the flat position of this range's first element.
-        tensor: [elements of the range], contiguous; read by a save, filled in place by a load. It may be empty, or a
-            lazy tensor.
-        part_placement: the part of the full tensor that has `shape`; None: all of it. The range lies in this part.
+        tensor: `[numel]`, contiguous; read by a save, filled in place by a load. It may be empty, or a lazy tensor.
+        part_placement: the part of the full tensor that has `shape`; None: all of it.
+
+    Raises:
+        CheckpointError: `tensor` is not a contiguous 1-D tensor, or the range exceeds `shape`.
     """
 
     name: str
@@ -132,11 +134,15 @@ class FlatShard:
 
     @property
     def storage(self) -> LazyStorage | None:
-        """Lazy storage handle of the values; None if they are in memory."""
+        """Lazy storage handle of the values; None if `tensor` is not lazy."""
         return None if isinstance(self.tensor, torch.Tensor) else self.tensor.storage
 
     def values(self) -> torch.Tensor:
-        """Return the values `[elements of the range]` without a copy. Lazy values require an open storage handle."""
+        """Return the values `[numel]` without a copy. Lazy values require an open storage handle.
+
+        Raises:
+            CheckpointError: a lazy tensor's values are not contiguous, or differ from its declared size or dtype.
+        """
         if isinstance(self.tensor, torch.Tensor):
             return self.tensor.detach()
         found = self.tensor.get().detach()
@@ -161,8 +167,8 @@ class SavedState:
     """One rank's part of a state. A save writes it; a load fills its tensors.
 
     Args:
-        shards: this rank's flat ranges. Over all ranks they must cover each named tensor. Several ranks may hold the
-            same range (replicas); one of them writes it.
+        shards: this rank's flat ranges. In a save, the ranges of all ranks must cover each named tensor. Several ranks
+            may hold the same range (replicas); one of them writes it.
         tensors: full tensors; ranks that list the same name hold equal values.
         plain: plain data by name, of the types that `plain_data.encode` supports. Only rank 0's is stored.
         rank_plain: plain data that is stored for each rank, such as random states and loader positions.
@@ -180,7 +186,7 @@ class LoadedState:
 
     `rank_plain` is None if the checkpoint was saved by too few ranks to have data for this one; `saved_world_size` is
     the number of ranks that saved it. Names in `missing` were requested and are not in the checkpoint; names in
-    `unexpected` are in it and no rank requested them.
+    `unexpected` are in it, no rank requested them, and `ignore` does not exclude them.
     """
 
     tag: str
@@ -227,7 +233,8 @@ def hold_tensors(
         allow_overlap: an element may be held twice, as in a load.
 
     Raises:
-        CheckpointError: a reserved name, a name with two shapes or dtypes, an element held twice.
+        CheckpointError: an empty, reserved or invalid name, a name with two shapes or dtypes, a name of both a shard
+            and a full tensor, an element held twice.
     """
     held: dict[str, HeldTensor] = {}
     ends: dict[str, list[tuple[int, int]]] = {}

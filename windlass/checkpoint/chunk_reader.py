@@ -1,4 +1,4 @@
-"""Reading of stored boxes in a load: part by part, each byte once, directly into its target."""
+"""Reading of stored boxes in a load: part by part into their target memory, with a check of their crc32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALL = 1 << 18  # bytes; smaller boxes are read together with their neighbours
 
 
 class _Box(NamedTuple):
-    """Stored box with its byte range, and the parts of it that are wanted from one storage handle."""
+    """Stored box with its byte range in the file, and its parts that fill memory of one storage handle."""
 
     file: TensorFile
     begin: int
@@ -191,7 +191,7 @@ class ChunkReader:
     def _read_whole(self, file: TensorFile, parts: list[Wanted], targets: list[torch.Tensor]) -> None:
         """Read the full box into memory, and copy parts of it to targets that are not flat ranges of the box.
 
-        Such targets occur if the sharding changes along an inner dimension, and with other planners.
+        Such targets occur if the sharding changes along an inner dimension, and with torch's planners.
         """
         chunk = parts[0].chunk
         full = torch.empty(chunk.sizes, dtype=parts[0].dtype, device="cpu")

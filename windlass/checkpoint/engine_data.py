@@ -136,7 +136,8 @@ def require_engine_data(plain: Any, path: object, *, require_all: bool = False) 
         require_all: raise if a key is missing that an engine needs.
 
     Raises:
-        CheckpointError: a value has another type or range than an engine writes. The message names the key.
+        CheckpointError: `plain` is not a dictionary, a required key is missing, or a value has another type or range
+            than an engine writes. The message names the key.
     """
     if not isinstance(plain, Mapping):
         raise CheckpointError(f"{path}: its plain data is a {type(plain).__name__}, not a dictionary")
@@ -157,7 +158,7 @@ def require_engine_data(plain: Any, path: object, *, require_all: bool = False) 
 
 
 def _check_names(plain: Mapping[str, Any], path: object) -> None:
-    """Check that each state of kind `value` has its value, and that each parameter is in one group."""
+    """Check the names of states, that states of kind `value` have values, and that no parameter is in two groups."""
     values = plain.get("values", {})
     for name, kinds in plain.get("states", {}).items():
         for key, kind in kinds.items():

@@ -1,9 +1,9 @@
 """Checkpoint formats of other libraries: the protocol of a format, and the registry of all formats.
 
-[Note: foreign formats] A checkpoint directory that another library wrote is read through an index made for it: its
-tensors are boxes in its own files. So everything behind the index (loading in any layout, listing, export) has no code
-for individual formats. `windlass.compat` implements DeepSpeed's format; it lies above this package, so the registry
-holds its dotted name and imports it when a directory has no index of windlass.
+[Note: foreign formats] A checkpoint directory that another library wrote is read through an index made in memory, whose
+boxes are in that library's files. So everything behind the index (loading in any layout, listing, export) has no code
+for individual formats. `windlass.compat` implements DeepSpeed's format; it imports this package, so the registry holds
+the dotted name of the class and imports it on first use.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ForeignFormat(Protocol):
         ...
 
     def plan_export(self, source: ExportSource) -> Callable[[Path, int], None]:
-        """Return a function that writes one rank's files beside windlass's own. Called before a save, on every rank.
+        """Return a function that adds one rank's files to windlass's own. Called before a save, on every rank.
 
         The function gets the directory of a complete staging checkpoint, and the rank. It may run on another thread.
         """

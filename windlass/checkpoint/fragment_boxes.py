@@ -1,7 +1,4 @@
-"""Arithmetic of flat ranges of row-major tensors: their boxes, and their position in a larger tensor.
-
-A range of an N-dimensional tensor consists of at most 2N-1 boxes, each contiguous in the range, in order.
-"""
+"""Arithmetic of flat ranges of row-major tensors: their boxes, and their position in a larger tensor."""
 
 from __future__ import annotations
 

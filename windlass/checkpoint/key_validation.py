@@ -23,10 +23,11 @@ class KeyValidator:
         self._other_count = 0
 
     def require(self, key: Any, depth: int = 0) -> None:
-        """Check that `key` is a text, bytes, a number, None, a dtype, or a tuple or frozen set of these.
+        """Check that `key` is a str, bytes, bool, int, float, None, a dtype, or a tuple or frozen set of these.
 
-        Raises ValueError if it is not, if it is too long or too deep, or if too many keys are large integers, tuples
-        and frozen sets.
+        Raises:
+            ValueError: `key` is of another type, too long or too deep, or too many keys of the file are large integers,
+                tuples or frozen sets.
         """
         kind = type(key)
         if kind is str or (kind is int and -_LARGEST < key < _LARGEST):

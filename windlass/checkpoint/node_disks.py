@@ -3,10 +3,10 @@
 [Note: node-local checkpoints] Ranks that cannot access rank 0's staging directory write to a staging directory of their
 own node, which the node's first rank creates. Once all files are written, and the index on rank 0's node, the nodes
 send each other the missing files. So every node's directory holds the full checkpoint, and any number of ranks on any
-node can load it; each node needs space for all of it. If all nodes share the directory, nothing changes.
+node can load it; each node needs space for all of it. If all nodes share the directory, nothing is copied.
 
-The other ranks of a node wait until the files are copied. Their leader sends them a note for each second of progress,
-so that the watchdog does not take a long copy for a hang.
+The other ranks of a node wait until the files are copied. Their leader sends them a message for each second of
+progress, so that the watchdog does not take a long copy for a hang.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from windlass.checkpoint.checkpoint_directory import disk_errors, fsync_director
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 
 _CHUNK = 32 << 20  # bytes sent at a time
-_NOTE_INTERVAL_S = 1.0  # seconds between notes of progress
+_NOTE_INTERVAL_S = 1.0  # seconds between messages of progress
 
 
 @dataclass(frozen=True)
 class NodeDisks:
-    """Groups of ranks that write to one disk.
+    """Groups of ranks, one for each disk.
 
     Attributes:
-        leaders: the first rank of each node with a disk of its own; rank 0 first.
-        local_leader: the leader of this rank's node.
-        followers: the other ranks of this rank's node.
+        leaders: the first rank of each group; rank 0 first.
+        local_leader: the leader of this rank's group.
+        followers: the ranks of this rank's group other than its leader.
     """
 
     leaders: tuple[int, ...]
@@ -63,7 +63,7 @@ class NodeDisks:
         return len(self.leaders) > 1
 
     def replicate_files(self, staging: Path, ranks: CheckpointRanks) -> None:
-        """Copy every file of all nodes' staging directories to each node. Collective.
+        """Copy every file of all nodes' staging directories, except hidden ones, to each node. Collective.
 
         Args:
             staging: the staging directory of this rank's node.
@@ -105,7 +105,7 @@ def _node_name() -> str:
 
 
 class _Channel:
-    """Channel for objects between ranks. Each transfer is reported to the watchdog as progress of this rank.
+    """Channel for objects between ranks. In the training thread, each transfer is reported to the watchdog as progress.
 
     Args:
         followers: ranks that receive True for each second of progress, until `release_followers` sends them False.

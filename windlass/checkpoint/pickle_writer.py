@@ -27,7 +27,8 @@ _STORAGES = {
 
 # [Note: written pickles] A pickler imports each class that it names, so a file that names a class of DeepSpeed
 # could be written only where DeepSpeed is installed. And it would write any object it is given. This writer emits
-# opcodes for the few kinds of values below, and names only the classes that the caller gives as `PickledObject`.
+# opcodes for the few kinds of values below, and names only classes of torch, `OrderedDict`, and the classes that the
+# caller passes as `PickledObject`.
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PickledObject:
-    """Object of a class given by name. The reader calls the class with `arguments`, then sets the attributes."""
+    """Object of a class given by name.
+
+    The reader calls the class with `arguments` (without arguments, only its `__new__`), then sets the attributes.
+    """
 
     module: str
     name: str
@@ -70,7 +74,8 @@ def write_pickle(value: Any) -> tuple[bytes, list[PlannedTensor]]:
             and dictionaries of them.
 
     Raises:
-        CheckpointError: `value` contains another kind of value.
+        CheckpointError: `value` contains another kind of value, a tensor of an unsupported dtype, or an integer of more
+            than 255 bytes.
     """
     writer = _PickleWriter()
     writer.put(value)
@@ -164,7 +169,7 @@ class _PickleWriter:
     def _object(self, value: PickledObject) -> None:
         self._global(value.module, value.name)
         self.put(value.arguments)
-        self.out.append(b"R" if value.arguments else b"\x81")  # NEWOBJ creates the object without a call
+        self.out.append(b"R" if value.arguments else b"\x81")  # NEWOBJ calls only `__new__`
         if value.attributes:
             self.put(dict(value.attributes))
             self.out.append(b"b")

@@ -1,4 +1,4 @@
-"""Loopback addresses, and the variables that make gloo listen there. Does not import torch."""
+"""Loopback addresses, and the environment variable that makes gloo listen there. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 from collections.abc import Mapping
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_NAMES = ("lo", "lo0")  # loopback interface of Linux; of macOS and BSD
+_NAMES = ("lo", "lo0")  # loopback interface of Linux, and that of macOS and BSD
 
 
 def is_loopback(address: str | None) -> bool:
-    """Return True for a loopback address, which only processes of the same host can reach."""
+    """Return True for `localhost` or a loopback address, which only processes of the same host can reach."""
     if address == "localhost":
         return True
     try:
@@ -21,7 +21,7 @@ def is_loopback(address: str | None) -> bool:
 
 
 def gloo_at_loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make gloo listen at the loopback interface.
+    """Return the environment variable that makes gloo listen at the loopback interface, with its value.
 
     Empty if `environ` names an interface, or if the host has no loopback interface.
     """

@@ -12,8 +12,7 @@ from windlass.comm.shared_memory import Counters
 
 WIDTH = 32  # maximum number of integers in one exchange through shared memory
 COUNTERS = 1 + 2 * WIDTH
-"""Counters of a board: one for the number of started exchanges, and `WIDTH` each for the current and previous exchange.
-"""
+"""Number of counters of a board: the number of posted exchanges, and `WIDTH` each for the last two exchanges."""
 
 
 class Posted(Protocol):
@@ -34,7 +33,7 @@ class AgreementBoard(Protocol):
     def post(self, mine: list[int], what: str) -> Posted:
         """Post `mine`, at most `WIDTH` integers, equally many on all ranks.
 
-        Wait for one exchange before the next one starts.
+        The caller waits for an exchange before it posts the next one.
 
         Args:
             what: Description of the exchange, for the error if a peer does not arrive.
@@ -52,8 +51,8 @@ class AgreementBoard(Protocol):
 class SharedMemoryBoard:
     """Board on counters in shared memory. An exchange takes some microseconds once all ranks have posted.
 
-    Integers are stored at two places alternately. A rank that posts an exchange has read the previous one. So when all
-    ranks have posted, every rank has read the exchange before the last one, and its place may be overwritten.
+    Exchanges alternate between two places. A rank posts exchange n only after it has read exchange n - 1. So once all
+    ranks have posted exchange n, exchange n + 1 may overwrite the place of exchange n - 1.
 
     Args:
         counters: shared counters.
@@ -85,7 +84,7 @@ class SharedMemoryBoard:
         return self._counters.reached(self._base, exchange_number)
 
     def read(self, exchange_number: int, count: int, what: str) -> list[list[int]]:
-        """Wait until all ranks have posted their integers of this exchange, and return them by rank."""
+        """Wait until all ranks have posted their integers of this exchange, and return them in group order."""
         self._counters.wait(self._base, exchange_number, what)
         place = self._base + 1 + exchange_number % 2 * WIDTH
         return [[self._counters.read(rank, place + at) for at in range(count)] for rank in range(self._group.size)]
@@ -103,7 +102,7 @@ class _PostedCounters:
 
 
 class WireBoard:
-    """Board over gloo on the CPU, for any wire transport. It is independent of the transport's collectives."""
+    """Board of CPU messages over gloo or MPI, for any wire transport."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

@@ -7,19 +7,19 @@ import resource
 
 import torch
 
-_HUGE = 2 << 20  # size of a huge page in bytes, on machines that have them
+_HUGE = 2 << 20  # size of a huge page in bytes: x86-64, or Arm with pages of 4 KiB
 
 
 class AnonymousPages:
-    """`nbytes` of zeros whose pages can be discarded. The next access allocates the pages again, as zeros.
+    """Memory of `nbytes` zeros whose pages can be discarded. The next access allocates the pages again, as zeros.
 
-    Huge pages are used if the kernel provides them: to allocate 64 MiB again then takes 1 ms, in small pages 30 ms and
-    in a shared file 50 ms. `ulimit -d` counts the whole address range of a private mapping, also of pages that were
-    discarded, so all buffers would count even while only a few are in use. Under such a limit the mapping is formally
-    shared, although no other process maps it.
+    From 2 MiB, huge pages are used if the kernel provides them: to allocate 64 MiB again then takes 1 ms, in small
+    pages 30 ms and in a shared file 50 ms. `ulimit -d` counts the full address range of a private mapping, including
+    discarded pages, so all buffers would count even while only a few are in use. Under this limit the mapping is
+    formally shared, although no other process maps it, and has no huge pages.
 
     Attributes:
-        bytes: `[nbytes]` uint8.
+        bytes: `[nbytes]` uint8, with `nbytes` rounded up to full pages.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -32,7 +32,7 @@ class AnonymousPages:
         full = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start, self._nbytes = -full.data_ptr() % _HUGE, nbytes
         self.bytes = full.narrow(0, self._start, nbytes)
-        # Only full huge pages: one at the end would take memory beyond `nbytes`.
+        # Full huge pages only: a huge page for the remainder would take memory beyond `nbytes`.
         if not limited and nbytes >= _HUGE:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._start, nbytes // _HUGE * _HUGE)
 

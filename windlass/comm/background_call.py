@@ -1,4 +1,4 @@
-"""Call of a function on a background thread, for communication beside training."""
+"""Call of a function on a background thread, for transfers that finish while the main thread communicates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from windlass.base.collective_activity import WaitScope
 
 
 class BackgroundCall:
-    """Function call on a background thread.
-
-    Args:
-        act: The function.
-    """
+    """Function call on a background thread, which the constructor starts."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act

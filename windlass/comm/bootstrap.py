@@ -38,7 +38,7 @@ def default_timeout(otherwise: timedelta = DEFAULT_TIMEOUT) -> timedelta:
     """Return the time-out of collectives: `DEEPSPEED_TIMEOUT`, in minutes, if it is set, else `otherwise`.
 
     Raises:
-        CommunicationError: `DEEPSPEED_TIMEOUT` is not a positive number.
+        CommunicationError: `DEEPSPEED_TIMEOUT` is not a positive number below 1e6.
     """
     text = os.environ.get("DEEPSPEED_TIMEOUT", "")
     if not text:
@@ -68,10 +68,11 @@ def init_distributed(
     """Create the default process group, unless it exists.
 
     Rank and world size come from the environment of the launcher (`comm/rank_environment`): torchrun, DeepSpeed's
-    launcher, Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without a launcher, or if the launcher
-    started only one process, the group contains this process alone and opens no socket. If a launcher started several
-    processes, they form one group, or this function raises. The function then sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
-    `MASTER_ADDR` and `MASTER_PORT`.
+    launcher, Open MPI, MVAPICH, MPICH, Intel MPI, Slurm. Azure ML and SageMaker provide the address of rank 0. Without
+    a launcher, or if the launcher started only one process, the group contains this process alone and, without a URL
+    `init_method`, opens no socket. If a launcher started several processes, they form one group, or this function
+    raises. For several processes it sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`; with a
+    URL `init_method`, only the first three, or only `LOCAL_RANK` if the URL contains rank and world size.
 
     Args:
         backend: Torch's name of the backend, or `mpi`, which windlass provides over mpi4py. Default: gloo for CPU
@@ -84,8 +85,9 @@ def init_distributed(
         rank, world_size: Override the environment if both are given.
 
     Raises:
-        CommunicationError: the environment is incomplete, or the rendezvous failed; for `mpi`, also: mpi4py is
-            missing, MPI's thread level is too low, or the ranks belong to different MPI jobs.
+        CommunicationError: the environment is incomplete or invalid, the rendezvous failed, or a connection leads to a
+            process of another user; for `mpi`, also: mpi4py is missing, MPI's thread level is too low, or the ranks
+            belong to different MPI jobs.
     """
     if dist.is_initialized():
         return
@@ -118,10 +120,13 @@ def init_distributed(
 def discover(port: int = DEFAULT_PORT) -> None:
     """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from the launcher's variables.
 
-    Without a launcher, the values are those of a single process.
+    Without a launcher, the values are those of a single process. `LOCAL_RANK` is 0 if the launcher does not set it.
+
+    Args:
+        port: Value of `MASTER_PORT` if the environment has none.
 
     Raises:
-        CommunicationError: as `init_distributed`.
+        CommunicationError: the environment is incomplete or invalid, or the address of rank 0 cannot be determined.
     """
     place = _rank_environment(True, None, -1, -1) or RankEnvironment("nobody", 0, 1, 0)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
@@ -178,7 +183,7 @@ def _with_master(place: RankEnvironment, port: int | None) -> RankEnvironment:
     if place.port is None or (reckoned and port not in (None, DEFAULT_PORT)):
         place = replace(place, port=port or DEFAULT_PORT)
     if place.one_host and not _agent_keeps_store():
-        place = replace(place, master=HERE)  # rank 0 listens at the loopback address, whatever host name was given
+        place = replace(place, master=HERE)  # rank 0 listens at the loopback address, whatever `MASTER_ADDR` was
     os.environ.update(MASTER_ADDR=str(place.master), MASTER_PORT=str(place.port))
     return place
 
@@ -208,12 +213,12 @@ def _master_by_mpi(place: RankEnvironment) -> str:
 
 
 def _own_address() -> str:
-    """Return the address of this host's outgoing interface. No packet is sent for this."""
+    """Return the IPv4 address of this host's outgoing interface, else the host name. No packet is sent for this."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
             return str(probe.getsockname()[0])
-        except OSError:  # no route: a single host, or a network with names only
+        except OSError:  # no IPv4 route
             return socket.gethostname()
 
 
@@ -240,7 +245,7 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
 
 
 def _rendezvous_by_mpi(place: RankEnvironment, backend: str, timeout: timedelta) -> None:
-    """Create the default group with a store whose address MPI broadcasts, so that no job needs a port of its own."""
+    """Create the default group with a store whose address MPI broadcasts, so that no port needs to be configured."""
     with require_own_peers(_STORE_CONNECTION):
         store, address, port = store_over_mpi(place, place.master or _own_address(), timeout)
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
@@ -261,7 +266,7 @@ def _rendezvous_at(url: str, place: RankEnvironment | None, backend: str, timeou
 
 
 def _learn_local_rank() -> None:
-    """Set `LOCAL_RANK` if no launcher did: count the lower ranks on this host through the rendezvous store."""
+    """Set `LOCAL_RANK` to the number of lower ranks on this host, found in the rendezvous store; select the GPU."""
     store = PrefixStore("windlass hosts", _get_default_store())
     rank = dist.get_rank()
     store.set(str(rank), host_name())
@@ -272,7 +277,7 @@ def _learn_local_rank() -> None:
 
 
 def host_name() -> str:
-    """Return an identifier of this host: its name and boot id, because containers share names."""
+    """Return an identifier of this host: its name and boot id, because containers of several hosts can share a name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

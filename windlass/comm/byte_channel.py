@@ -1,4 +1,4 @@
-"""Transfers of bytes between the ranks of a group: the part of a transport that compressed collectives need."""
+"""Byte channels: transfers of bytes between the ranks of a group, for compressed collectives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ByteChannel(Protocol):
     """Transfers of uint8 tensors over one group.
 
     Sender and receiver pass tensors of the same size. Messages between two ranks arrive in the order of their sends.
-    Calls block until outgoing tensors may be written again and incoming tensors are complete (on a GPU: in the order
-    of the current stream).
+    `exchange`, `all_gather` and `broadcast` block until outgoing tensors may be written again and incoming tensors are
+    complete (on a GPU: in the order of the current stream).
     """
 
     name: str
@@ -46,7 +46,7 @@ class ByteChannel(Protocol):
         """Send `own` to every peer and receive the tensor of every peer. Collective.
 
         Args:
-            own: contiguous uint8 tensor; ranks may give different sizes.
+            own: contiguous uint8 tensor; its size may differ between ranks.
             receives: one tensor for each peer, by its group index.
         """
         ...
@@ -61,7 +61,7 @@ class ByteChannel(Protocol):
 
 
 class ProcessGroupChannel:
-    """Channel over the process group of torch.distributed: gloo for CPU tensors, NCCL for GPU tensors.
+    """Channel over a process group of torch.distributed: gloo for CPU tensors, NCCL for GPU tensors, or MPI for both.
 
     Args:
         group: ranks that communicate.
@@ -85,7 +85,7 @@ class ProcessGroupChannel:
         with WaitScope(self._what):
             works = start_exchange(self.group, outgoing, incoming)
 
-        def wait(_: object = (outgoing, incoming)) -> None:  # keeps the tensors until the transfers end
+        def wait(_: object = (outgoing, incoming)) -> None:  # the default holds the tensors until the transfers end
             with WaitScope(self._what):
                 wait_for_transfers(works)
 

@@ -25,14 +25,14 @@ def choose_channel(
     """Return the channel for `group`. Collective.
 
     Args:
-        requested: auto, shm, gloo, nccl or mpi; the environment's `WINDLASS_TRANSPORT` overrides it.
+        requested: auto, shm, gloo, nccl or mpi. The environment variable `WINDLASS_TRANSPORT` overrides it.
         device: device of the tensors.
         timeout: maximum wait for a peer in shared memory; None: `default_timeout()`. Other channels have the time-out
             of the process group.
         what: name of the group in reports of the watchdog.
 
     Raises:
-        ConfigError: `requested` does not exist, or cannot serve this device or these ranks.
+        ConfigError: the name does not exist, or the transport does not support this device or these ranks.
     """
     name, _ = choose_transport_name(requested, group, device)
     if name == "shm" and group.size > 1:

@@ -22,12 +22,12 @@ NAMES = ("auto", "shm", "gloo", "nccl", "mpi")
 def choose_transport(
     requested: str, group: RankGroup, device: torch.device, *, ways: WireOptions, timeout: timedelta
 ) -> tuple[Transport, str]:
-    """Return the transport for `group`, and one sentence with the reason. Collective.
+    """Return the transport for `group`, and the reason as text. Collective.
 
     Args:
         requested: auto, shm, gloo, nccl or mpi. The environment variable `WINDLASS_TRANSPORT` overrides it.
         device: Device of the tensors.
-        ways: Options of a wire transport.
+        ways: Options of a wire transport. With quantized messages, gloo or mpi replaces shm.
         timeout: Time-out of waits for a peer (shm).
 
     Raises:
@@ -45,8 +45,9 @@ def choose_transport(
 
 
 def choose_transport_name(requested: str, group: RankGroup, device: torch.device) -> tuple[str, str]:
-    """Return the name of the transport for `group`, and one sentence with the reason. Collective; arguments and errors
-    are those of `choose_transport`.
+    """Return the name of the transport for `group`, and the reason as text. Collective.
+
+    Arguments and errors are those of `choose_transport`.
     """
     source = "comm.transport"
     if os.environ.get("WINDLASS_TRANSPORT"):

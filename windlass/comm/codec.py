@@ -27,9 +27,9 @@ class Codec(Protocol):
         name: name of the codec in the registry.
         exact: True if `decode` returns the bits that `encode` received, for every dtype that the codec accepts.
 
-    Optional members: `needs_error_feedback` is True if a single message leaves out most of a tensor; ZeRO++ refuses
-    such a codec. `encode_unchecked` is `encode` without the error for infinity and NaN; decoding then gives values
-    that are not finite.
+    Optional members: `needs_error_feedback` is True if a single message leaves out most of a tensor; ZeRO++ does not
+    accept a codec for which it is True. `encode_unchecked` is `encode` without the error for infinity and NaN; decoding
+    then gives values that are not finite.
     """
 
     @property
@@ -52,6 +52,9 @@ class Codec(Protocol):
         Args:
             tensor: `[n]`, contiguous, of a dtype that the codec accepts.
             encoded: `[encoded_size(n, tensor.dtype)]` uint8, contiguous, on the tensor's device, aligned to 16 bytes.
+
+        Raises:
+            CodecError: a value is infinity or NaN, and the codec cannot represent it.
         """
         ...
 

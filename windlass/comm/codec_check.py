@@ -8,7 +8,7 @@ from windlass.base.errors import ConfigError
 from windlass.comm.codec import Codec, get_codec
 from windlass.comm.quantized_wire import encode
 
-_NUMEL = 1000  # not a multiple of any usual block
+_NUMEL = 1000  # number of elements, not a multiple of any built-in block size
 
 
 def check_codec(key: str, name: str, dtype: torch.dtype, device: torch.device, *, keeps_overflow: bool) -> None:
@@ -19,7 +19,8 @@ def check_codec(key: str, name: str, dtype: torch.dtype, device: torch.device, *
             to find an overflow.
 
     Raises:
-        ConfigError: the codec does not accept the dtype, fails on a trial message, or hides an overflow.
+        ConfigError: the codec does not accept the dtype, fails on a trial message, decodes finite values as values that
+            are not finite, or decodes infinity as finite values.
     """
     codec = get_codec(name)
     if not codec.accepts(dtype):

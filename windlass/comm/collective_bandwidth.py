@@ -29,11 +29,11 @@ def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = No
 
     The algorithmic bandwidth is DeepSpeed's: bytes over time, where an all-reduce counts twice its bytes, and a gather
     or reduce-scatter the bytes of all ranks. The bus bandwidth is that of nccl-tests (its doc/PERFORMANCE.md): the
-    traffic of a link, comparable with the link's speed for any number of ranks.
+    traffic of a link, comparable with the link's speed for any number of ranks. Both are 0 if `duration` is 0.
 
     Args:
         comm_op: Name of the operation. For an unknown name, both bandwidths are bytes over time.
-        size: Bytes of this rank's message.
+        size: Bytes of this rank's message; for a reduce-scatter, of this rank's result.
         duration: Duration in milliseconds.
         ranks: Number of ranks of the group; by default of the world.
     """
@@ -55,7 +55,7 @@ def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = No
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """Return the mean without the smallest and the largest `share` of the values."""
+    """Return the mean without the smallest and the largest `share` of the values; 0 if there are no values."""
     if not values:
         return 0.0
     dropped = int(len(values) * share)

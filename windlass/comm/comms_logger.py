@@ -18,7 +18,7 @@ from windlass.config.comm_section import CommsLoggerConfig as Settings
 
 
 def analyze_stragglers(records: dict[str, dict[int, list[Any]]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return each operation's latency without waiting, and the time this rank waited. Collective.
+    """Return each operation's latency without waiting, and the time this rank waited, in ms. Collective.
 
     The last rank to arrive at an operation measures only the latency; the others measure the latency and their wait.
     Operations are matched by name, size and order. If ranks recorded an operation different numbers of times (a send,
@@ -88,7 +88,8 @@ class CommsLogger:
         """Apply the section `comms_logger`.
 
         Args:
-            comms_config: A full configuration (a dict, or an object with `comms_logger`), or the section itself.
+            comms_config: A full configuration (a dict, or an object with `comms_logger`), or a `CommsLoggerConfig`.
+                Without the section, nothing changes.
 
         Raises:
             ConfigError: the section is invalid.

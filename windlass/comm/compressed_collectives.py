@@ -19,9 +19,9 @@ class CompressedCollectives:
     Every value of a result went through the codec, including a rank's own values: a result depends neither on the rank
     that computes it nor on the channel. On a group of one rank nothing is sent, and values stay exact. A sum is
     computed in float32 (wider and integer dtypes: in their own), in rank order, then rounded to the dtype of the
-    tensor. Tensors need not be contiguous; no gradient flows through a collective. A tensor is split along its first
-    dimension into one part for each rank; by default the first `rows % size` ranks have one row more than the others,
-    as in `torch.tensor_split`.
+    tensor. Tensors need not be contiguous; no gradient flows through a collective of several ranks. A tensor is split
+    along its first dimension into one part for each rank; by default the first `rows % size` ranks have one row more
+    than the others, as in `torch.tensor_split`.
 
     `traffic.bytes_moved` counts, by operation, the encoded bytes that this rank received.
 
@@ -31,8 +31,8 @@ class CompressedCollectives:
         traffic: traffic counters; new ones by default.
 
     Raises:
-        CodecError: the codec does not exist, or ranks have different codecs. From a collective: the codec does not
-            accept the dtype of the tensor.
+        CodecError: the codec does not exist, or ranks have codecs of different names. From a collective: the codec does
+            not accept the dtype of the tensor, or a value.
         CollectiveArgumentError: from a collective whose tensor, sizes or peer do not fit the group.
     """
 
@@ -52,7 +52,7 @@ class CompressedCollectives:
 
         Args:
             tensor: `[rows, ...]`.
-            sizes: rows of each rank; those of `tensor` by default.
+            sizes: rows of each rank; by default those of `tensor` on every rank.
 
         Returns:
             `[sum(sizes), ...]`, a new tensor (`tensor` itself on one rank).
@@ -81,7 +81,8 @@ class CompressedCollectives:
             factor: factor of the sum.
 
         Returns:
-            `[sizes[index], ...]` of the tensor's dtype, `factor` times the sum.
+            `[sizes[index], ...]` of the tensor's dtype, `factor` times the sum; `tensor` itself on one rank
+            if `factor` is 1.
         """
         self._check_rows(tensor)
         if self.size == 1:
@@ -94,9 +95,9 @@ class CompressedCollectives:
     def all_reduce(self, tensor: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
         """Sum the tensors of all ranks in place, and return the tensor.
 
-        Two steps: each rank receives the encoded parts that it owns and sums them; the sums, rounded to the tensor's
-        dtype and encoded again, are all-gathered. All ranks end with the same bits. A part may end at any element, not
-        only at the end of a row.
+        Two steps: each rank receives its part of every rank's tensor, encoded, and sums these parts; the sums, rounded
+        to the tensor's dtype and encoded again, are all-gathered. All ranks end with the same bits. A part may end at
+        any element, not only at the end of a row.
 
         Args:
             tensor: tensor of the same size on every rank.
@@ -120,8 +121,8 @@ class CompressedCollectives:
 
         Args:
             tensor: `[sum(sends), ...]`, the rows for rank 0 first.
-            sends, receives: rows for and from each rank. By default all are equal, and the number of ranks must divide
-                the rows.
+            sends: rows for each rank. By default all are equal, and the number of ranks must divide the rows.
+            receives: rows from each rank; `sends` by default.
 
         Returns:
             `[sum(receives), ...]`, the rows of rank 0 first (`tensor` itself on one rank).
@@ -177,7 +178,7 @@ class CompressedCollectives:
         return self._decode_into(message, tensor)
 
     def round_trip(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the values that the peers decode of `tensor`; nothing is sent.
+        """Return the values that the peers would decode from a message of `tensor`; nothing is sent.
 
         The difference to `tensor` is the error of this rank's message, for error feedback.
 
@@ -241,7 +242,7 @@ class CompressedCollectives:
             self.codec.decode(message, out, dtype)
 
     def _decode_into(self, message: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Decode a message of a whole tensor into `tensor`, which need not be contiguous."""
+        """Decode a message into `tensor`, which need not be contiguous, and return `tensor`."""
         out = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         self._decode(message, out.view(-1), tensor.dtype)
         return tensor if out is tensor else tensor.copy_(out)
@@ -282,7 +283,7 @@ class CompressedCollectives:
             )
 
     def _compare_codecs(self) -> None:
-        """Raise on every rank if ranks have different codecs, because the sizes of their messages would differ."""
+        """Raise on every rank if the codecs have different names, because the sizes of their messages would differ."""
         if self.size == 1:
             return
         names: list[str] = [""] * self.size

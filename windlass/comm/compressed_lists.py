@@ -32,6 +32,9 @@ class CompressedLists:
         channel: moves the bytes between the ranks of its group.
         codec: a codec, or its registered name.
         traffic: traffic counters; new ones by default.
+
+    Raises:
+        CodecError: as in `CompressedCollectives`.
     """
 
     def __init__(self, channel: ByteChannel, codec: Codec | str, traffic: Traffic | None = None) -> None:
@@ -123,7 +126,8 @@ class CompressedLists:
         Args:
             own: this rank's list.
             outs: for each rank, tensors of the sizes of its list, which receive the decoded values.
-            errors: the error of each tensor of `own`, used as in `reduce_scatter`.
+            errors: the error of each tensor of `own`, used as in `reduce_scatter`. With `errors`, `own` receives its
+                decoded values.
         """
         self.start_all_gather(own, outs, errors)()
 

@@ -34,10 +34,10 @@ class GatherWindows:
 
     Each rank copies its shard into the next window once all peers have read the window's previous content, and reads
     the peers' shards from their windows. A gather starts without waiting for the peers. Peers do not map memory that is
-    freed and allocated again, because it would be slow to free and allocate mapped memory (see `AnonymousPages`).
+    freed and allocated again, because shared memory is slow to free and allocate (see `AnonymousPages`).
 
     Args:
-        blocks: Bytes of every window of every rank, `[window][rank]`.
+        blocks: uint8 tensor of each window of each rank, `[window][rank]`.
         counters: Shared counters.
         base: Index of the first of the `COUNTERS` counters that the windows use.
     """
@@ -59,10 +59,10 @@ class GatherWindows:
     def advance(self, number: int, *, wait: bool) -> bool:
         """Advance the gathers up to the `number`-th.
 
-        Return True if the `number`-th gather is finished; with `wait`, always.
+        Return True if the `number`-th gather is finished. With `wait`, block until it is.
 
         Raises:
-            CommunicationError: peers gather another buffer, or a peer is missing.
+            CommunicationError: a peer gathers another buffer; with `wait`, also: a peer died, or the time-out passed.
         """
         for one in list(self._queue):  # publish before reading: a peer may wait for this shard
             if one.number > number or not (one.shown or self._show(one, wait=wait and one is self._queue[0])):

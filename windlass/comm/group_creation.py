@@ -19,7 +19,8 @@ def init_default_group(backend: str, **options: Any) -> None:
     """Create the default process group as `torch.distributed.init_process_group` does. Collective over all ranks.
 
     Raises:
-        CommunicationError: a connection leads to a process of another user. No default group is left.
+        CommunicationError: a connection leads to a process of another user; no default group is left. Or a rank left
+            before all had checked their connections; the default group then still exists.
     """
     try:
         with require_own_peers(_PURPOSE):
@@ -38,10 +39,13 @@ def new_process_group(
     backend: str | None = None,
     use_local_synchronization: bool = False,
 ) -> Any:
-    """Create a process group as `torch.distributed.new_group` does. Collective over all ranks.
+    """Create a process group as `torch.distributed.new_group` does.
+
+    Collective over all ranks; with `use_local_synchronization`, over `ranks` only.
 
     Raises:
-        CommunicationError: a connection leads to a process of another user. The group is destroyed.
+        CommunicationError: a connection leads to a process of another user; the group is destroyed. Or a rank left
+            before all had checked their connections; the group then still exists.
     """
     group: Any = dist.GroupMember.NON_GROUP_MEMBER
     try:
@@ -63,8 +67,8 @@ def new_process_group(
 def _wait_for_all_checks(group: Any) -> None:
     """Wait until all ranks of a gloo group have checked their connections.
 
-    A connection that its peer closed before the check would look like a connection to another user. An all-reduce is
-    used because it sends no pickled object.
+    A connection that its peer closed before the check would fail the check. An all-reduce is used because it sends no
+    pickled object.
 
     Raises:
         CommunicationError: a rank has left the group, perhaps because its connections lead to another user.

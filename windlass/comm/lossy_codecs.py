@@ -1,9 +1,10 @@
-"""Lossy codecs: one bit, 4 and 8 bits and fp8 in blocks with a scale, and only the largest elements.
+"""Lossy codecs: 1-bit, 4-bit, 8-bit and fp8 codes in blocks with a scale, and the largest elements only.
 
 A block is a run of elements of the flat tensor; the last block may be shorter. Each block has one float32 scale, and
 the scales precede the codes. Rounding is deterministic, so a single message is biased: error feedback of the caller
 makes the sum of all messages equal the sum of all tensors, up to the last error. `encode` raises if a value is not
-finite, before anything is written. The code of this file is the reference; native code does the same on the CPU.
+finite, before anything is written. The code of this file is the reference; for float32 tensors on the CPU, native code
+does the same (`windlass.kernels.message_codes`), except for `fp8` and `topk`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _divided(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Te
 
 
 class ScaledCodec:
-    """Codec with one float32 scale for each block, followed by codes."""
+    """Base class of codecs whose message has one float32 scale for each block, followed by the codes."""
 
     name = ""
     exact = False
@@ -147,7 +148,7 @@ class ScaledCodec:
     def _chunks(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield values, scales and codes of one chunk after the other, as views; on a GPU all at once."""
+        """Yield the values, scales and codes of each chunk, as views. On a GPU there is one chunk."""
         size = _CHUNK if values.device.type == "cpu" else max(1, values.numel())
         for start in range(0, values.numel(), size):
             stop = min(values.numel(), start + size)
@@ -173,8 +174,9 @@ _COLUMNS = 256  # number of partial sums of a block of `SignCodec`, each over ev
 class SignCodec(ScaledCodec):
     """Codec of one sign bit for each element, and the mean absolute value of each block of 2048 as its scale.
 
-    This scale minimizes the squared error, so that a message with error feedback is a contraction (Karimireddy et al.,
-    "Error Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as positive. Bytes: n / 8 and 4 for each block.
+    This scale minimizes the squared error. The error of a message is then smaller than the tensor in norm, as error
+    feedback requires (Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as
+    positive. Bytes: n / 8, and 4 for each block.
 
     The order of summation is part of the codec, so that every processor computes the same bits: 256 columns are summed
     row by row, then the second half of the columns is added to the first half, until one column is left.
@@ -286,7 +288,7 @@ class Fp8Codec(_IntegerCodec):
 class TopKCodec:
     """Codec of the elements of largest absolute value, exact in float32, with their indices; all others become 0.
 
-    Bytes: 8 for each of the `ceil(n / divisor)` elements that are sent. `encoded_size` refuses tensors of more than
+    Bytes: 8 for each of the `ceil(n / divisor)` elements that are sent. `encoded_size` raises CodecError for more than
     2**31 elements.
     """
 

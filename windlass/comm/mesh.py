@@ -1,4 +1,4 @@
-"""Process groups of all mesh axes, and the groups over which dense and expert parameters are sharded and reduced."""
+"""Process groups of all mesh axes, and the groups over which parameters are sharded and their gradients reduced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShap
 from windlass.comm.mpi_library import BACKEND as MPI_BACKEND
 from windlass.comm.rank_group import DataMesh, RankGroup, close_process_groups
 
-_alone: list[Any] = []  # group of this rank alone, if it exists: torch creates such a group only once
+# Group of this rank alone, if it exists. Created once, because torch may generate the same name for a second group.
+_alone: list[Any] = []
 
 
 def _own(rank: int, timeout: timedelta | None) -> Any:
@@ -34,13 +35,13 @@ def _own(rank: int, timeout: timedelta | None) -> Any:
 class _GroupMaker:
     """Cache of process groups: creates each partition of the ranks once.
 
-    Collective: all ranks request the same partitions.
+    Collective: all ranks request the same partitions in the same order.
     """
 
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
         self._found: dict[tuple[tuple[tuple[int, ...], ...], bool], RankGroup] = {}
-        # True if the default back end sends CPU tensors; otherwise these need a separate group.
+        # True if the default group's backend supports CPU tensors; otherwise CPU tensors need a separate group.
         self._talks = any(name in dist.get_backend_config() for name in ("gloo", MPI_BACKEND))
 
     @property
@@ -55,7 +56,7 @@ class _GroupMaker:
         """Return this rank's group in a partition of all ranks.
 
         Args:
-            is_second: a second group, with connections of its own.
+            is_second: True for a second group of the same ranks, with separate connections.
         """
         key = tuple(partition), is_second
         if key not in self._found:
@@ -65,7 +66,7 @@ class _GroupMaker:
     def _make(self, partition: list[tuple[int, ...]]) -> RankGroup:
         local: RankGroup | None = None
         for ranks in partition:
-            if len(ranks) == 1:  # such a group needs no other rank, so no rank waits here
+            if len(ranks) == 1:  # its only rank creates this group without the others
                 if ranks == (self._rank,):
                     local = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
@@ -76,8 +77,8 @@ class _GroupMaker:
                 local = RankGroup(process_group, ranks, ranks.index(self._rank), cpu_group)
         assert local is not None, f"rank {self._rank} is in none of {partition}"
         if local.size > 1:
-            # Modules along tp, ep and sp communicate after their engine is destroyed, so their groups live as long as
-            # the last object that holds them.
+            # Modules still communicate along tp, ep and sp after their engine is destroyed, so a group is closed only
+            # when no object refers to it.
             finalize(local, close_process_groups, local.process_group, local.cpu_process_group).atexit = False
         return local
 
@@ -87,13 +88,12 @@ class Mesh:
     """Mesh of ranks, from the view of one rank.
 
     Attributes:
-        grid: Sizes of its axes.
+        grid: Sizes of the axes.
         world: All ranks.
         dense: Data ranks of dense parameters.
         experts: Data ranks of experts; `dense` itself if ep is 1.
-        axes: The other axes by name: pp, ep, sp, tp.
-        stages: For each set of pipeline stages that share a parameter, the axis of these stages within the ranks along
-            pp; see `add_stage_group`.
+        axes: Axes pp, ep, sp and tp, by name.
+        stages: Axis over each set of pipeline stages that share a parameter, by these stages; see `add_stage_group`.
     """
 
     grid: MeshShape
@@ -127,7 +127,7 @@ class Mesh:
 
     @property
     def first_of_stage(self) -> bool:
-        """True on one rank per pipeline stage, which represents the stage if all its ranks have the same value."""
+        """True on the first rank of each pipeline stage."""
         return self.dense.data.index == 0 and self.tp.index == 0
 
     @property
@@ -136,16 +136,16 @@ class Mesh:
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
     def gather_from_world(self, value: Any) -> list[Any]:
-        """All-gather a plain Python value from all ranks.
+        """All-gather a plain Python value from all ranks. Collective.
 
-        If `only_data`, all ranks have the same value, so return only this rank's. Collective.
+        If `only_data`, the value must be the same on all ranks; the list then has only this rank's value.
         """
         if self.only_data:
             return [value]
         return self.world.all_gather_object(value)
 
     def of_stages(self, value: Any) -> list[Any]:
-        """Return the value of the first rank of each pipeline stage, a plain Python value.
+        """Return the plain Python value of the first rank of each pipeline stage, in order of the stages.
 
         With one stage, return only this rank's value. Collective over all ranks.
         """
@@ -172,9 +172,9 @@ class Mesh:
         return self._maker.of(self.grid.groups(*DATA_AXES), is_second=True)
 
     def add_stage_group(self, stages: tuple[int, ...]) -> None:
-        """Create the groups of ranks that differ only in the stage, among `stages`.
+        """Create the axis over these pipeline stages, and add it to `self.stages`.
 
-        Collective over all ranks of all stages.
+        On ranks of other stages, the axis has one rank. Collective over all ranks, with the same `stages`.
         """
         assert self._maker is not None
         partition: list[tuple[int, ...]] = []
@@ -187,8 +187,8 @@ class Mesh:
     def close_with_model(self) -> None:
         """Close the groups' sockets, unless modules communicate along tp, ep or sp.
 
-        Sockets of these axes are closed with the last module that uses them. Pipeline stages communicate only through
-        their engine.
+        In that case a group is closed when no object refers to it. Pipeline stages communicate only through their
+        engine.
         """
         if self.tp.size == self.ep.size == self.sp.size == 1:
             self.close()
@@ -204,12 +204,13 @@ def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedel
     """Create the mesh over all ranks. Collective.
 
     Args:
-        regather: Number of nearby data ranks that hold a second copy of the parameters (hpZ); None: no second copy.
+        regather: Number of consecutive data ranks that shard a second copy of the parameters (hpZ). No second copy if
+            None, 1 or the number of data ranks.
         timeout: Time after which a collective fails if a peer does not join; None: torch's default (nccl: 10 minutes).
 
     Raises:
-        ConfigError: the product of the axes is not the world size, or `regather` does not divide the number of data
-            ranks.
+        ConfigError: the product of the axis sizes is not the world size, or `regather` does not divide the number of
+            data ranks.
     """
     world = dist.get_world_size()
     if grid.world != world:
@@ -219,7 +220,7 @@ def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedel
     dense = _data_mesh(maker, grid, DATA_AXES, regather)
     experts = dense if grid.ep == 1 else _data_mesh(maker, grid, EXPERT_DATA_AXES, None)
     axes = {name: MeshAxis(name, maker.over(name)) for name in ("pp", "ep", "sp", "tp")}
-    everyone.barrier()  # no rank may fail, and so close its connections, while a peer still connects to it
+    everyone.barrier()  # without it a rank could fail, and close its connections, while a peer still connects
     return Mesh(grid, everyone, dense, experts, axes, {}, maker)
 
 

@@ -21,7 +21,10 @@ _checks: list[Callable[[], None]] = []
 
 
 def before_next_collective(check: Callable[[], None]) -> None:
-    """Call `check` once, before the next collective along any axis. If it raises, the collective does not start."""
+    """Call `check` once, before the next collective of any `MeshAxis` or byte channel.
+
+    If `check` raises, the collective does not start.
+    """
     _checks.append(check)
 
 
@@ -36,8 +39,8 @@ class MeshAxis:
 
     `traffic.bytes_moved` counts, by operation, the minimum number of bytes that a rank receives. For an all-reduce of B
     bytes over n ranks this is `2 B (n - 1) / n`; for an all-gather and an all-to-all, the parts of the other ranks; for
-    a reduce-scatter, the rank's own part `n - 1` times. On an axis of one rank nothing is sent, and every call returns
-    its input.
+    a reduce-scatter, the rank's own part `n - 1` times. On an axis of one rank nothing is sent, and the results
+    are the inputs.
 
     Args:
         name: Name of the axis ("tp", ...), for messages.
@@ -58,7 +61,7 @@ class MeshAxis:
         return self.group.index
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce `tensor` in place over the axis, and return it."""
+        """Reduce the contiguous `tensor` in place over the axis, and return it."""
         self.start_all_reduce(tensor, op).wait()
         return tensor
 
@@ -137,10 +140,14 @@ class MeshAxis:
 
         Args:
             tensor: `[sum(sends), ...]`, the rows for rank 0 first.
-            sends, receives: Number of rows for and from each rank; equal by default.
+            sends: Number of rows for each rank; equal by default.
+            receives: Number of rows from each rank; `sends` by default.
 
         Returns:
             `[sum(receives), ...]`, the rows from rank 0 first.
+
+        Raises:
+            ValueError: the number of rows is not the sum of `sends`, or not a multiple of the axis size.
         """
         if self.size == 1:
             return tensor
@@ -165,11 +172,11 @@ class MeshAxis:
         Args:
             counts: `[n]`, integers: rows of this rank for each of n receivers, such as experts.
             spans: `[first, end)` of the receivers on each rank.
-            most: Largest possible sum of `counts`.
+            most: Largest possible sum of `counts`; used only by `PlannedAxis`, as the sum on each rank.
 
         Returns:
-            `[size x local receivers]`, the rows that each rank has for the receivers here; and a list on the host with
-            `counts` followed by these numbers.
+            `[size x local receivers]`, each rank's numbers of rows for the receivers on this rank, rank 0 first; and a
+            list on the host with `counts` followed by these numbers.
         """
         here = spans[self.index][1] - spans[self.index][0]
         arriving = self.all_to_all(counts, [end - first for first, end in spans], [here] * self.size)
@@ -190,7 +197,7 @@ class MeshAxis:
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Broadcast the values of the rank at index `source` into `tensor`, which must be contiguous, in place."""
+        """Broadcast the values of the rank at index `source` into the contiguous `tensor`, and return it."""
         if self.size > 1:
             run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)

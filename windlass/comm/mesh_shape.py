@@ -10,7 +10,7 @@ from itertools import product
 from windlass.base.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")
-"""Axes, outermost first. Neighbouring ranks, which share a node, differ along the last axes."""
+"""Axes, outermost first. Ranks that differ along the last axes are neighbours, usually on one node."""
 
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "sp")
 """Axes over which gradients of dense parameters are reduced: their ranks process different tokens."""
@@ -28,8 +28,11 @@ tp read the same samples.
 class MeshShape:
     """Sizes of all axes, and the arithmetic of ranks.
 
-    Ranks are numbered along the axes of `AXES` like digits, tp fastest. `ep` is one of the data-parallel axes:
-    gradients of dense parameters are reduced along it, gradients of experts are not.
+    Ranks are numbered in row-major order of `AXES`, so tp varies fastest. `ep` is one of the data-parallel axes:
+    gradients of dense parameters are reduced along `ep`, gradients of experts are not.
+
+    Raises:
+        ConfigError: a size is less than 1.
     """
 
     pp: int = 1
@@ -51,7 +54,7 @@ class MeshShape:
 
     @property
     def data(self) -> int:
-        """Number of ranks over which a dense parameter is reduced."""
+        """Number of ranks over which gradients of dense parameters are reduced."""
         return self.size(*DATA_AXES)
 
     @property
@@ -109,7 +112,7 @@ class MeshShape:
         return tuple(self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*spans))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return the partition of all ranks into groups that differ only along these axes, ordered by first rank."""
+        """Return the groups of ranks that differ only along these axes, ordered by first rank. Each rank is in one."""
         others = [range(self.size(axis)) if axis not in axes else (0,) for axis in AXES]
         firsts = (self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*others))
         return [self.along(first, *axes) for first in firsts]

@@ -1,4 +1,4 @@
-"""The back end `mpi` of `torch.distributed`: its registration, and the rendezvous of ranks that only MPI connects."""
+"""Registration of the backend `mpi` with `torch.distributed`, and a rendezvous whose address MPI broadcasts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _BACKLOG = 2048
 
 
 def register_mpi() -> str:
-    """Register the back end with `torch.distributed`, and return its name there.
+    """Register the backend with `torch.distributed`, and return its name there.
+
+    From then on, an uncaught exception of this process aborts the MPI job.
 
     Raises:
         CommunicationError: mpi4py or MPI is missing or unsuitable (`comm/mpi_library`).
@@ -42,10 +44,12 @@ def register_mpi() -> str:
 
 
 def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | None:
-    """Return the rank environment of this process: that of its launcher, completed and checked by MPI.
+    """Return the launcher's rank environment `place` of this process, completed and checked by MPI.
+
+    Without a launcher, the rank environment is that of MPI; None if MPI has one rank. Collective.
 
     Raises:
-        CommunicationError: MPI has another rank or number of ranks.
+        CommunicationError: MPI is missing or unsuitable, or has another rank or number of ranks than the launcher.
     """
     mpi = load_mpi()
     world = mpi.COMM_WORLD
@@ -64,6 +68,9 @@ def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | Non
 
 def store_over_mpi(place: RankEnvironment, own_address: str, timeout: timedelta) -> tuple[TCPStore, str, int]:
     """Create the rendezvous store at a free port of rank 0. Rank 0 broadcasts address and port by MPI. Collective.
+
+    Args:
+        own_address: Address of rank 0's host, used if ranks are on several hosts.
 
     Returns:
         The store, and its address and port.

@@ -37,8 +37,8 @@ class MpiElements:
     """Memory that MPI may use in place of tensors.
 
     Attributes:
-        memory: contiguous flat tensor, in host memory unless the library is CUDA-aware.
-        finish: function that copies the received data to the tensors; None if `memory` is the tensors' own memory.
+        memory: contiguous flat uint8 tensor, in GPU memory only if the library is CUDA-aware.
+        finish: function that copies the received data to the tensors; None if no copy is necessary.
     """
 
     memory: torch.Tensor
@@ -52,7 +52,7 @@ def is_usable(tensor: torch.Tensor, cuda_aware: bool) -> bool:
 
 
 def bytes_to_send(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Tensor:
-    """Return the bytes of the tensors, one after the other. A single tensor that MPI may read is not copied."""
+    """Return the concatenated bytes of the tensors. A single tensor that MPI may read is not copied."""
     parts = [_as_bytes(_staged(tensor.detach(), cuda_aware)) for tensor in tensors]
     memory = parts[0] if len(parts) == 1 else torch.cat(parts)
     _synchronize(memory)
@@ -60,7 +60,7 @@ def bytes_to_send(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Te
 
 
 def bytes_to_receive(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> MpiElements:
-    """Return memory for the bytes of the tensors, one after the other."""
+    """Return memory for the concatenated bytes of the tensors: that of a single usable tensor, or a new buffer."""
     if len(tensors) == 1 and is_usable(tensors[0], cuda_aware):
         _synchronize(tensors[0])
         return MpiElements(_as_bytes(tensors[0].detach()))
@@ -76,7 +76,7 @@ def bytes_to_receive(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> MpiEl
 
 
 def elements_to_reduce(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Tensor:
-    """Return the elements of the tensors, one after the other, in a dtype that MPI reduces.
+    """Return the concatenated elements of the tensors, in a dtype that MPI reduces.
 
     A single tensor that MPI may access and reduce is not copied. 16-bit and 8-bit floats are reduced in float32, so the
     result is rounded once.
@@ -120,7 +120,7 @@ def op_name(op: Any) -> str:
 
 
 def mpi_operator(mpi: Any, op: Any, dtype: torch.dtype) -> Any:
-    """Return MPI's operator for torch's.
+    """Return MPI's operator for torch's operator `op`.
 
     Raises:
         CommunicationError: MPI has no such operator for elements of this dtype.
@@ -145,7 +145,7 @@ def mpi_spec(mpi: Any, memory: torch.Tensor, *counts: Any) -> list[Any]:
 
 
 def reduce_spec(mpi: Any, memory: torch.Tensor) -> list[Any]:
-    """Return the description of elements to reduce. Bytes become unsigned integers, since MPI reduces no bytes."""
+    """Return the description of elements to reduce. uint8 is described as UINT8_T, since MPI cannot reduce BYTE."""
     spec = mpi_spec(mpi, memory)
     return [*spec[:-1], mpi.UINT8_T] if memory.dtype is torch.uint8 else spec
 

@@ -1,9 +1,9 @@
 """MPI library of this process, through mpi4py: its import, thread level, and place in the job.
 
 [Note: one MPI call at a time] Threads of a process share the library: the autograd engine starts reductions while the
-main thread waits for a gather. Every MPI call is made under `MPI_LOCK` and, except the creation of communicators, does
-not block. So the thread level `MPI_THREAD_SERIALIZED` suffices, and a waiting thread never keeps another
-thread from starting the operation for which its peer waits.
+main thread waits for an all-gather. Every MPI call that communicates is made under `MPI_LOCK` and, except in the
+rendezvous and the creation of communicators, does not block. So the thread level `MPI_THREAD_SERIALIZED` suffices, and
+a waiting thread never prevents another thread from starting the operation for which its peer waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from windlass.observe.environment.backend_support import mpi_library_name
 
 MPI_LOCK = threading.RLock()
 BACKEND = "mpi4py"
-"""Name under which `torch.distributed` has this back end: `mpi` is reserved for a torch that was built with MPI."""
+"""Name of this backend in `torch.distributed`, where `mpi` is reserved for a torch that was built with MPI."""
 
 _installed_hooks: list[bool] = []
 
@@ -31,7 +31,7 @@ def load_mpi() -> Any:
     """
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the library is not
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, the MPI library is not
         raise CommunicationError(
             f"the back end mpi needs mpi4py and an MPI library, and their import failed: {str(error).strip()}; "
             "run `pip install 'windlass[mpi]'`, and install the cluster's MPI, or one from PyPI (`pip install mpich` "
@@ -54,7 +54,7 @@ def load_mpi() -> Any:
 
 
 def check_world(mpi: Any, source: str, rank: int, world: int) -> None:
-    """Raise CommunicationError unless MPI gives this process the rank that its launcher gave it."""
+    """Raise CommunicationError unless MPI has the same rank and world size as `source`, the launcher."""
     here = mpi.COMM_WORLD
     if (here.Get_rank(), here.Get_size()) != (rank, world):
         raise CommunicationError(
@@ -65,7 +65,10 @@ def check_world(mpi: Any, source: str, rank: int, world: int) -> None:
 
 
 def abort_on_exception(mpi: Any) -> None:
-    """End the job when an exception ends this process. Otherwise MPI waits at exit for ranks that wait for this one."""
+    """Install a hook that aborts the MPI job when an uncaught exception ends this process.
+
+    Otherwise MPI would wait at exit for ranks that wait for this rank.
+    """
     if _installed_hooks:
         return
     _installed_hooks.append(True)

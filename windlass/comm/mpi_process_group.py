@@ -1,7 +1,7 @@
-"""Process group of `torch.distributed` over MPI, by mpi4py: the methods that torch calls on every back end.
+"""Process group of `torch.distributed` over MPI, by mpi4py: the methods that torch calls on every backend.
 
-Data are sent as bytes, so every dtype can be sent. Every operation is non-blocking ([Note: one MPI call at a time]).
-GPU tensors travel through host memory unless the library is CUDA-aware.
+All operations but reductions send bytes, so they support every dtype. No operation blocks
+([Note: one MPI call at a time]). GPU tensors are copied through host memory unless the library is CUDA-aware.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class MpiProcessGroup(_TorchProcessGroup):
         self._largest_tag = int(communicator.Get_attr(mpi.TAG_UB) or 32767)
 
     def getBackendName(self) -> str:
-        """Return the name of the back end, for torch."""
+        """Return the name of the backend, for torch."""
         return BACKEND
 
     def name(self) -> str:
-        """Return the name of the back end, for torch."""
+        """Return the name of the backend, for torch."""
         return BACKEND
 
     @property
@@ -87,7 +87,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> MpiWork:
-        """Reduce the tensors in place, each by an operation of its own."""
+        """Reduce the tensors in place, each by a separate operation."""
         return self._joined("all_reduce_coalesced", [self.allreduce([tensor], opts) for tensor in tensors])
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> MpiWork:
@@ -117,14 +117,14 @@ class MpiProcessGroup(_TorchProcessGroup):
         return self._scatter_sum(output, parts, [part.numel() for part in parts], _operator(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> MpiWork:
-        """Reduce equal parts of one tensor."""
+        """Reduce part i of every rank's tensor into rank i's output. The parts have equal sizes."""
         _require("reduce_scatter", output, source, source.numel() == output.numel() * self.size())
         return self._scatter_sum(output, [source], [output.numel()] * self.size(), _operator(opts))
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
-        """Reduce equal parts of several tensors."""
+        """Reduce several tensors, each as `reduce_scatter_single`."""
         pairs = zip(outputs, inputs, strict=True)
         return self._joined("reduce_scatter", [self.reduce_scatter_single(out, one, opts) for out, one in pairs])
 
@@ -133,7 +133,7 @@ class MpiProcessGroup(_TorchProcessGroup):
     # Copies
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> MpiWork:
-        """Copy the root's tensors to those of the others."""
+        """Copy the root's tensors to the tensors of the other ranks."""
         tensors = _as_list(tensors)
         if self.rank() == opts.rootRank:
             elements = MpiElements(bytes_to_send(tensors, self._cuda_aware))
@@ -148,11 +148,11 @@ class MpiProcessGroup(_TorchProcessGroup):
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> MpiWork:
-        """Copy every rank's tensor to the outputs of all. The tensors of ranks may differ in size."""
+        """Copy every rank's tensor to the outputs of all ranks. The tensors may differ in size."""
         return self._gather_all(_lists(outputs)[0], _first(inputs))
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> MpiWork:
-        """Copy every rank's tensor to its part of one output."""
+        """Copy every rank's tensor to its part of every rank's output."""
         _require("all_gather", source, output, output.numel() == source.numel() * self.size())
         elements = bytes_to_receive([output], self._cuda_aware)
         own = bytes_to_send([source], self._cuda_aware)
@@ -171,12 +171,12 @@ class MpiProcessGroup(_TorchProcessGroup):
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> MpiWork:
-        """Copy several tensors of every rank to the outputs of all."""
+        """Copy several tensors of every rank to the outputs of all ranks."""
         pairs = zip(outputs, inputs, strict=True)
         return self._joined("all_gather_coalesced", [self._gather_all(list(out), one) for out, one in pairs])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
-        """Copy several tensors of every rank to their parts of the outputs."""
+        """Copy several tensors of every rank to their parts of every rank's outputs."""
         pairs = zip(outputs, inputs, strict=True)
         return self._joined("all_gather_coalesced", [self.all_gather_single(out, one) for out, one in pairs])
 
@@ -272,7 +272,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         return self.recv(tensors, self._mpi.ANY_SOURCE, tag)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> MpiWork:
-        """Wait until every rank of the group has called this."""
+        """Return a work that completes when every rank of the group has called this."""
         return self._start("barrier", self._comm.Ibarrier, [], None)
 
     # Internals
@@ -301,7 +301,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         self._require_own("all_gather", outputs, source)
         elements = bytes_to_receive(outputs, self._cuda_aware)
         own = bytes_to_send([source], self._cuda_aware)
-        if len(outputs) == 1 and elements.memory.data_ptr() == own.data_ptr():  # a group of one rank
+        if len(outputs) == 1 and elements.memory.data_ptr() == own.data_ptr():  # MPI's buffers must not overlap
             own = own.clone()
         into = mpi_spec(self._mpi, elements.memory, _nbytes(outputs))
         return self._start(
@@ -334,7 +334,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         )
 
     def _require_own(self, name: str, parts: Tensors, own: torch.Tensor) -> None:
-        """Check that there is a part for each rank, and that this rank's part has the size and dtype of `own`."""
+        """Raise CommunicationError unless each rank has a part, and the part here has the size and dtype of `own`."""
         if len(parts) != self.size():
             raise CommunicationError(
                 f"{name} over MPI: {len(parts)} tensors for {self.size()} ranks; pass one for each"
@@ -351,7 +351,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         with MPI_LOCK:
             release_abandoned(self._mpi)
             request = start()
-        # The request keeps mpi4py's description of the buffers, `keeps` their memory.
+        # The request refers to mpi4py's description of the buffers, `keeps` to their memory.
         return MpiWork(self._mpi, self._describe(name), [request], outputs, finish, keeps, self._timeout)
 
     def _joined(self, name: str, works: list[MpiWork]) -> MpiWork:
@@ -397,7 +397,7 @@ def _require(name: str, one: torch.Tensor, other: torch.Tensor, fits: bool) -> N
 
 
 def _row_bytes(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
-    """Return the bytes of the rows for each rank.
+    """Return the number of bytes of the rows for each rank.
 
     Raises:
         CommunicationError: the splits are not `size` numbers that add up to the rows; or there are no splits, and

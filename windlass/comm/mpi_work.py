@@ -35,7 +35,7 @@ def _has_ended(mpi: Any, requests: list[Any]) -> bool:
 class MpiWork(dist.Work):
     """Requests in flight, with a callback that copies the received data to the caller's tensors.
 
-    The operation progresses when any thread of this process polls any operation, since MPI has no thread of its own.
+    The operation progresses when any thread of this process polls any operation, since MPI may have no progress thread.
 
     Args:
         mpi: the module `mpi4py.MPI`.
@@ -110,11 +110,11 @@ class MpiWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Return True if the operation has completed without an error."""
+        """Return True if a poll or wait has found the operation completed without an error."""
         return self._done and self._error is None
 
     def exception(self) -> Any:
-        """Return the error of the operation, or None."""
+        """Return the error that MPI has reported to a poll, or None."""
         return self._error
 
     def synchronize(self) -> None:
@@ -134,7 +134,7 @@ class MpiWork(dist.Work):
         return self._source
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of `result`. A thread waits for it, unless the operation is complete."""
+        """Return a future of `result`. Unless the operation is complete, a new thread waits for its end."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         if self.is_completed():
             future.set_result(self.outputs)

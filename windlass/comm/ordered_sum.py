@@ -1,4 +1,4 @@
-"""Sum of the ranks' parts of a gradient in rank order, so that every transport gives bitwise the same result."""
+"""Sum of the ranks' parts of a gradient in rank order, with bitwise equal results over gloo, MPI and shared memory."""
 
 from __future__ import annotations
 

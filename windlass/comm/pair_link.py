@@ -1,7 +1,7 @@
 """Connection of two processes over gloo that does not depend on any other process.
 
-A process group ends for all of its ranks when one of them ends. A link is a group of two processes, so the end of a
-process ends only its own links. Messages are tensors; nothing is pickled.
+A process group fails for all of its ranks when one rank ends. A link is a group of two processes, so a process that
+ends breaks only its own links. Messages are tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK = 1 << 24  # bytes of a chunk: `idle` limits the time of one chunk, so th
 
 
 class LinkClosedError(CommunicationError):
-    """End of a link: the other process has ended, or cannot be reached."""
+    """End of a link: this side closed it, or the other process has ended or cannot be reached."""
 
 
 class LinkSilentError(LinkClosedError):
@@ -50,7 +50,7 @@ class PairLink:
         idle: longest wait for a message, or for the other side to receive one.
 
     Raises:
-        LinkClosedError: the other side does not connect in time.
+        LinkClosedError: the other side does not connect or accept the connection in time.
         CommunicationError: a process of another user connected ([Note: owners of peers]).
     """
 
@@ -86,11 +86,13 @@ class PairLink:
         self.idle = idle
 
     def send(self, header: Sequence[int], *tensors: torch.Tensor) -> None:
-        """Send integers, at most `HEADER`, and contiguous CPU tensors whose sizes the other side derives from these
-        integers.
+        """Send at most `HEADER` integers, then contiguous CPU tensors.
+
+        The other side derives the sizes of the tensors from the integers.
 
         Raises:
-            LinkClosedError: the other side has ended.
+            LinkClosedError: the link is closed, or the other side has ended.
+            LinkSilentError: the other side received nothing for `idle`.
         """
         head = torch.zeros(HEADER, dtype=torch.int64)
         head[: len(header)] = torch.tensor(list(header), dtype=torch.int64)
@@ -99,7 +101,7 @@ class PairLink:
                 self.send_tensor(tensor)
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous CPU tensor."""
+        """Send a contiguous CPU tensor without a header. Raises as `send`; no other thread may send meanwhile."""
         if tensor.numel():
             self._transfer("send", tensor.view(-1).view(torch.uint8))
             self.bytes_sent += tensor.numel() * tensor.element_size()
@@ -108,14 +110,15 @@ class PairLink:
         """Receive the integers of the next message.
 
         Raises:
-            LinkClosedError: the other side has ended.
+            LinkClosedError: the link is closed, or the other side has ended.
+            LinkSilentError: the other side sent nothing for `idle`.
         """
         head = torch.empty(HEADER, dtype=torch.int64)
         self.receive(head)
         return head.tolist()
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Receive into a contiguous CPU tensor, and return it."""
+        """Receive into a contiguous CPU tensor, and return it. Raises as `receive_header`."""
         if tensor.numel():
             self._transfer("recv", tensor.view(-1).view(torch.uint8))
             self.bytes_received += tensor.numel() * tensor.element_size()
@@ -146,7 +149,7 @@ class PairLink:
                 raise LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}") from error
 
     def _start(self, operation: str, chunk: torch.Tensor) -> Any:
-        group = self._group  # a local name, gone before the transfer: `close` on another thread then frees the group
+        group = self._group  # local, so dropped before the wait: `close` on another thread then frees the group
         if group is None:
             raise LinkClosedError(f"the connection with {self.peer} is closed")
         return getattr(group, operation)([chunk], self._other, 0)

@@ -34,7 +34,7 @@ _LISTENING = "0A"
 # Prefix of an IPv4 address in the table of IPv6 sockets. The kernel prints memory in words of the host's byte order.
 _MAPPED = f"{0:016X}{struct.unpack('=I', bytes(2) + bytes([255, 255]))[0]:08X}"
 _SUPERUSER = 0
-# The table is read in several parts, so that a connection may be missing in one reading of it.
+# The table is read in several parts, so a connection may be missing in one reading.
 _ATTEMPTS, _PAUSE_S = 20, 0.01
 ACCEPT_S = 60.0  # a rank of a busy machine may not be scheduled for seconds
 
@@ -45,9 +45,10 @@ Connections = dict[tuple[str, str], SocketOwner]
 
 @dataclass(frozen=True)
 class ForeignPeer:
-    """Connection of this process with a process of another user.
+    """Connection of this process with a process of another user, or with no process.
 
     Attributes:
+        local, remote: address and port of this end and of the other end.
         uid: the other user; None if no process has the other end open.
         is_queued: True if the other process has not accepted the connection yet.
     """
@@ -59,7 +60,7 @@ class ForeignPeer:
 
 
 class ClosedPeerError(CommunicationError):
-    """Connection whose other end no process holds any more."""
+    """Connection whose other end no process has open: it was closed, or not accepted in time."""
 
 
 @contextlib.contextmanager
@@ -106,7 +107,7 @@ def open_sockets() -> dict[int, int]:
 def have_own_peers(opened: Mapping[int, int]) -> bool:
     """Return True if the kernel shows that all loopback connections among these sockets lead to the same user.
 
-    False also if the kernel cannot determine this.
+    The superuser counts as the same user. Return False also if the kernel cannot determine the owners.
 
     Args:
         opened: descriptors of sockets by inode.
@@ -133,7 +134,7 @@ def _has_own_peer(kernel: SocketDiagnosis, inode: int, descriptor: int) -> bool:
 
 
 def read_connections(tables: Iterable[str] = _TABLES) -> Connections:
-    """Read the owners of all connected TCP sockets of this host's network namespace."""
+    """Read the owners of all connected TCP sockets of this process's network namespace."""
     found = {}
     for table in tables:
         with contextlib.suppress(OSError), open(table) as file:
@@ -148,7 +149,10 @@ def read_connections(tables: Iterable[str] = _TABLES) -> Connections:
 
 
 def foreign_peers(inodes: Collection[int], connections: Connections) -> list[ForeignPeer]:
-    """Return the loopback connections of the sockets `inodes` whose other end does not belong to the same user."""
+    """Return the loopback connections of the sockets `inodes` whose other end belongs to no process or another user.
+
+    The superuser counts as the same user.
+    """
     found = []
     for (local, remote), own in connections.items():
         if own.inode not in inodes or not _is_loopback(remote):
@@ -182,7 +186,7 @@ def _error(peer: ForeignPeer, purpose: str) -> CommunicationError:
         return ClosedPeerError(f"{ends} is held by no process any more: see the output of the other ranks, or {advice}")
     try:
         owner = f"user {pwd.getpwuid(peer.uid).pw_name} (uid {peer.uid})"
-    except KeyError:  # a user of another name space
+    except KeyError:  # a user without a name here, e.g. of another user namespace
         owner = f"uid {peer.uid}"
     return CommunicationError(
         f"{ends} belongs to {owner}, not to uid {os.getuid()}; nothing was received over it. End that process, or "

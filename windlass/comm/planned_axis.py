@@ -15,8 +15,8 @@ class PlannedAxis(MeshAxis):
     """Axis whose other ranks do not exist.
 
     Results have the shapes, dtypes and memory sizes of the results of a `MeshAxis`; their values are undefined. Bytes
-    are counted as by a `MeshAxis`. Used for models on the meta device or of `FakeTensor`s, and for partitioning one
-    rank's part of a model.
+    are counted as by a `MeshAxis`. Used to partition a model as on one rank of the planned run, and to trace the
+    result on the meta device or with `FakeTensor`s.
     """
 
     def _start_sum(self, tensor: torch.Tensor, op: Any) -> Pending:
@@ -45,7 +45,7 @@ class PlannedAxis(MeshAxis):
     def _read_counts(
         self, counts: torch.Tensor, arriving: torch.Tensor, spans: Sequence[tuple[int, int]], most: int
     ) -> list[int]:
-        # Each rank has the same number of rows, spread over the receivers as evenly as whole rows allow.
+        # Assumption: each rank has `most` rows, spread over the receivers as evenly as possible.
         each, rest = divmod(most, len(counts))
         even = [each + (receiver < rest) for receiver in range(len(counts))]
         first, end = spans[self.index]

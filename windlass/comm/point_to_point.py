@@ -17,7 +17,7 @@ def exchange_tensors(group: RankGroup, sends: IndexedTensors, receives: IndexedT
     """Send and receive contiguous tensors, and return the bytes received. Collective.
 
     Args:
-        group: The ranks.
+        group: Group to which the indices refer.
         sends: Group index of the receiver, and the tensor. Tensors for one receiver arrive in this order.
         receives: Group index of the sender, and the target tensor, in the sender's order.
     """
@@ -36,7 +36,7 @@ def start_exchange(
         tag: Tag of the messages, equal on both sides. NCCL ignores it and matches messages by order.
         on_cpu: The tensors are CPU tensors: use the group's process group for these.
     """
-    # Started together: one transfer after the other would deadlock if all ranks send first.
+    # All transfers start together: separate sends and receives would deadlock if all ranks send first.
     process_group = group.cpu_group if on_cpu else group.process_group
     operations = [
         # Sent as bytes, because gloo does not support every dtype.

@@ -16,7 +16,7 @@ class PollingStore(Store):
     """View of a store for the construction of a process group while other threads use the store.
 
     A wait of `TCPStore` occupies its connection until the key is written. A new connection for each group instead could
-    take seconds, because torch resolves the name of the address, and on some machines no name server answers.
+    take seconds, because torch looks up the host name of the address, and on some machines no name server answers.
 
     Args:
         store: store whose operations can be called from several threads.
@@ -30,11 +30,11 @@ class PollingStore(Store):
         self._store, self._longest, self._is_over = store, timeout, is_over
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value. `TCPStore.set` takes text only, so bytes are written in hexadecimal."""
+        """Write a value, in hexadecimal, because `TCPStore.set` takes text only."""
         self._store.set(key, (value.encode() if isinstance(value, str) else bytes(value)).hex())
 
     def get(self, key: str) -> bytes:
-        """Return a value, after waiting for it."""
+        """Return a value, after waiting for its key. Raises as `wait`."""
         self.wait([key])
         return bytes.fromhex(self._store.get(key).decode())
 

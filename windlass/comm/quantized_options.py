@@ -13,7 +13,7 @@ from windlass.comm.rank_group import RankGroup
 
 @dataclass(frozen=True)
 class LocoOptions:
-    """Error feedback of quantized gradients (`zeropp_loco_param`).
+    """Options of the error feedback of quantized gradients (`zeropp_loco_param`).
 
     Attributes:
         err_beta: weight of the previous error.
@@ -55,10 +55,10 @@ class ErrorStorage(Protocol):
 
 
 class LaneErrors:
-    """Error feedback of one lane of a transport: of the reductions of one gradient.
+    """Error feedback of one lane of a transport, which is the sequence of reductions of one gradient.
 
-    Each element of the buffer has an error: a rank sends each element of the other shards once, in the first hop or in
-    the second one.
+    Each element of the buffer has one error, because a rank sends each element of the other shards once: in the first
+    or in the second hop.
 
     Attributes:
         is_open: True if the lane has errors: from the first reduction or from `open` on, until `forget`.
@@ -79,19 +79,20 @@ class LaneErrors:
             self._parts, self.reductions = parts, self.reductions[:1].repeat(len(parts))
 
     def open(self) -> None:
-        """Have errors from now on, zeros at first."""
+        """Set `is_open`: the lane has errors from now on, zeros at first."""
         self.is_open = True
 
     def flat(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Return the errors `[numel]` in float32, which stay on the device."""
+        """Return the errors `[numel]` in float32, which stay on the device. Only without `storage`."""
         assert self.storage is None
         if self._flat is None:
             self._flat = torch.zeros(numel, dtype=torch.float32, device=device)
         return self._flat
 
     def begin(self, options: LocoOptions, numel: int, device: torch.device) -> torch.Tensor:
-        """Count a reduction, and return the errors `[numel]`, whose parts are set to zero after each `reset_t`
-        reductions. Pass them to `end` when they have their new values.
+        """Count a reduction, and return the errors `[numel]`, which the caller updates in place and passes to `end`.
+
+        The errors of a part are set to zero first if `reset_t` reductions were made since the last time.
         """
         self.open()
         flat = self.flat(numel, device) if self.storage is None else self.storage.fetch()
@@ -114,18 +115,18 @@ class LaneErrors:
             self._flat.mul_(factor)
 
     def forget(self) -> None:
-        """Return to the state before the first reduction. The owner of `storage` resets it."""
+        """Return to the state before the first reduction. The owner of `storage` resets the storage."""
         self.is_open, self._flat = False, None
         self.reductions.zero_()
 
 
 def ranks_of_node(group: RankGroup, node_size: int) -> int:
-    """Return the ranks of `group` on a node: `node_size` if it divides the group's size, else the group's size."""
+    """Return the number of ranks of `group` on a node: `node_size` if it divides the group's size, else that size."""
     return node_size if group.size % node_size == 0 else group.size
 
 
 def ranks_of_host(ranks: Sequence[int], host_size: int) -> int:
-    """Return how many ranks of a group with global ranks `ranks` are on a host of `host_size` consecutive ranks.
+    """Return how many of the global ranks `ranks` are on the host of the first, with `host_size` ranks per host.
 
     Ranks of a group need not be neighbours: those along the data axis are a tensor-parallel size apart.
     """

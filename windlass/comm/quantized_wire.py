@@ -1,18 +1,20 @@
-"""All-gathers and reductions of wire transports whose messages pass through a codec: those of ZeRO++.
+"""All-gathers and reductions of wire transports whose messages pass through a codec (ZeRO++).
 
-[Note: quantized messages] Wang et al., "ZeRO++", arXiv:2306.10209. A gathered shard is one message of the transport's
-codec for weights; all ranks, the owner included, use the decoded values, so that they compute with the same weights. A
-gradient is reduced in two hops: each rank receives the parts of the ranks of its node, for its own shard and for those
-of its counterparts on other nodes, and sums them; then it receives the sums of its counterparts for its own shard. Each
-hop has a codec. A rank adds its own part without encoding, since no other rank uses it. Shards are encoded one by one,
+[Note: quantized messages] Wang et al., "ZeRO++", arXiv:2306.10209. In an all-gather each shard is one message, encoded
+by the codec of the buffer; all ranks, the owner included, use the decoded values, so that they compute with the same
+weights. A gradient is reduced in two hops. The counterparts of a rank are the ranks of other nodes that have the same
+position in their node. First, each rank receives the parts of the ranks of its node for its own shard and for the
+shards of its counterparts, and sums them per shard. Then it receives its counterparts' sums for its own shard. Each hop
+has a codec. A rank adds its own part without encoding, since no other rank uses it. Each shard is encoded by itself,
 and sums are in rank order.
 
-A block with a value that is not finite is decoded as values that are not finite, so that every rank finds them in the
-norm; error feedback ignores such a message.
+A block with a value that is not finite is decoded as values that are not finite, so that the gradient norm shows the
+overflow on every rank; `codec_check` refuses other codecs for gradients. Error feedback then leaves the error of this
+shard unchanged.
 
 LoCo (Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", arXiv:2407.04480): a rank adds
-its error to a part before it is sent, and then moves the error towards what the message left out:
-`err_beta * error + (1 - err_beta) * left out`. Errors return to zero after `reset_T` reductions.
+its error to a part before the part is sent, and then moves the error towards the values that the message left out:
+`err_beta * error + (1 - err_beta) * left_out`. Errors are set to zero every `reset_T` reductions.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ Sends = Mapping[int, torch.Tensor]
 
 
 def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) -> list[dist.Work]:
-    """Start to send and receive bytes, by index of the peer. Messages are matched by their tag; on NCCL, by their
-    order."""
+    """Start to send and receive uint8 tensors, by the peer's group index. Return the started operations.
+
+    Messages are matched by their tag; on NCCL, by their order.
+    """
     pg = group.process_group
     if dist.get_backend(pg) != "nccl":
         works: list[dist.Work | None] = []
@@ -53,14 +57,15 @@ def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) ->
 
 
 def encode(codec: Codec, values: torch.Tensor, encoded: torch.Tensor) -> None:
-    """Encode values. If one of them is not finite, its block is decoded as values that are not finite."""
+    """Write the encoding of `values` to `encoded`, by `encode_unchecked` if the codec has this method."""
     unchecked: Callable[[torch.Tensor, torch.Tensor], None] = getattr(codec, "encode_unchecked", codec.encode)
     unchecked(values, encoded)
 
 
 def quantized_gather(group: RankGroup, buffer: TransportBuffer, tag: int) -> Pending:
-    """Start to all-gather the shards of a buffer as messages of its codec. The values of all shards are then decoded.
+    """Start to all-gather the shards of a buffer, encoded by its codec.
 
+    When the operation is finished, all shards, also this rank's, have their decoded values.
     Messages are matched by their tag; on NCCL, by their order.
     """
     assert buffer.codec is not None
@@ -81,15 +86,16 @@ def quantized_gather(group: RankGroup, buffer: TransportBuffer, tag: int) -> Pen
 
 
 class QuantizedReduction:
-    """Reduction of two hops in flight.
+    """Reduction in flight, in two hops: see [Note: quantized messages].
 
     Args:
         flat: `[numel]`, the gradient of this rank.
-        out: `[numel / size]`, to which the sum is written or added.
+        out: `[numel / size]`, to which `factor *` the sum is written, or added with `add`.
         errors: error feedback of the lane; None without `options.loco`.
         tags: message tags of the first and the second hop.
         node_size: see `WireOptions.node_size`.
-        eager: start the second hop at once, in the order of the stream, instead of in `wait`.
+        eager: start the second hop in the constructor, not in `poll` or `wait`. Needed for messages without tags, which
+            all ranks must start in the same order.
     """
 
     def __init__(
@@ -116,7 +122,7 @@ class QuantizedReduction:
             assert options.loco is not None
             self._errors = errors.begin(options.loco, flat.numel(), flat.device)
         self._works: list[dist.Work] = []
-        self._kept: list[torch.Tensor] = []  # messages must live until they are sent
+        self._kept: list[torch.Tensor] = []  # messages that must not be freed until they are sent
         self._received: dict[tuple[int, int], torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self._second = False
@@ -140,11 +146,11 @@ class QuantizedReduction:
 
     @property
     def _counterparts(self) -> list[int]:
-        """Ranks at this rank's place in every node, this rank included."""
+        """Group indices of the ranks that have this rank's position in their node, this rank included."""
         return list(range(self._group.index % self._node, self._group.size, self._node))
 
     def _start_inside(self) -> None:
-        """Send each rank of this node the parts for its shard and for those of its counterparts."""
+        """Start the first hop: send each peer of this node the parts for its and its counterparts' shards."""
         activity.progress_count += 1
         group, codec = self._group, get_codec(self._options.inside)
         first = group.index // self._node * self._node
@@ -160,7 +166,7 @@ class QuantizedReduction:
         self._works = start_exchange(group, sends, receives, self._tags[0])
 
     def _turn(self) -> None:
-        """Sum the parts of this node, and send the counterparts their sums."""
+        """Wait for the first hop, sum its parts, and start the second: send each counterpart the sum for its shard."""
         _wait(self._works)
         activity.progress_count += 1
         group, codec = self._group, get_codec(self._options.inside)
@@ -211,7 +217,7 @@ class QuantizedReduction:
         return shards * _aligned(codec.encoded_size(self._out.numel(), torch.float32))
 
     def _message(self, codec: Codec, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Encode the part for each shard as float32, one after the other, and update the errors of these shards."""
+        """Return the parts, by shard, as one message encoded from float32, and update the errors of these shards."""
         message = torch.empty(self._nbytes(codec, len(parts)), dtype=torch.uint8, device=self._flat.device)
         size = codec.encoded_size(self._out.numel(), torch.float32)
         for number, (shard, part) in enumerate(parts.items()):

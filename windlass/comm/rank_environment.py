@@ -1,4 +1,4 @@
-"""Rank environment: the rank, world and host of this process, read only from the launcher's environment variables."""
+"""Rank environment: rank, world size and rendezvous of this process, read only from environment variables."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class RankEnvironment:
     """Position of this process among all processes that were started together.
 
     Args:
-        source: The launcher, for messages.
+        source: Name of the launcher; "the environment" if `RANK` and `WORLD_SIZE` are set.
+        rank, world: Global rank, and number of ranks.
         local_rank, local_world: Rank and number of ranks on this host; None: unknown.
-        master: Address of rank 0; None: unknown, with several hosts.
+        master: Address of rank 0; None: unknown.
         port: Port of the rendezvous; None: unknown.
-        warning: Warning about a suspicious environment; empty if there is none.
+        warning: Warning about a suspicious environment, or empty.
     """
 
     source: str
@@ -46,14 +47,14 @@ class RankEnvironment:
 def rank_environment(environ: Environment, *, others: bool = True) -> RankEnvironment | None:
     """Return the rank environment in `environ`; None if no launcher set one.
 
-    `RANK` and `WORLD_SIZE` come first, then Open MPI, MVAPICH, MPICH and Intel MPI, then Slurm. `MASTER_ADDR` and
-    `MASTER_PORT` are used with any launcher.
+    The first source that is set is used: `RANK` and `WORLD_SIZE`, Open MPI, MVAPICH, MPICH and Intel MPI, Slurm.
+    `MASTER_ADDR`, `MASTER_PORT` and `LOCAL_RANK` are used with any launcher.
 
     Args:
-        others: If False, use only `RANK` and related variables.
+        others: If False, return None unless `RANK` or `WORLD_SIZE` is set.
 
     Raises:
-        CommunicationError: a variable is not a valid number, or some variables are missing.
+        CommunicationError: a variable is missing or invalid, or the rank is negative or not below the number of ranks.
     """
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         found: RankEnvironment | None = _torchrun(environ)
@@ -72,7 +73,7 @@ def rank_environment(environ: Environment, *, others: bool = True) -> RankEnviro
 
 
 def local_rank_of(environ: Environment) -> int | None:
-    """Return this process's rank on its host, from the first launcher that sets it."""
+    """Return this process's rank on its host, from the first of `LOCAL_RANK`, MPI and Slurm that sets it, or None."""
     return _first(environ, ("LOCAL_RANK", *(name for family in _MPI for name in family.local_rank), "SLURM_LOCALID"))
 
 
@@ -80,6 +81,9 @@ def _torchrun(environ: Environment) -> RankEnvironment:
     """Return the rank environment that `RANK` and `WORLD_SIZE` describe.
 
     These are set by torchrun, windlass run, DeepSpeed's launcher and Kubernetes, or by hand.
+
+    Raises:
+        CommunicationError: one of the two is missing.
     """
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -97,12 +101,12 @@ def _torchrun(environ: Environment) -> RankEnvironment:
 
 
 def _other(environ: Environment) -> RankEnvironment | None:
-    """Return the rank environment that a launcher other than torchrun has set."""
+    """Return the rank environment that MPI or Slurm has set, or None."""
     step = _slurm(environ)
     for family in _MPI:
         place = _of_mpi(family, environ)
-        # If both give the same rank, prefer Slurm's variables, which have more information than Slurm's PMI. Under
-        # mpirun they differ: the tasks of the Slurm step are MPI's proxies, not the ranks.
+        # If PMI and Slurm give the same rank, prefer Slurm's variables, which have more information than Slurm's PMI.
+        # Under mpirun the ranks differ, because the tasks of the Slurm step are MPI's proxies.
         if place is not None and family.of_slurm_too and step is not None:
             return step if (step.rank, step.world) == (place.rank, place.world) else place
         if place is not None:
@@ -115,7 +119,7 @@ class _MpiFamily:
     """Environment variables of one kind of MPI. Among several names for one value, the first that is set is used.
 
     Args:
-        of_slurm_too: True if Slurm sets some of these names too; a rank without a world size is then not MPI's.
+        of_slurm_too: True if Slurm sets some of these names too; a rank without a world size is then ignored.
     """
 
     source: str
@@ -188,7 +192,10 @@ def _slurm(environ: Environment) -> RankEnvironment | None:
 
 
 def _cloud(environ: Environment, place: RankEnvironment) -> RankEnvironment:
-    """Return `place` with the address of rank 0 from Azure ML or SageMaker."""
+    """Return `place` with the missing address of rank 0 from Azure ML or SageMaker, and the missing port from Azure ML.
+
+    The source is then the cloud service. A `place` with an address other than `HERE` is returned unchanged.
+    """
     if place.master is not None and place.master != HERE:
         return place
     if "AZUREML_EXPERIMENT_ID" in environ and "DLTS_JOB_ID" not in environ:

@@ -1,10 +1,10 @@
 """Groups of ranks that communicate, and the groups of data ranks.
 
 [Note: collectives start in comm] Code outside `windlass/comm` and `windlass/compat` does not call collectives of
-`torch.distributed`: it calls the methods of `RankGroup`, `MeshAxis` and `Mesh`, and the functions of
-`comm/point_to_point`. So the process group of a call is always that of a `RankGroup`, and the hang report recognizes
-each wait: it classifies the frames of `windlass/comm` as waits for other ranks (`watchdog/thread_location`), and takes
-the name of the operation from the surrounding `WaitScope`, or from the method.
+`torch.distributed`: it calls `windlass/comm`, for example the methods of `RankGroup`, `MeshAxis` and `Mesh`, and the
+functions of `comm/point_to_point`. So the process group of a call is always that of a `RankGroup`, and the hang report
+recognizes each wait: it classifies the frames of `windlass/comm` as waits for other ranks (`watchdog/thread_location`),
+and takes the name of the operation from the surrounding `WaitScope`, or from the method.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class RankGroup:
     """Group of ranks that communicate. `ranks` are global ranks, and `index` is this rank's position among them.
 
     `cpu_process_group` is a second process group of the same ranks for CPU tensors, if `process_group` does not support
-    these.
+    these. Only `send`, `receive` and `cpu_group` use it; the other methods use `process_group`.
 
-    The methods are collective over the group, except the point-to-point ones. In a group of one rank they send nothing.
-    Ranks are given as indices in the group. Objects are pickled; received objects are copies.
+    The methods that transfer data are collective over the group, except `send`, `receive`, `send_object` and
+    `receive_object`. Collective methods send nothing in a group of one rank. `source` and `target` are indices in the
+    group. Objects are pickled; received objects are copies.
     """
 
     process_group: dist.ProcessGroup
@@ -97,7 +98,7 @@ class RankGroup:
         return values
 
     def gather_object(self, value: T, target: int = 0) -> list[T]:
-        """Return the values of all ranks on the rank at index `target`, and an empty list on the others."""
+        """Return, on the rank at index `target`, the values of all ranks in group order; on others, an empty list."""
         values: list[T] | None = [value] * self.size if self.index == target else None
         if self.size > 1:
             dist.gather_object(value, values, group=self.process_group, group_dst=target)
@@ -129,7 +130,7 @@ class RankGroup:
             dist.barrier(group=self.process_group)
 
     def destroy(self) -> None:
-        """Close the sockets of the process groups. No rank may communicate over them afterwards."""
+        """Destroy the process groups, which closes their connections. No rank may communicate over them afterwards."""
         close_process_groups(self.process_group, self.cpu_process_group)
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
@@ -138,7 +139,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class DataMesh:
-    """Groups of the data ranks.
+    """This rank's groups of data ranks, for dense parameters or for experts.
 
     Attributes:
         data: All data ranks.
@@ -154,7 +155,7 @@ class DataMesh:
 
 
 def close_process_groups(*process_groups: dist.ProcessGroup | None) -> None:
-    """Close the sockets of process groups that are still open."""
+    """Destroy the process groups that still exist, which closes their connections. Arguments `None` are skipped."""
     for process_group in process_groups:
         if process_group is not None:
             with contextlib.suppress(ValueError):  # the group was destroyed with the default group, or earlier
@@ -162,7 +163,7 @@ def close_process_groups(*process_groups: dist.ProcessGroup | None) -> None:
 
 
 def world_group() -> RankGroup:
-    """Return all ranks, in the default process group: for code that runs without a mesh, or before there is one.
+    """Return the group of all ranks (the default process group), for code that runs without a mesh.
 
     Raises:
         CommunicationError: the default process group is not initialized.
@@ -181,12 +182,12 @@ def create_rank_group(
     """Create the process groups of disjoint sets of ranks, and return this rank's group. Collective over all ranks.
 
     Args:
-        partition: The same sets of global ranks on all ranks.
+        partition: Sets of global ranks, equal on all ranks.
         backend: Backend of the groups; the default group's by default.
         timeout: Time after which a collective fails if a peer does not join; torch's default by default.
 
     Raises:
-        CommunicationError: this rank is in none of the sets. No group was created on this rank.
+        CommunicationError: this rank is in none of the sets, and creates no group; or as `new_process_group`.
     """
     rank = dist.get_rank()
     own = next((number for number, ranks in enumerate(partition) if rank in ranks), None)

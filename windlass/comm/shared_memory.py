@@ -2,7 +2,7 @@
 
 [Note: transports] The memory is an anonymous file (`memfd`). It has no name on any file system, so a small /dev/shm
 does not limit it, and nothing is left behind when a rank dies. Peers open it through `/proc/PID/fd/N`, which the kernel
-allows only to the same user. If any rank cannot open it, all ranks use gloo.
+allows only to the same user. If any rank cannot open it, all ranks use gloo or MPI (`choose_transport`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _fence = threading.Lock()
 
 
 def fence() -> None:
-    """Order memory accesses of this thread: earlier writes are visible before later ones.
+    """Order memory accesses of this thread: those before the call take effect before those after it.
 
-    x86 keeps stores in order. Arm does not; there, acquiring a lock includes the barrier.
+    x86 keeps the order of stores and of loads. Arm does not; there, the atomic operations of the lock are the barrier.
     """
     with _fence:
         pass
@@ -57,7 +57,7 @@ def shared_memory_problem(group: RankGroup) -> str | None:
     problem = _agree(group, problem)
     if problem is not None:
         return problem
-    # Permissions (e.g. of /proc) show only in an attempt.
+    # Only an attempt shows if permissions (e.g. of /proc) are sufficient.
     try:
         SharedMemory(group, 4096)
     except CommunicationError as error:
@@ -76,10 +76,10 @@ class SharedMemory:
 
     Args:
         group: Ranks of one host.
-        size: Bytes of this rank's own block; ranks may differ.
+        size: Bytes of this rank's own block, which is rounded up to full pages; ranks may differ.
 
     Attributes:
-        blocks: `[size]` uint8 tensors, one per rank, in group order.
+        blocks: uint8 tensors, one per rank, in group order: `[bytes of the rank's block]`, initially zeros.
         pids: Id of the process that owns each block.
 
     Raises:
@@ -129,9 +129,13 @@ def _open_descriptor(pid: int, descriptor: int) -> int:
 
 
 def _map(file: int, pid: int, size: int, identity: tuple[int, int]) -> mmap.mmap:
-    """Map the block of process `pid`, which is open as the descriptor `file`, and close the descriptor."""
+    """Map the block of process `pid`, which is open as the descriptor `file`, and close the descriptor.
+
+    Raises:
+        OSError: the file does not have this identity and size, or cannot be mapped.
+    """
     try:
-        # In another PID namespace (a container) the number of a process refers to another process, e.g. to this one.
+        # If the ranks are in different PID namespaces (containers), `pid` may be another process here, even this one.
         if _identity(file) != identity:
             raise OSError(f"the number {pid} is another process here: the ranks are in different PID namespaces")
         if os.fstat(file).st_size != size:
@@ -149,7 +153,7 @@ class Counters:
     Args:
         group: Ranks of one host.
         count: Number of counters per rank; all start at 0.
-        timeout: Time-out of `wait` for a peer.
+        timeout: Maximum wait for a peer.
     """
 
     def __init__(self, group: RankGroup, count: int, timeout: timedelta) -> None:
@@ -172,7 +176,7 @@ class Counters:
         return self._count
 
     def raise_to(self, counter: int, value: int) -> None:
-        """Set this rank's own counter. A peer that reads the new value also sees everything written before."""
+        """Set one of this rank's counters. A peer that reads the new value also sees everything written before."""
         # Data written before must become visible before the counter does.
         fence()
         self.set(counter, value)
@@ -180,7 +184,7 @@ class Counters:
     def set(self, counter: int, value: int) -> None:
         """Set one of this rank's counters without a fence.
 
-        Peers may read the counter only after this rank has raised another counter.
+        Peers may read the counter only once they have read the value of another counter that this rank raised later.
         """
         if self._rest is not None and counter >= self._count:
             self._rest.set(counter - self._count, value)
@@ -188,7 +192,7 @@ class Counters:
             self._own[counter] = value
 
     def read(self, rank: int, counter: int) -> int:
-        """Return the counter of a rank, given by its group index."""
+        """Return a counter of the rank at group index `rank`."""
         if self._rest is not None and counter >= self._count:
             return self._rest.read(rank, counter - self._count)
         return int(self._views[rank][counter])
@@ -219,7 +223,7 @@ class Counters:
             self._block(lambda: self.reached(counter, value), self._peers, counter, value, what)
 
     def wait_for_rank(self, rank: int, counter: int, value: int, what: str) -> None:
-        """Block until the counter of one peer, given by its place in the group, is at `value` or above.
+        """Block until the counter of the peer at group index `rank` is at `value` or above.
 
         Raises:
             CommunicationError: the peer died, or the time-out passed.
@@ -251,7 +255,7 @@ class Counters:
                 time.sleep(pause)
             else:
                 os.sched_yield()
-            # Checking processes takes system calls, so do it twice a second only.
+            # Checking processes takes system calls, so do it at most twice a second.
             if waited - checked > 0.5:
                 checked = waited
                 self._check_peers(peers, counter, value, what, waited)

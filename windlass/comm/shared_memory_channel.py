@@ -11,7 +11,7 @@ from windlass.comm.mesh_axis import run_pending_checks
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory import Counters, SharedMemory
 
-WINDOW_BYTES = 1 << 22  # bytes for each pair of ranks; pages are allocated at the first write
+WINDOW_BYTES = 1 << 22  # default bytes of a window; its pages are allocated at the first write
 
 
 class SharedMemoryChannel:
@@ -117,7 +117,7 @@ class SharedMemoryChannel:
         self._counters.raise_to(self._public_taken + peer, chunk_number)
 
     def _slot(self, owner: int, reader: int, nbytes: int) -> torch.Tensor:
-        """Return the first bytes of the window that `owner` writes for `reader`; `reader` = size means all peers."""
+        """Return the first `nbytes` of the window that `owner` writes for `reader`; `reader` = size means all peers."""
         return self._blocks[owner][reader * self._window :][:nbytes]
 
 

@@ -25,8 +25,9 @@ _PER_LANE = 3  # counters: offered, taken, and ring index of the offered buffer
 class ShmTransport:
     """One-sided transport: an operation needs the peers' parts, but not the peers' participation at the same moment.
 
-    A rank raises the counter `offered` (or `published`) once its part may be read, and `taken` (or `gathered`) once it
-    has read the peers' parts. Before a rank writes a buffer again, it waits for its peers' `taken` (`wait_until_read`).
+    In a reduction, a rank raises the counter `offered` once its part may be read, and `taken` once it has read the
+    peers' parts; in an all-gather, the counters are `published` and `gathered`. Before a rank writes a buffer again, it
+    waits for its peers' `taken` and `gathered` (`wait_until_read`).
 
     A transient buffer that is not `shared` is private to this rank, and is gathered through `GatherWindows`.
     """
@@ -42,7 +43,7 @@ class ShmTransport:
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         """Allocate zeroed buffers in shared memory.
 
-        `shared` buffers exist once per host; transient private ones use the gather windows.
+        `shared` buffers exist once for the group. Other transient buffers are in private memory, and use the windows.
         """
         size = self.group.size
         alone = [need for need in needs if need.transient and not need.shared]
@@ -53,7 +54,7 @@ class ShmTransport:
         places = {False: starts, True: iter(_places([_bytes(n) for n in needs if n.shared]))}
         planned = [None if n.transient and not n.shared else next(places[n.shared]) for n in needs]
         memory = SharedMemory(self.group, next(starts))
-        # The shared block lies in the first rank's memory; the other ranks contribute an empty block.
+        # The first rank's block holds the shared buffers; the blocks of the other ranks are not used.
         total = next(places[True])
         shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
         rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
@@ -156,7 +157,10 @@ class ShmTransport:
         return  # pages are allocated again at the first access
 
     def offer(self, lane: int, buffer: TransportBuffer) -> int:
-        """Mark this rank's part of a lane's next sum as readable. Return the round that peers must have offered."""
+        """Mark this rank's part of a lane's next sum as readable, once peers have read the previous part.
+
+        Return the number of this round.
+        """
         base = self._lane(lane)
         # A peer that has not read the previous round would look for it at this buffer's ring index.
         self._counters.wait(base + 1, self._rounds[lane], "the previous reduction")
@@ -226,7 +230,7 @@ class ShmReduction:
     def _finish(self) -> None:
         size = self._transport.group.size
         parts = self._transport.parts(self._lane, self._buffer)
-        # Round to the reduce dtype as a wire would, so that transports give the same bits.
+        # Round to the reduce dtype as a wire transport would, so that transports give the same bits.
         if self._wire != parts[0].dtype:
             parts = [part.to(self._wire) for part in parts]
         self.squares = ordered_sum(parts, self._out, add=self._add, factor=self._factor, measure=True)
@@ -240,7 +244,7 @@ def _bytes(need: BufferRequest) -> int:
 
 
 def _places(sizes: list[int]) -> list[int]:
-    """Return the start of each size in a block, aligned, and last the size of the block."""
+    """Return the aligned start of a part of each size in one block, and as last element the size of the block."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)

@@ -1,4 +1,4 @@
-"""Slurm environment: hosts of a job or step, number of tasks per host, and a common port derived from the job id."""
+"""Slurm environment: hosts of a job or step, number of tasks per host, and a common port derived from their ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def expand_hosts(text: str) -> list[str]:
     """Expand `n[01-03,7]-ib,b1` to [n01-ib, n02-ib, n03-ib, n7-ib, b1]. A name may have several brackets.
 
     Raises:
-        CommunicationError: `text` is not a host list.
+        CommunicationError: `text` is not a host list, or has more than `MAX_HOSTS` hosts.
     """
     found: list[str] = []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
@@ -40,7 +40,7 @@ def expand_counts(text: str) -> list[int]:
     """Expand `2(x3),1` to [2, 2, 2, 1], the number of tasks on each host.
 
     Raises:
-        CommunicationError: `text` is not a list of counts.
+        CommunicationError: `text` is not a list of counts, or exceeds `MAX_RANKS_PER_HOST` tasks or `MAX_HOSTS` hosts.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -58,7 +58,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def is_step(environ: Environment) -> bool:
-    """Return True if srun started this process; False for a batch script, which has a first task's variables too."""
+    """Return True if srun started this process; False for a batch script, which has variables of a task too."""
     return any(environ.get(name) for name in _STEP)
 
 
@@ -73,7 +73,11 @@ def hosts_of_step(environ: Environment) -> list[str]:
 
 
 def tasks_here(environ: Environment) -> int | None:
-    """Return the number of tasks of the step on this host, or None if it is unknown."""
+    """Return the number of tasks of the step on this host, or None if it is unknown.
+
+    Raises:
+        CommunicationError: the variable is not a list of counts.
+    """
     text, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
     if not text or not node.isdecimal():
         return None

@@ -1,7 +1,7 @@
 """Owners of single TCP sockets, through the socket diagnosis interface of Linux (sock_diag(7)).
 
-The kernel finds one socket by its two ends in its hash table. `/proc/net/tcp` lists the same owners, but reading that
-file walks through the whole table, which takes milliseconds even without any connection.
+The kernel finds one socket in its hash table by the socket's two ends. `/proc/net/tcp` lists the same owners, but the
+kernel reads the full table for that file, which takes milliseconds even without any connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ CONNECTED_STATES = (1, 3)  # TCP_ESTABLISHED and TCP_SYN_RECV
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, sender
 _ENDS = "HH16s16sIII"  # ports and addresses of both ends in network order, interface, cookie
 _QUERY = struct.Struct("=BBBxI")  # family, protocol, extensions, states
-_ANSWER = struct.Struct(f"=BBBB{struct.calcsize('=' + _ENDS)}sIIIII")  # state, timer, ends, queues, user, inode
+# family, state, timer, retransmissions, both ends, expiry, two queues, user, inode
+_ANSWER = struct.Struct(f"=BBBB{struct.calcsize('=' + _ENDS)}sIIIII")
 _ANY_COOKIE = 0xFFFFFFFF
 
 
@@ -51,7 +52,7 @@ def endpoints(descriptor: int) -> tuple[Endpoint, Endpoint] | None:
     """Return the local and the remote end of a TCP connection; None for a listener and for other kinds of sockets.
 
     Raises:
-        OSError: the socket is closed, or is not connected yet.
+        OSError: `descriptor` is not an open socket, or the socket is not connected.
     """
     with socket.socket(fileno=os.dup(descriptor)) as own:
         if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
@@ -85,7 +86,7 @@ class SocketDiagnosis:
         """Return the owner of the socket with these ends, or None if no socket has them.
 
         Raises:
-            OSError: the kernel does not answer such a request.
+            OSError: the kernel refuses the request, or answers with a message of another type.
         """
         family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
         ends = struct.pack(

@@ -1,4 +1,4 @@
-"""Notes between ranks in the rendezvous store, independent of the state of their process groups."""
+"""Notes between ranks: short texts in the rendezvous store, independent of the state of the process groups."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ class StoreNotes:
 
     @classmethod
     def numbered(cls, purpose: str, rank: int) -> StoreNotes:
-        """Return the next notes of this purpose on `rank`. All ranks must call this equally often."""
+        """Return the notes of the n-th call for this purpose on global rank `rank`.
+
+        The ranks must call this equally often, so that they get the same notes.
+        """
         number = _get_default_store().add(f"windlass {purpose} of {rank}", 1)
         return cls(f"{purpose} {number}")
 
     def post(self, key: str, text: str) -> None:
-        """Write a note without waiting."""
+        """Write a note under `key`, without waiting for other ranks."""
         self._store().set(key, text)
 
     def read(self, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Traffic counters: payload elements by operation, and bytes that were actually moved."""
+"""Traffic counters: payload elements and received bytes, by operation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _observer: Callable[[str, int], None] | None = None
 
 
 def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
-    """Call `observer` for every collective of every engine of this process; None removes the observer.
+    """Call `observer` whenever a `Traffic` of this process counts an operation (`add`); None removes the observer.
 
-    The observer's arguments are the operation and the number of bytes that this rank read from others.
+    The observer's arguments are the operation and the number of bytes that this rank received from others.
     """
     global _observer
     _observer = observer
@@ -20,10 +20,10 @@ def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
 
 @dataclass
 class Traffic:
-    """Totals since `reset`. An all-reduce counts as a reduction and a gather. Padding is not counted."""
+    """Totals since `reset`. In `payload`, an all-reduce counts as a reduction and a gather, and padding is left out."""
 
-    payload: Counter[str] = field(default_factory=Counter)  # parameter elements, by operation
-    bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank read from others, by operation
+    payload: Counter[str] = field(default_factory=Counter)  # elements of parameters or their gradients, by operation
+    bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank received, with padding
     # part of `bytes_moved` that came from other nodes, for quantized messages (ZeRO++)
     across_nodes: Counter[str] = field(default_factory=Counter)
     control: int = 0  # elements of the small control reductions

@@ -17,19 +17,20 @@ from windlass.comm.traffic import Traffic
 
 @dataclass(frozen=True)
 class WireOptions:
-    """Options of a wire transport. Shared memory has none: each rank reads what it needs.
+    """Options of a wire transport. The shared-memory transport has no options.
 
     Args:
-        reduce_chunk: Gradient elements sent at once (`reduce_bucket_size`).
-        gather_chunk: Parameter elements sent at once (`allgather_bucket_size`).
+        reduce_chunk: Gradient elements that gloo and MPI reduce at once (`reduce_bucket_size`).
+        gather_chunk: Parameter elements that gloo and MPI gather by one message of each rank to each peer
+            (`allgather_bucket_size`).
         use_reduce_scatter: Send each rank only its shard of a sum; else all-reduce (`reduce_scatter`).
-        use_all_gather: Gather all shards in one collective; else one broadcast per rank (`allgather_partitions`).
-        rotate_peers: Each rank starts with a different peer (`round_robin_gradients`).
-        quantizes: True if some messages pass through a lossy codec; shared memory is then not used.
+        use_all_gather: Gather all shards together; else by one broadcast per rank (`allgather_partitions`).
+        rotate_peers: With gloo and MPI, each rank starts with a different peer (`round_robin_gradients`).
+        quantizes: True if some messages pass through a codec (ZeRO++); shared memory is then not used.
         node_size: Number of consecutive ranks of a group on one node, for quantized messages.
         host_size: Number of consecutive ranks of the world on one host, from which each group's `node_size` is
-            computed; 0: use the given `node_size`.
-        gradients: Codecs of reductions; None: gradients are sent in the dtype of the call.
+            computed; 0: use `node_size`.
+        gradients: Codecs and error feedback of reductions; None: gradients are sent in the dtype of the call.
     """
 
     reduce_chunk: int = 500_000_000
@@ -50,7 +51,7 @@ class BufferRequest:
     Args:
         numel: Elements, a multiple of the group's size.
         dtype: Dtype of the elements.
-        shared: One buffer for the whole group, in which each rank owns its shard, if the transport supports it.
+        shared: One buffer for all ranks of the group, each of which writes its shard, if the transport supports it.
         transient: The memory will be freed and allocated again.
         codec: Registered name of the codec of the buffer's all-gathers, on a wire transport; None: exact all-gathers.
     """
@@ -78,13 +79,13 @@ class TransportBuffer:
         local: `[numel]`, the buffer of this rank.
         parts: Every rank's `local` in group order; empty if peers cannot be read.
         shared: `local` is the same memory on all ranks.
-        key: Key of the buffer's counters.
+        key: Index of the buffer's first counter in shared memory; 0 for a wire transport.
         published: Number of times that this rank's shard was published.
         ring: `parts` of all buffers of the ring that this buffer belongs to; empty without a ring, or without `parts`.
         ring_index: Index of this buffer in `ring`. Ranks may have the same gradient at different indices.
         mark: Mark of the last reduction, common to all slices of one buffer.
-        codec: Codec of the buffer's all-gathers, as requested.
-        pages: Memory of `local` if the buffer is transient and belongs to this rank alone; else None.
+        codec: Name of the codec of the buffer's all-gathers over a wire transport; None: exact all-gathers.
+        pages: Memory of `local` if the shared-memory transport holds the buffer in private memory; else None.
     """
 
     local: torch.Tensor
@@ -99,7 +100,7 @@ class TransportBuffer:
     codec: str | None = None
 
     def first(self, numel: int) -> TransportBuffer:
-        """Return the first `numel` elements as a slice of the same buffer."""
+        """Return the first `numel` elements as a slice of the same buffer. Only `local` is sliced."""
         return replace(self, local=self.local[:numel])
 
 
@@ -110,7 +111,10 @@ def local_shard(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
 
 
 class Transport(Protocol):
-    """Collectives over one group. All ranks start them in the same order. Buffers come from `allocate`."""
+    """Collectives over one group. All ranks start them in the same order.
+
+    Buffers come from `allocate` and `extend`; a wire transport accepts any others.
+    """
 
     name: str
     group: RankGroup
@@ -119,13 +123,14 @@ class Transport(Protocol):
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         """Allocate zeroed buffers for `needs`, and `lanes` lanes for reductions.
 
-        A lane is the sequence of reductions of one gradient; one reduction of a lane is in flight at a time.
-        Collective; called once, with equal arguments on all ranks.
+        Transient buffers need `allocate_memory` before use. A lane is the sequence of reductions of one gradient; one
+        reduction of a lane is in flight at a time. Collective; called once, with equal `needs` and `lanes` on all
+        ranks.
         """
         ...
 
     def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Allocate more buffers, neither shared nor transient, and append lanes to the existing ones.
+        """Allocate more zeroed buffers, neither shared nor transient, and append lanes to the existing ones.
 
         Collective, after `allocate`.
         """
@@ -142,17 +147,19 @@ class Transport(Protocol):
         elements: int,
         wire: torch.dtype,
     ) -> Reduction:
-        """Sum the ranks' buffers of `lane`. This rank's shard of `factor *` the sum is written (or added) to `out`.
+        """Start to sum the ranks' buffers of `lane`.
+
+        The reduction writes this rank's shard of `factor *` the sum to `out`, or adds it with `add`.
 
         Args:
             out: `[numel / size]`; may be this rank's shard of the buffer.
             elements: Number of payload elements, for traffic counts.
-            wire: Dtype in which the parts are sent.
+            wire: Dtype in which the parts are sent, unless codecs encode them.
         """
         ...
 
     def error_feedback(self, lane: int) -> LaneErrors | None:
-        """Return the error feedback of a lane's reductions; None if the options have no error feedback."""
+        """Return the error feedback of a lane's reductions; None if the transport or its options have none."""
         ...
 
     def publish(self, buffer: TransportBuffer) -> None:
@@ -160,23 +167,29 @@ class Transport(Protocol):
         ...
 
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
-        """All-gather the shards of `buffer`.
+        """Start to all-gather the shards of `buffer`.
 
-        This rank's shard is in place once `ready` has completed. The call publishes the shard of a transient buffer;
-        other buffers must be published before the call.
+        This rank's shard is in place once `ready` has completed. The call publishes the shard of a transient buffer
+        that is not shared; other buffers must be published before the call.
         """
         ...
 
     def board(self) -> AgreementBoard:
-        """Return a board on which the group's ranks agree on the collectives to start. Collective, after `allocate`."""
+        """Return the board on which the group's ranks agree on the collectives to start.
+
+        Called at most once, on all ranks, after `allocate`.
+        """
         ...
 
     def wait_until_read(self, buffer: TransportBuffer) -> None:
-        """Block until no peer reads the data that this rank last offered in `buffer`."""
+        """Block until no peer reads the data that this rank last published or offered in `buffer`."""
         ...
 
     def free_memory(self, buffer: TransportBuffer) -> None:
-        """Free the memory of a transient buffer once no peer reads it. Views stay valid, but their content is lost."""
+        """Free the memory of a transient buffer once no peer reads it. The content is lost.
+
+        Views may be used again after `allocate_memory`.
+        """
         ...
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
@@ -185,7 +198,7 @@ class Transport(Protocol):
 
 
 class Reduction(Protocol):
-    """Reduction in flight. `squares`: sum of squares of `out` as a float64 scalar; None until the reduction ends."""
+    """Reduction in flight. `squares`: sum of squares of `out`, a float64 scalar tensor; None until it is finished."""
 
     squares: torch.Tensor | None
 

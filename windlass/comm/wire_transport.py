@@ -31,9 +31,9 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class _WireTransport:
-    """Common part of the wire transports: private buffers.
+    """Base class of the wire transports. Buffers are private to their rank.
 
-    `wait_until_read` is empty, because a collective ends only after its buffers were read.
+    `wait_until_read` does nothing, because a collective ends only after its buffers were read.
     """
 
     name = "wire"
@@ -99,7 +99,7 @@ class _WireTransport:
     def _reduce_quantized(
         self, lane: int, buffer: TransportBuffer, out: torch.Tensor, add: bool, factor: float, elements: int
     ) -> Reduction | None:
-        """Start a reduction whose messages pass through codecs. None without such codecs, or without peers."""
+        """Start a reduction whose messages pass through codecs. Return None without such codecs, or without peers."""
         options = self.ways.gradients
         if options is None or self.group.size == 1:
             return None
@@ -127,14 +127,14 @@ class _WireTransport:
 
     @property
     def _reduces_whole(self) -> bool:
-        """True if each rank receives the whole sum and keeps only its shard."""
+        """True if each rank receives the full sum and keeps only its shard."""
         return not self.ways.use_reduce_scatter and self.group.size > 1
 
     def _begin_waiting(self) -> None:
-        """Start the gathers that wait until this rank's shard is ready.
+        """Wait until this rank's shards for postponed all-gathers are ready, and start these all-gathers.
 
         Transports without tags match messages by order, so all ranks must start their collectives in one order. With
-        tags the gathers start by themselves.
+        tags this starts nothing: such an all-gather starts when it is polled or waited for.
         """
         while self._waiting:
             first = self._waiting.popleft()
@@ -171,8 +171,8 @@ class _WireTransport:
 class GlooTransport(_WireTransport):
     """Transport over gloo: each rank sends each peer only the data that the peer needs.
 
-    Gloo's own reduce-scatter sends twice as many bytes as its all-reduce. A pairwise exchange with an ordered sum sends
-    (size - 1) / size of the buffer, and gives bitwise the same result on every transport.
+    Gloo's own reduce-scatter sends as many bytes as its all-reduce. A pairwise exchange with an ordered sum sends half
+    of that, (size - 1) / size of the buffer, and gives bitwise the same result as the shared-memory transport.
     """
 
     name = "gloo"
@@ -210,7 +210,7 @@ class GlooTransport(_WireTransport):
         for start in range(0, own.numel(), span):
             for index in _peers(group, rotate=self.ways.rotate_peers):
                 theirs = local_shard(flat, index, group.size)[start : start + span]
-                # Sent as bytes, because gloo does not support bfloat16.
+                # Sent as bytes, which every backend supports.
                 works += _started(
                     dist.irecv(theirs.view(torch.uint8), group.ranks[index], group=pg, tag=tag),
                     dist.isend(own[start : start + span].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
@@ -219,7 +219,7 @@ class GlooTransport(_WireTransport):
 
 
 class MpiTransport(GlooTransport):
-    """Transport over MPI's process group, by the same exchanges, so it gives the same bits.
+    """Transport over MPI by the exchanges of `GlooTransport`, with bitwise the same results.
 
     GPU tensors travel through host memory, unless the MPI is CUDA-aware.
     """
@@ -228,7 +228,7 @@ class MpiTransport(GlooTransport):
 
 
 class GlooReduction:
-    """Pairwise exchange, chunk by chunk, with the ordered sum of each chunk. `start` begins the first chunk."""
+    """Reduction by pairwise exchange and ordered sum, chunk by chunk. The caller starts the first chunk by `start`."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class GlooReduction:
         self._span = max(1, min(out.numel(), ways.reduce_chunk // group.size))
         self._works: list[dist.Work] = []
         self._parts: list[torch.Tensor] = []
-        self._sent: list[torch.Tensor] = []  # tensors must live until they are sent
+        self._sent: list[torch.Tensor] = []  # tensors that must not be freed until they are sent
         self._step = FinishingPending(self._ready, lambda: None, self._finish)
 
     def poll(self) -> bool:
@@ -268,7 +268,7 @@ class GlooReduction:
         pg, tag = group.process_group, self._tag
         for index in _peers(group, rotate=self._rotate):
             self._parts[index] = torch.empty_like(parts[index])
-            # Sent as bytes, because gloo does not support bfloat16.
+            # Sent as bytes, which every backend supports.
             self._works += _started(
                 dist.irecv(self._parts[index].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
                 dist.isend(parts[index].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
@@ -323,7 +323,7 @@ class NcclTransport(_WireTransport):
 
 
 class _NcclSum:
-    """Reduction by a collective of torch. The sum has a tensor of its own until it is scaled into `out`."""
+    """Reduction by a collective of torch, whose result is scaled into `out` at the end."""
 
     def __init__(self, out: torch.Tensor, add: bool, factor: float) -> None:
         self.squares: torch.Tensor | None = None

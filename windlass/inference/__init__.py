@@ -1,4 +1,4 @@
-"""Inference: continuous batching of any causal language model with a paged KV cache.
+"""Inference: continuous batching of any causal language model, with a paged KV cache if the model allows it.
 
 Reading order:
 

@@ -21,6 +21,7 @@ class AnswerWriter:
     """Writer of answers: adds drawn tokens, and ends answers.
 
     Args:
+        table: sequences of the engine, from which ended ones are removed.
         tokenizer: tokenizer of transformers; None: outputs have no text.
         eos_ids: tokens that end an answer.
         stats: counters of the engine, which are updated here.
@@ -28,7 +29,7 @@ class AnswerWriter:
         on_finish: function that is called with each sequence that has ended.
 
     Attributes:
-        changed: requests by id, with new tokens or ends that the engine has not reported.
+        changed: requests by id, with new tokens or finished answers that the engine has not reported.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class AnswerWriter:
         """Add log-probabilities of prompt tokens, given the logits `[rows, vocab_size]` from position `first` on.
 
         Returns:
-            False if a token has no text, which ends the request.
+            False if the tokenizer cannot decode a token, which ends the request.
         """
         request = sequence.request
         assert request.prompt_logprobs is not None
@@ -122,7 +123,10 @@ class AnswerWriter:
         return True
 
     def _finish_reason(self, sequence: GenerationSequence, token: int) -> FinishReason | None:
-        """Add the token's text, and return the finish reason if the sequence ends here, else None."""
+        """Add the token's text, and return the finish reason if the sequence ends with this token, else None.
+
+        The text of a stop token or end-of-sequence token is added only with `include_stop_str_in_output`.
+        """
         request, output = sequence.request, sequence.output
         params, length = request.params, len(output.token_ids)
         is_eos = token in self._eos_ids and not params.ignore_eos
@@ -160,10 +164,10 @@ class AnswerWriter:
         return True
 
     def _finish_text(self, sequence: GenerationSequence) -> bool:
-        """Add the text that was held back; return True if the answer has reached a stop text."""
+        """Add the text that was held back; return True if this text completes a stop text."""
         if sequence.detokenizer is None or isinstance(sequence.output.stop_reason, str):
             return False
-        new = sequence.detokenizer.finish()  # bytes of an incomplete character
+        new = sequence.detokenizer.finish()  # a replacement character if the last character is incomplete
         if self._add_text(sequence, new):
             return True
         sequence.output.text = sequence.detokenizer.text

@@ -1,4 +1,4 @@
-"""Engine for asyncio programs: a thread runs the steps, and requests are streams of outputs."""
+"""Engine for asyncio programs: a thread runs the steps, and each request has a stream of outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineStoppedError(WindlassError, RuntimeError):
 
 @dataclass
 class _Subscriber:
-    """Receiver of a request's outputs. Only the newest output is kept, because each contains all tokens so far.
+    """Receiver of a request's outputs. Only the newest output is stored, because each output has all tokens so far.
 
     Attributes:
         loop: event loop of the reader. Only the thread of this loop uses the other attributes.
@@ -51,7 +51,7 @@ class _Subscriber:
         self.arrived.set()
 
     async def get(self) -> RequestOutput | BaseException:
-        """Wait for an output that was not returned before."""
+        """Wait for and return an output that was not returned before, or the error that stopped the engine."""
         await self.arrived.wait()
         self.arrived.clear()
         assert self.newest is not None
@@ -59,12 +59,15 @@ class _Subscriber:
 
 
 class AsyncLLMEngine:
-    """Interface of event loops to an `LLMEngine` that runs in a thread of its own.
+    """Asyncio interface to an `LLMEngine` that runs in a separate thread.
 
     torch releases the interpreter lock while it computes, so the event loop answers clients during a step.
 
     Args:
-        engine: engine that serves the requests. From `start` on, only its own thread changes it.
+        engine: engine that serves the requests. From `start` on, only the engine's thread changes it.
+
+    Attributes:
+        error: error that stopped the engine; None: none did.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -95,7 +98,11 @@ class AsyncLLMEngine:
         skip_tokenizer_init: bool = False,
         **options: Any,
     ) -> AsyncLLMEngine:
-        """Load a model and build its engine; the arguments are those of `LLM`."""
+        """Load a model and build its engine; the arguments and errors are those of `LLM`.
+
+        Raises:
+            ConfigError: this rank is not the leader of a model on several ranks.
+        """
         engine = make_engine(
             model,
             EngineOptions.from_arguments(**options),
@@ -142,7 +149,12 @@ class AsyncLLMEngine:
             self._thread.start()
 
     async def shutdown(self, drain: bool = False) -> None:
-        """Stop the thread; running requests are finished first if `drain`, else cancelled. New requests are refused."""
+        """Stop the thread and close the engine. New requests are refused.
+
+        Args:
+            drain: True: finish all requests and embeddings first; False: `outputs` and `embed` raise an
+                `EngineStoppedError`.
+        """
         self._stopping, self._drains = True, drain
         self._calls.put(None)
         thread = self._thread
@@ -163,13 +175,17 @@ class AsyncLLMEngine:
     ) -> str:
         """Queue a request and return its id for `outputs`.
 
+        The arguments without a description are those of `LLMEngine.add_request`.
+
         Args:
+            request_id: id, unique among unfinished requests; None: an id is generated.
+            sla: service level that the request declares.
             bad_words: tokens of `params.bad_words`, from `encode_bad_words`; None: `add` encodes the words.
 
         Raises:
             RequestError: the request cannot be served.
-            EngineOverloadedError: the queue is full.
-            EngineStoppedError: the engine has stopped.
+            EngineOverloadedError: the queue is full, or a request would wait too long (`enforce_max_wait`).
+            EngineStoppedError: the engine has stopped, or was not started.
         """
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         loop = asyncio.get_running_loop()
@@ -206,11 +222,12 @@ class AsyncLLMEngine:
         return request_id
 
     async def outputs(self, request_id: str) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request; each has all tokens so far. Closing the iterator cancels the request.
+        """Yield the newest output of a request, with all tokens so far, at each change until its end. Closing the
+        iterator cancels the request.
 
         Raises:
             RequestError: no request of this id was added, or its outputs were read already.
-            EngineStoppedError: the engine's thread died.
+            EngineStoppedError: the engine was shut down, or stopped by an error.
         """
         if request_id not in self._unread:
             raise RequestError(
@@ -257,7 +274,7 @@ class AsyncLLMEngine:
                 yield output
 
     def cancel(self, request_id: str) -> None:
-        """End a request and free its blocks before the next step; unknown ids are ignored."""
+        """End a request before the next step, and free its blocks; unknown ids are ignored."""
         self._unread.pop(request_id, None)
         self._cancel(request_id)
 
@@ -286,7 +303,8 @@ class AsyncLLMEngine:
 
         Raises:
             ModelError: the adapter cannot be read, or does not fit the model.
-            RequestError: an adapter of this name is loaded.
+            RequestError: an adapter of this name is loaded, the name is empty, or the engine takes no adapters (`pp`).
+            EngineStoppedError: the engine has stopped, or was not started.
         """
         await self._call(lambda: self._engine.add_lora(name, directory))
 
@@ -295,18 +313,20 @@ class AsyncLLMEngine:
 
         Raises:
             RequestError: no adapter has this name, or unfinished requests use it.
+            EngineStoppedError: the engine has stopped, or was not started.
         """
         await self._call(lambda: self._engine.remove_lora(name))
 
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the embedding of each prompt: the normalized hidden state of its last token.
+        """Return the embedding of each prompt, a list of token ids: the normalized hidden state of its last token.
 
-        Each prompt takes its own forward. At most one of them runs between two steps, so that requests get their
+        Each prompt takes one forward. At most one of these forwards runs between two steps, so that requests get their
         tokens.
 
         Raises:
-            RequestError: the model cannot embed, or a prompt is too long.
+            RequestError: the model cannot embed, or a prompt is empty, too long, or has a token beyond the vocabulary.
             EngineOverloadedError: `max_queued` embeddings are waiting.
+            EngineStoppedError: the engine has stopped, or was not started.
         """
         limit = self._engine.options.max_queued
         if limit is not None and self._embeddings.qsize() >= limit:
@@ -320,7 +340,7 @@ class AsyncLLMEngine:
         """Return the tokens of each bad word of `params`; several requests may share the result.
 
         Raises:
-            RequestError: there are bad words and no tokenizer.
+            RequestError: there are bad words and no tokenizer, or a word is not valid Unicode.
         """
         return self._engine.encode_bad_words(params)
 
@@ -331,6 +351,9 @@ class AsyncLLMEngine:
 
         Args:
             calls: queue that the function waits in; None: the queue of all calls that run before the next step.
+
+        Raises:
+            EngineStoppedError: the engine has stopped, or was not started. Errors of `function` are raised too.
         """
         if self._thread is None and not self._stopping:
             raise EngineStoppedError("the inference engine was not started: await engine.start() first")
@@ -400,9 +423,9 @@ class AsyncLLMEngine:
     def _run_step(self) -> None:
         """Run a step, and deliver the outputs of the previous step when the forward of this step begins.
 
-        [Note: delivery during the forward] The event loop holds the interpreter lock while it answers the clients of a
-        step. Outputs are delivered when the next forward begins, because the forward computes without this lock: no
-        step waits for the event loop.
+        [Note: delivery during the forward] The event loop holds the interpreter lock while it sends outputs to clients.
+        Outputs are delivered when the next forward begins, because the forward computes without this lock: no step
+        waits for the event loop.
         """
         try:
             outputs = self._engine.step(self._deliver_ready)

@@ -1,4 +1,7 @@
-"""Beam search over an engine: each step extends all beams by one token, and shares their prefixes in the KV cache."""
+"""Beam search with an engine: each step of the search extends all beams by one token.
+
+Beams share the KV blocks of common prefixes through the prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class BeamSearchSequence:
     Attributes:
         tokens: prompt and answer.
         logprobs: log-probabilities of the candidate tokens at each position of the answer.
-        cum_logprob: sum of the log-probabilities of the answer's own tokens, each divided by the temperature.
+        cum_logprob: sum of the log-probabilities of the answer's tokens, each divided by the temperature.
         text: decoded prompt and answer; None without a tokenizer.
         finish_reason: `stop` or `length`; None while the beam grows.
     """
@@ -41,13 +44,13 @@ class BeamSearchOutput:
 def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSearchParams) -> BeamSearchOutput:
     """Return the `beam_width` likeliest answers that the search finds.
 
-    Each step extends every beam by its `2 * beam_width` likeliest tokens, and keeps the `beam_width` best of all
-    extended beams. Beams that end are set aside. At the end all beams are ranked by their log-probability divided by
-    `length ** length_penalty`.
+    Each step of the search extends every beam by its `2 * beam_width` likeliest tokens, sets aside the beams that end,
+    and keeps the `beam_width` best others. At the end all beams are ranked by `cum_logprob / length ** length_penalty`;
+    `length` counts the tokens of the answer without the end-of-sequence token.
 
     Raises:
         RequestError: the prompt cannot be served.
-        ModelError: the logits of the model are not finite.
+        ModelError: a step failed for one of the beams, e.g. because the logits are not finite.
     """
     _, ids = engine.encode(prompt)
     width, length = params.beam_width, len(ids)

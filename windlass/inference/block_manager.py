@@ -1,8 +1,9 @@
 """Allocation of KV cache blocks: reference counts, copy-on-write, and the prefix cache.
 
 [Note: KV blocks] A block holds keys and values of `block_size` consecutive tokens of one sequence, for all layers. A
-full block never changes again, so sequences with the same prefix share it. Its key is a hash of all tokens up to its
-end. A block that no sequence holds keeps its content, and its key, until it is allocated for something else.
+block that is full of accepted tokens never changes, so sequences with the same prefix share it. Its key is a hash of
+all tokens up to its end and of the sequence's cache salt. A cached block that no sequence holds keeps its content and
+key until it is allocated again.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ class OutOfBlocksError(RuntimeError):
 
 
 def hash_block(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
-    """Return the key of a full block.
+    """Return the key of a full block, 16 bytes.
 
     The hash is cryptographic, so that no user can read blocks of another user through a collision.
 
     Args:
-        parent: key of the block before it; for the first block anything else that the values depend on, such as the
-            name of the adapter.
+        parent: key of the previous block; for the first block bytes for all other facts on which keys and values
+            depend, e.g. the adapter's `cache_salt`. Bytes after the first 64 are ignored.
         token_ids: tokens of the block, `[block_size]`.
     """
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent[:64], digest_size=16).digest()
@@ -38,7 +39,7 @@ class BlockManager:
     Args:
         num_blocks: blocks of the KV cache.
         block_size: tokens of a block.
-        prefix_caching: keep the content of released blocks.
+        prefix_caching: True: later sequences can share full blocks; False: `register` does nothing.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -108,7 +109,8 @@ class BlockManager:
         return list(blocks)
 
     def make_writable(self, block: int) -> int:
-        """Return the block itself if one sequence holds it; else return a new block, into which the caller copies.
+        """Return the block if one sequence holds it; else drop a reference to it and return a new block, into which the
+        caller copies the content.
 
         Raises:
             OutOfBlocksError: a new block is needed and none is free.
@@ -120,12 +122,16 @@ class BlockManager:
         return new
 
     def register(self, block: int, key: BlockKey) -> None:
-        """Add a full block to the prefix cache. If another block has the same content already, nothing changes."""
+        """Add a full block to the prefix cache. Do nothing if the cache has this key or block, or is disabled."""
         if self.prefix_caching and key not in self._block_of and block not in self._key_of:
             self._key_of[block], self._block_of[key] = key, block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block. The last blocks are evicted first, so prefixes lose only their ends."""
+        """Drop one reference to each block. The last blocks are evicted first, so prefixes lose only their ends.
+
+        Raises:
+            RuntimeError: a block has no reference.
+        """
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:

@@ -28,7 +28,7 @@ class CachePopulation:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], block_size: int) -> None:
-        # smaller tensors are not on pages of their own
+        # smaller tensors are not on huge pages
         self._tensors = [tensor for tensor in tensors if tensor.nbytes >= HUGE_PAGE]
         self._lead = -(-_LEAD_TOKENS // block_size)
         self._num_blocks = min((len(tensor) for tensor in self._tensors), default=0)
@@ -38,8 +38,8 @@ class CachePopulation:
         self.reach(0)
 
     def reach(self, block: int) -> None:
-        """Record that blocks up to `block` are in use. `advance` then allocates pages for the blocks of the next 16,384
-        tokens, or for four times as many blocks as are in use, if these are more.
+        """Record that blocks up to `block` are in use. `advance` then allocates the pages of all blocks up to
+        `block` plus those of 16,384 tokens, or up to `4 * block` if that is more.
         """
         self._wanted = max(self._wanted, min(max(block + self._lead, _LEAD_RATIO * block), self._num_blocks))
 

@@ -16,8 +16,9 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 def with_content_form(
     messages: Iterable[Mapping[str, Any]], tokenizer: Any, template: str | None, form: str = "auto"
 ) -> list[Mapping[str, Any]]:
-    """Return messages with their texts in the form that a template reads.
+    """Return messages in which each content that is a text has the form that a template reads.
 
+    With the form of parts, a text becomes a list of one part. Contents that are lists already stay as they are.
     A template that iterates over the parts of a content would iterate over the characters of a text, and omit the text.
 
     Args:
@@ -67,7 +68,7 @@ def parse_template(template: str) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def reads_parts(template: str) -> bool:
-    """Return True if a template takes the content of messages for a list of parts, and has no case for a text."""
+    """Return True if a template reads the content of messages as a list of parts, and has no case for a text."""
     from jinja2 import TemplateError, nodes
 
     try:
@@ -91,7 +92,7 @@ def reads_parts(template: str) -> bool:
 
 
 def _parts_read(tree: Any) -> list[Any]:
-    """Return each expression `x` of the template with a read of `x.type`, `x.text`, `x["type"]` or `x["text"]`."""
+    """Return each expression `x` for which the tree contains `x.type`, `x.text`, `x["type"]` or `x["text"]`."""
     from jinja2 import nodes
 
     by_name = [node.node for node in tree.find_all(nodes.Getattr) if node.attr in _PART_KEYS]
@@ -112,7 +113,7 @@ def _is_number(node: Any) -> bool:
 
 
 def _is_content(node: Any, names: set[str]) -> bool:
-    """Return True for `message.content`, `message["content"]`, and a variable with one of these names."""
+    """Return True for `x.content`, `x["content"]` and a variable of `names`, also after selectattr or rejectattr."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.Filter) and node.name in ("selectattr", "rejectattr"):

@@ -1,4 +1,4 @@
-"""Decode steps as graphs: launches recorded once for each of a few batch sizes, and replayed with other inputs.
+"""Decode steps as graphs: kernel launches recorded once for each of a few batch sizes, and replayed with other inputs.
 
 [Note: padded decode steps] A graph has fixed shapes. A batch is padded to the next recorded size with rows that are
 ignored: each has one token at position 0, with keys and values in a block that no sequence has.
@@ -84,7 +84,10 @@ class DecodeGraphs:
         return not self._failed and batch.is_decode and fits
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the logits of a batch that `takes` accepts, valid until the next call."""
+        """Return the logits `[sequences, vocab_size]` of a batch that `takes` accepts, valid until the next call.
+
+        The graph of a batch size is recorded at its first use.
+        """
         count = len(batch.sequence_ids)
         size = self._sizes[bisect_left(self._sizes, count)]
         self._fill(batch, count, size)

@@ -10,10 +10,13 @@ _CONTEXT = 6  # last prompt tokens that are decoded too, because e.g. the leadin
 
 
 class TextDecoder:
-    """Texts of token ids, for all sequences of an engine.
+    """Decoder from token ids to text, shared by sequences of an engine.
 
     Args:
         tokenizer: tokenizer of transformers.
+
+    Attributes:
+        decode: function from a list of token ids to its text.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
@@ -22,14 +25,14 @@ class TextDecoder:
         self._texts: dict[int, str] = {}  # at most one for each token of the vocabulary
 
     def decode_one(self, token: int) -> str:
-        """Return the text of a token without others before it."""
+        """Return the text of a token that is decoded alone."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self.decode([token])
         return text
 
     def skips(self, token: int) -> bool:
-        """Return True for a special token, which `decode` skips."""
+        """Return True for a special token that `decode` skips."""
         return not self.decode_one(token) and bool(self._decode_all([token]))
 
 
@@ -42,6 +45,9 @@ class Detokenizer:
 
     Args:
         prompt: tokens before the generated ones.
+
+    Attributes:
+        text: text of the generated tokens, without the text that is held back.
     """
 
     def __init__(self, decoder: TextDecoder, prompt: Sequence[int]) -> None:
@@ -58,13 +64,13 @@ class Detokenizer:
         whole = self._decoder.decode(self._ids[self._prefix :])
         if len(whole) <= len(before) or whole.endswith("\N{REPLACEMENT CHARACTER}"):
             if self._decoder.skips(token):
-                # It is dropped, so that a run of special tokens does not make every later call decode a longer list.
+                # The token is dropped, so that a run of special tokens does not make later calls decode a longer list.
                 self._ids.pop()
             return ""
         return self._take(whole[len(before) :])
 
     def finish(self) -> str:
-        """Return the text that was held back: the replacement character for an incomplete character."""
+        """Add and return the text that was held back: the replacement character for an incomplete character."""
         before = self._text_before()
         return self._take(self._decoder.decode(self._ids[self._prefix :])[len(before) :])
 
@@ -112,7 +118,7 @@ def _backend_of(tokenizer: Any) -> Any:
 
 
 def text_offsets(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
-    """Return the offset in the text of `ids` at which the text of each token begins."""
+    """Return, for each token, the number of characters before its text in the text of `ids`."""
     detokenizer = Detokenizer(TextDecoder(tokenizer, skip_special_tokens=skip_special_tokens), [])
     offsets = []
     for token in ids:

@@ -55,7 +55,7 @@ class DraftModelProposer:
 
     def __init__(self, model: nn.Module, options: EngineOptions, *, owned: bool = False) -> None:
         window = find_max_length(model) or options.max_model_len or DEFAULT_LENGTH
-        # without max_model_len, the cache has the length of the draft model, not that of the large one
+        # max_model_len limits the large model; the cache has the length of the draft model
         own = options.replace(
             speculative=None,
             lora=None,
@@ -109,7 +109,10 @@ class DraftModelProposer:
         self._runner.close()
 
     def _begin(self, sequence_id: int, tokens: list[int]) -> DraftSequence:
-        """Return the state of a sequence, truncated at the first token that differs from `tokens`: a refused draft."""
+        """Return the state of a sequence, truncated at the first token that differs from `tokens`: a rejected draft.
+
+        A new state begins with blocks of the prefix cache. At least one token is left to compute.
+        """
         state = self._states.pop(sequence_id, None)
         if state is None:
             state = DraftSequence()
@@ -121,7 +124,7 @@ class DraftModelProposer:
         while equal < min(len(state.tokens), len(tokens) - 1) and state.tokens[equal] == tokens[equal]:
             equal += 1
         if equal < len(state.tokens) and not self._pages:
-            self._runner.release(sequence_id)  # a cache of the model's own cannot be truncated
+            self._runner.release(sequence_id)  # the model's own cache cannot be truncated
             equal = 0
         state.tokens, state.num_known = state.tokens[:equal], len(tokens)
         self._states[sequence_id] = state
@@ -151,8 +154,8 @@ class DraftModelProposer:
         return True
 
     def _catch_up(self, drafts: Sequence[_Draft]) -> None:
-        """Compute the pending tokens, `max_tokens_per_step` at a time, and append the likeliest next token to each
-        draft.
+        """Compute the pending tokens, at most `max_tokens_per_step` in a forward, and append the likeliest next token
+        to each draft's `found`.
         """
         left = [draft for draft in drafts if draft.pending]
         while left:

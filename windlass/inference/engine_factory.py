@@ -44,7 +44,7 @@ from windlass.inference.step_cost import StepCost
 from windlass.inference.streamed_loading import load_streamed_model
 from windlass.inference.streamed_modules import StreamedModules
 
-_BATCH_MARGIN = 1.25  # factor above the sequences that are computed while weights are read, because times vary
+_BATCH_MARGIN = 1.25  # factor on the number of sequences that a step computes during the read of weights; times vary
 _LEAST_BATCH = 16  # `fit_batch` never lowers `max_sequences` below this
 
 
@@ -61,7 +61,8 @@ def make_engine(
     """Build an engine on the only rank of a model, or on its leader; see `make_rank_engine`.
 
     Raises:
-        ModelError, ConfigError: as `make_rank_engine`; or this rank is not the leader.
+        ModelError: see `make_rank_engine`.
+        ConfigError: see `make_rank_engine`; or this rank is not the leader.
     """
     made = make_rank_engine(
         model,
@@ -93,26 +94,30 @@ def make_rank_engine(
     ranks: RankChannel | None = None,
     owned: bool | None = None,
 ) -> LLMEngine | RankWorker:
-    """Load a model, or take a module as it is, and build its engine on the first rank of the model, and a `RankWorker`
-    on each other rank. Collective over the ranks of the model.
+    """Build the engine of a model on its first rank, and a `RankWorker` on each other rank. Collective over the ranks
+    of the model.
 
     Args:
-        tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory.
-        device: device of a model that is loaded; None: this rank's own.
-        skip_tokenizer: load no tokenizer; prompts are token ids then.
+        model: directory, GGUF file or name on the hub, from which the model is loaded; or a module, which is served in
+            place, and sharded if there are several ranks.
+        tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory, none for a module.
+        device: device of a model that is loaded; None: this rank's device.
+        skip_tokenizer: leave out the tokenizer of the model's directory; prompts are token ids then.
         ranks: ranks of a module that is sharded already; None: the ranks that `options` request.
         owned: True if the engine is the only user of the weights, so that they may be packed; None: True for a
             directory, False for a module.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
-        ConfigError: options contradict each other or the model, or too few ranks run.
+        ConfigError: options contradict each other or the model, or the number of ranks is not a multiple of
+            `options.num_ranks`.
+        StorageError: the weight file or `swap_directory` cannot be used.
     """
     if ranks is None and options.num_ranks > 1:
         shards_module = isinstance(model, nn.Module) and not is_sharded(model)
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
         ranks.close_with_engine(keeps_axes=shards_module)
-    # A module that the caller passes may be in training: `evaluating` restores the mode of each layer after the build.
+    # A module of the caller may be in training mode: `evaluating` restores the mode of each layer after the build.
     loading = evaluating(model) if isinstance(model, nn.Module) else loading_without_gaps()
     with nullcontext() if ranks is None else ranks.guard(), own_modes(allocates=True), loading:
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
@@ -166,7 +171,7 @@ def _build(
     try:
         return _assemble(module, runner, options, tokenizer, longest, ranks, streamed, load_draft)
     except BaseException:
-        runner.close()  # a live module is left as it was
+        runner.close()  # also restores a live module
         raise
 
 
@@ -180,7 +185,11 @@ def _assemble(
     streamed: StreamedModules | None,
     load_draft: Callable[[str | Path], nn.Module],
 ) -> LLMEngine | RankWorker:
-    """Build the engine of a runner, or this rank's worker, for sequences of up to `longest` tokens."""
+    """Build the engine of a runner, or this rank's worker, for sequences of up to `longest` tokens.
+
+    Raises:
+        ConfigError: the KV cache holds fewer tokens than `max_model_len`.
+    """
     if ranks is None or ranks.pipeline is None:
         assert isinstance(runner, (PagedModelRunner, OwnCacheModelRunner))
         runner.lora = _load_adapters(module, options)

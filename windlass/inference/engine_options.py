@@ -40,6 +40,9 @@ class SpeculativeOptions:
         num_tokens: largest number of drafts for each sequence and step.
         max_ngram, min_ngram: largest and smallest number of last tokens that `ngram` looks for, the largest first.
         model: directory of the draft model, or a module; None for `ngram`.
+
+    Raises:
+        ConfigError: a value is out of range, or `model` does not fit `method`.
     """
 
     method: Literal["ngram", "draft"] = "ngram"
@@ -67,18 +70,19 @@ class EngineOptions:
     """Options of an engine. vLLM's names of the same options are accepted by `from_arguments`.
 
     Attributes:
-        max_tokens_per_step: largest number of tokens of a forward.
+        max_tokens_per_step: largest number of tokens of a forward. With the policies `prefill-first` and `orca`, a
+            prompt may have more.
         max_sequences: largest number of sequences that run at the same time.
-        fit_batch: for weights in a file, lower `max_sequences` to about the number that a step computes while it reads
-            the weights, by measured times. More sequences would only wait for each other. True by default if weights
-            are on a disk and `max_sequences` is not given.
+        fit_batch: for weights in a file, lower `max_sequences` to about the number of sequences that a step computes
+            while it reads the weights, if the time of steps is measured at load (see `check_at_load`). `from_arguments`
+            sets True if `weights_tier` is `disk` and `max_sequences` is left out.
         max_model_len: largest number of tokens of a sequence, prompt and answer; None: what the model's configuration
             and the KV cache allow.
         kv_cache_tokens: tokens that the KV cache holds; None: as many as a part of the free memory allows, at most
             those of `max_sequences` sequences of the maximum length.
         host_engines: number of engines that share the host's memory, e.g. replicas of a server. On the CPU each takes
             its part of the free memory for its KV cache.
-        block_size: tokens of a KV block.
+        block_size: tokens of a KV block, a multiple of 16.
         kv_dtype: dtype of the KV cache; `auto`: that of the model.
         prefix_caching: share the keys and values of equal prefixes.
         policy: see `SchedulerLimits`.
@@ -95,7 +99,7 @@ class EngineOptions:
         swap_directory: directory for the blocks that do not fit into `swap_bytes`; None: no directory.
         speculative: speculative decoding; None: off.
         lora: directories of LoRA adapters of peft, by name.
-        seed: seed of requests without a seed; None: a random one.
+        seed: seed from which requests without a seed get different seeds; None: a random one.
         deterministic: tokens and log-probabilities of a request have the same bits in any batch and for any split of
             its prompt. None: only if weights are packed, since then it costs nothing. True packs a copy of the weights
             of a live module too. Experts in stacked matrices are not covered.
@@ -109,7 +113,7 @@ class EngineOptions:
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
         weights_buffer_bytes: bytes of memory through which `disk` reads weights; None: three times the weights of the
-            largest product, or a quarter of all weights if that is more. The quarter counts up to 64 MiB plus the
+            largest product, or a quarter of all weights if that is more; the quarter is limited to 64 MiB plus the
             weights of the largest product.
         check_at_load: compare the first logits with those of the plain model, and measure the time of steps. False:
             the time is measured only if `max_gap_ms`, `enforce_max_wait`, `swap_bytes` or `swap_directory` needs it;
@@ -117,8 +121,11 @@ class EngineOptions:
         tp: number of ranks along the tensor-parallel axis.
         ep: number of ranks along the expert axis; each holds a part of the experts.
         pp: number of ranks along the pipeline axis; each holds some layers.
-        cuda_graphs: record decode steps of a loaded model on a CUDA device, and replay them.
+        cuda_graphs: record decode steps of a loaded model on one CUDA device, and replay them.
         gpu_memory_utilization: fraction of a CUDA device's memory for weights and KV cache.
+
+    Raises:
+        ConfigError: a value is out of range, or options contradict each other.
     """
 
     max_tokens_per_step: int = 512
@@ -230,10 +237,10 @@ class EngineOptions:
 
     @classmethod
     def from_arguments(cls, **arguments: Any) -> EngineOptions:
-        """Return options from keyword arguments with windlass's or vLLM's names.
+        """Return options from keyword arguments with windlass's or vLLM's names. `speculative` may be a dict.
 
         Raises:
-            ConfigError: a name is not known, or a value is out of range.
+            ConfigError: a name is not known, a value is out of range, or options contradict each other.
         """
         known = {field.name for field in fields(cls)}
         values = translate_vllm_options(arguments)

@@ -26,9 +26,11 @@ class GenerationSequence:
         num_computed: number of leading tokens with keys and values in the cache.
         blocks: KV blocks in order.
         block_keys: hashes of the full blocks, as far as they were needed.
-        num_registered: number of leading blocks that were offered to the prefix cache.
-        drafts: proposed tokens after the last one.
-        saved: content of the sequence's blocks while the sequence is preempted; else None.
+        num_registered: number of leading blocks that came from the prefix cache, or were passed to `register`.
+        drafts: proposed tokens after the last token.
+        saved: content of the sequence's blocks while the sequence is preempted, empty if it is in a file; else None.
+        in_flight: number of steps with the sequence that were started and are not finished.
+        last_step: number of steps that were finished when the sequence's latest step started.
         fair_start: as in `SequenceSnapshot`.
     """
 
@@ -60,7 +62,7 @@ class GenerationSequence:
         return len(self.token_ids) + len(self.drafts)
 
     def keys_until(self, num_blocks: int, block_size: int) -> list[BlockKey]:
-        """Return the keys of the first `num_blocks` blocks, which must be full of known tokens."""
+        """Return the keys of the first `num_blocks` blocks, which must be full of tokens of `token_ids`."""
         keys = self.block_keys
         while len(keys) < num_blocks:
             start = len(keys) * block_size
@@ -95,7 +97,7 @@ class GenerationRequest:
     """Request and its answers.
 
     Attributes:
-        cache_salt: further data on which the keys and values of a prompt depend, beside its tokens.
+        cache_salt: bytes for what keys and values depend on besides tokens; see `AdapterStore.cache_salt`.
         sequences: only the first one until the prompt is computed; then all candidates.
         streams: report the request at every token, not only at its end.
     """
@@ -120,7 +122,7 @@ class GenerationRequest:
         return None not in [sequence.output.finish_reason for sequence in self.sequences]
 
     def to_output(self) -> RequestOutput:
-        """Return a copy of the current state; with `best_of`, the best `n` candidates once all have finished."""
+        """Return the current state with copies of the answers: all, or with `best_of` the best `n` after all ended."""
         finished = self.finished
         outputs = [_copy_output(sequence.output) for sequence in self.sequences]
         if finished and len(outputs) > self.params.n:
@@ -157,7 +159,7 @@ def _copy_output(output: CompletionOutput) -> CompletionOutput:
 
 
 def _best(outputs: Sequence[CompletionOutput], count: int) -> list[CompletionOutput]:
-    """Return the outputs with the highest mean log-probability, renumbered from 0."""
+    """Return the `count` outputs with the highest mean log-probability of a token, sorted, and renumber them from 0."""
     ranked = sorted(outputs, key=lambda o: -(o.cumulative_logprob or 0.0) / max(len(o.token_ids), 1))[:count]
     for index, output in enumerate(ranked):
         output.index = index

@@ -45,13 +45,14 @@ def init_inference(
         tp: number of ranks along the tensor-parallel axis.
         ep: number of ranks along the expert axis.
         pp: number of ranks along the pipeline axis; each keeps some layers.
-        dtype: dtype of the parameters; `auto`: as they are.
-        trust_remote_code: run the model's own code from its directory, and that of a draft model.
+        dtype: dtype of the parameters; `auto`: as they are. On the CPU, `fp16` gives float32.
+        trust_remote_code: run Python files from the directories of the model and of a draft model.
         options: see `EngineOptions`. `weights` packs the linear layers in place, also those of encoders and
             classifiers. With `weights_tier` `disk` or `host`, the weights of a directory stay in a file.
 
     Raises:
-        ConfigError: an option is not known, or too few ranks run.
+        ConfigError: an option is not known, is out of range, or contradicts another option; or the number of ranks is
+            not a multiple of `tp * ep * pp`.
         ModelError: the model cannot be loaded or sharded.
     """
     chosen = EngineOptions.from_arguments(tp=tp, ep=ep, pp=pp, **options)
@@ -59,10 +60,10 @@ def init_inference(
 
 
 class InferenceModel(nn.Module):
-    """Module with the forward of `module`, and transformers' `generate` by an engine.
+    """Module with the forward of `module`, and with transformers' `generate` computed by an engine.
 
     All ranks of a model make the same calls. The engine is built at the first `generate` (for a language model with
-    packed weights or weights in a file, at construction), so that models without tokens to generate (encoders,
+    packed weights or weights in a file, at construction), so that models that generate no tokens (encoders,
     classifiers) can be sharded and called too. Other attributes are those of `module`.
 
     Attributes:
@@ -119,7 +120,7 @@ class InferenceModel(nn.Module):
         return self._find_llm()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward without gradients. With `pp` no cache is used."""
+        """Run the module's forward without gradients. With `pp` no KV cache is used, and all ranks get the output."""
         with torch.inference_mode():
             if self._link is None or self._ranks is None:
                 return self.module(*args, **kwargs)
@@ -225,7 +226,9 @@ class InferenceModel(nn.Module):
         shard_for_inference(module, ranks)
 
     def _run_stages(self, link: StageLink, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run all stages; return the module's output on the last one, None on others."""
+        """Run this rank's stage; return the module's output on the last stage, None on others. Collective over the
+        stages.
+        """
         accepted = inspect.signature(self.module.forward).parameters
         arguments = {**dict(zip(accepted, args, strict=False)), **kwargs}
         for name, value in (("use_cache", False), ("output_router_logits", False)):

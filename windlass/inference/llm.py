@@ -64,23 +64,26 @@ Adapter = str | LoRARequest
 
 
 class LLM:
-    """Model with an inference engine. Calls of several threads run one after the other.
+    """Model with an inference engine. Calls of several threads are serialized.
 
-    With `tp`, `ep` or `pp` above 1 all ranks of a launcher make the same calls: consecutive ranks hold one model. Only
-    the prompts of a model's first rank are used, and all its ranks receive the outputs.
+    With `tp`, `ep` or `pp` above 1 all ranks make the same calls, and each group of `tp * ep * pp` consecutive ranks
+    holds one model. Only the prompts of a model's first rank are used, and all its ranks receive the outputs.
 
     Args:
-        model: directory of a causal language model, a name on the hub, or a module, which is served as it is.
-        tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory.
-        device: device of a model that is loaded; None: this rank's own.
+        model: directory of a causal language model, a GGUF file, a name on the hub, or a module, which is served in
+            place, and sharded if there are several ranks.
+        tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory, none for a module.
+        device: device of a model that is loaded; None: this rank's device.
         dtype: dtype of the weights: `auto`, `fp32`, `bf16`, ... or a torch dtype.
         trust_remote_code: run Python files that come with the model.
-        skip_tokenizer_init: load no tokenizer; prompts are token ids then.
+        skip_tokenizer_init: leave out the tokenizer of the model's directory; prompts are token ids then.
         options: see `EngineOptions`.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
-        ConfigError: an option is not known, or out of range.
+        ConfigError: an option is not known, is out of range, or contradicts another option or the model; or the number
+            of ranks is not a multiple of `tp * ep * pp`.
+        StorageError: the weight file or `swap_directory` cannot be used.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine | RankWorker) -> LLM:
-        """Wrap an engine."""
+        """Return an `LLM` with an engine that was built, or with this rank's worker."""
         made = cls.__new__(cls)
         made._engine = engine
         made._begin()
@@ -138,7 +141,7 @@ class LLM:
 
     @property
     def engine(self) -> Any:
-        """The engine, for requests one by one; on all ranks of a model but its first, a `RankWorker`."""
+        """The `LLMEngine`, for code that runs its steps; on all ranks of a model but the first, a `RankWorker`."""
         return self._engine
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -164,10 +167,11 @@ class LLM:
             use_tqdm: show the progress.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in the order of the prompts; `error` is set if the request failed.
 
         Raises:
             RequestError: a prompt or a parameter cannot be served; nothing was generated.
+            ModelError: an adapter cannot be read, or does not fit the model; nothing was generated.
         """
         return self._on_leader(
             lambda: self._generate(prompts, sampling_params, lora_request, priority, show_progress=use_tqdm)
@@ -218,7 +222,8 @@ class LLM:
         """Generate the next message of one conversation, or of several, by a chat template.
 
         Args:
-            messages: dicts with `role` and `content`, which is a text, or a list of parts of the type `text`.
+            messages: a conversation or a list of several. A conversation is a list of dicts with `role` and `content`,
+                which is a text, or a list of parts of the type `text`.
             chat_template: template in Jinja; None: that of the tokenizer.
             add_generation_prompt: end the prompt with the header of the assistant's message.
             continue_final_message: continue the last message in place of a new one; needs
@@ -229,8 +234,12 @@ class LLM:
                 template reads them.
             arguments: further arguments of `generate`.
 
+        Returns:
+            One output for each conversation; `prompt` is the text that the template made.
+
         Raises:
-            RequestError: there is no tokenizer or no chat template, or the template refuses the messages.
+            RequestError: there is no tokenizer or no chat template, a part is not text, the content format is
+                unknown, or the template raises an error. Other errors are those of `generate`.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
@@ -265,7 +274,7 @@ class LLM:
         return outputs
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Search the likeliest answers to each prompt by beams.
+        """Search for the likeliest answers to each prompt by beams. Errors are those of `search_beams`.
 
         Returns:
             One output for each prompt, with its sequences in order, the best one first.
@@ -275,7 +284,7 @@ class LLM:
         )
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = False) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt: the last hidden state of its last token, divided by its norm.
+        """Return the embedding of each prompt: the last hidden state of its last token, divided by its L2 norm.
 
         Args:
             use_tqdm: not used.
@@ -299,11 +308,14 @@ class LLM:
         return self._on_leader(lambda: cast(EngineStats, self._engine.stats()))
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes, after the weights have changed."""
+        """Drop cached prefixes and pack the weights of a live module again, after the weights have changed."""
         self._on_leader(lambda: self._engine.clear_prefix_cache())
 
     def close(self) -> None:
-        """Free the KV cache, and restore a module that was passed in."""
+        """Cancel all requests, free the KV cache, and restore the attention function of a module that was passed in.
+
+        On all ranks of a model but the first, wait until the first rank closes the engine.
+        """
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -323,7 +335,11 @@ class LLM:
             return function()
 
     def _load_adapter(self, adapter: Adapter | None) -> str | None:
-        """Load an adapter that is given with its directory, and return its name."""
+        """Load the adapter of a `LoRARequest` unless its name is loaded; return the name.
+
+        Raises:
+            RequestError: this method has loaded an adapter of this name from another directory.
+        """
         if not isinstance(adapter, LoRARequest):
             return adapter
         name = adapter.lora_name
@@ -345,7 +361,7 @@ class LLM:
             from rich.console import Console
             from rich.progress import Progress
 
-            console = Console(stderr=True)  # stdout is the script's own
+            console = Console(stderr=True)  # stdout is for the script
             progress = Progress(transient=True, console=console, disable=not console.is_terminal)
             progress.start()
             task = progress.add_task("generating", total=count)

@@ -33,7 +33,7 @@ from windlass.inference.step_cost import StepCost
 from windlass.inference.step_planner import PlannedStep, StepPlanner, wants_prompt_logprobs
 from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
 
-_MAX_FAILURES = 2  # requests in a row that may fail alone before the engine is at fault
+_MAX_FAILURES = 2  # failures in a row that end requests; the error of the next failure is raised
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _StartedStep:
 
     Attributes:
         began: time of the start.
-        pending: tokens that the device draws; None: `_finish_step` runs the forward, or takes it from other ranks.
+        pending: tokens that the device draws; None: `_finish_step` runs the forward, or finishes that of a pipeline.
     """
 
     plan: PlannedStep
@@ -51,7 +51,7 @@ class _StartedStep:
 
 
 class LLMEngine:
-    """Scheduler, KV blocks, model and sampler of one model.
+    """Engine of one model: scheduler, KV blocks, runner and sampler.
 
     Not thread-safe: one thread adds requests and runs steps. `windlass.inference.async_engine` wraps it for servers.
 
@@ -98,7 +98,7 @@ class LLMEngine:
         self._updates = count_updates(runner.model)
         self._lora_directories = {name: Path(found).resolve() for name, found in (options.lora or {}).items()}
         self._failed: list[str] = []  # requests of the steps that the last call of `step` could not finish
-        self._failures = 0  # requests in a row that failed alone
+        self._failures = 0  # failures in a row, of requests that ran alone and of draws
         self._closed = False
 
     @property
@@ -140,7 +140,8 @@ class LLMEngine:
             bad_words: tokens of `params.bad_words`, from `encode_bad_words`; None: encode the words here.
 
         Raises:
-            RequestError: the request cannot be served. Other requests continue.
+            RequestError: the request cannot be served, its id is in use, or the engine is closed. Other requests
+                continue.
             EngineOverloadedError: the queue is full, or a request would wait too long (`enforce_max_wait`).
         """
         if self._closed:
@@ -214,22 +215,23 @@ class LLMEngine:
         return sum(one.request.metrics.scheduled_time is None for one in waiting.values()) >= limit
 
     def has_requests(self) -> bool:
-        """Return True if a request is unfinished, or has outputs that `step` has not returned."""
+        """Return True if a request or a started step is unfinished, or `step` has outputs to return."""
         return bool(self._table.running or self._table.waiting or self._started or self._answers.changed)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         """Return the text of a prompt (None if it is given as token ids) and its token ids.
 
         Raises:
-            RequestError: the prompt is neither text nor token ids of the vocabulary, or is text without a tokenizer.
+            RequestError: the prompt is neither valid Unicode text nor token ids of the vocabulary, or is text and there
+                is no tokenizer.
         """
         return self._factory.encode(prompt)
 
     def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
-        """Return the tokens of each bad word of `params`. Another thread than that of the steps may call this.
+        """Return the tokens of each bad word of `params`. Any thread may call this method.
 
         Raises:
-            RequestError: there are bad words and no tokenizer.
+            RequestError: there are bad words and no tokenizer, or a bad word is not valid Unicode text.
         """
         return self._factory.encode_bad_words(params)
 
@@ -242,8 +244,8 @@ class LLMEngine:
         """Load a LoRA adapter of peft, between steps.
 
         Raises:
-            ModelError: the adapter cannot be read, or does not fit the model; or the model takes no adapters.
-            RequestError: an adapter of this name is loaded.
+            ModelError: the adapter cannot be read, or does not fit the model.
+            RequestError: the name is empty or is that of a loaded adapter, or the engine takes no adapters (pp > 1).
         """
         with own_modes():
             self._adapters().add(name, directory)
@@ -253,7 +255,7 @@ class LLMEngine:
         """Unload a LoRA adapter.
 
         Raises:
-            RequestError: no adapter has this name, or unfinished requests use it.
+            RequestError: no adapter has this name, or unfinished requests use the adapter.
         """
         adapters = self._adapters()
         adapters.check_name(name)
@@ -291,7 +293,7 @@ class LLMEngine:
         self._planner.set_policy(policy)
 
     def clear_prefix_cache(self) -> None:
-        """Drop cached prefixes, after the weights have changed."""
+        """Finish started steps, pack changed weights again, and drop cached prefixes."""
         with own_modes():
             self.finish_started()
             self.runner.refresh_weights()
@@ -313,12 +315,13 @@ class LLMEngine:
     # steps
 
     def step(self, before_forward: Callable[[], None] | None = None) -> list[RequestOutput]:
-        """Run one forward; return the requests that have finished, and those that stream and have new tokens.
+        """Finish one step; return the requests that have finished, and those that stream and have new tokens.
 
-        With stages on several ranks, steps of other sequences are started before the oldest one is finished.
+        With stages on several ranks, or on a CUDA device, later steps may be started before the oldest one is finished.
 
         Args:
-            before_forward: called when the step is planned, before its forward. Not called if there is no forward.
+            before_forward: function that is called after steps were started and before the oldest one is finished. Not
+                called if there is no step.
 
         Raises:
             Exception: an error of the model; `recover` determines whether requests can continue.
@@ -338,15 +341,15 @@ class LLMEngine:
         return self._take_outputs()
 
     def recover(self, error: Exception) -> list[RequestOutput]:
-        """End the request whose forward made `step` raise `error`, and return its output; other requests continue.
+        """Let requests continue after `step` has raised `error`; return outputs as `step` does.
 
-        [Note: failed steps] If a forward fails, the requests of its step run alone, one after the other. The tokens of
-        the step are computed again. A request that fails alone ends with the finish reason `error`. If the tokens of a
-        step cannot be drawn, all its requests end in this way, because the draw cannot be repeated (`_end_requests`).
+        [Note: failed steps] If a forward fails, each request of its step runs alone once, so the tokens of the step are
+        computed again. A request that fails alone ends with the finish reason `error`. If the tokens of a step cannot
+        be drawn, all its requests end with this reason, because the draw cannot be repeated (`_end_requests`).
 
         Raises:
-            Exception: `error` itself, if no single request is at fault: the error does not come from a step, several
-                ranks have taken part in the step, or the third request in a row has failed alone.
+            Exception: `error` itself, if the error does not come from a step, the runner cannot repeat the step
+                (`ModelRunner.can_repeat`), or this is the third failure in a row.
         """
         failed = [request_id for request_id in self._failed if request_id in self._requests]
         if not failed or self._pipelined is not None or not self.runner.can_repeat:
@@ -429,7 +432,7 @@ class LLMEngine:
         return True
 
     def _refuse_late(self, now: float) -> None:
-        """End requests that have waited for `max_wait_seconds` and have not begun."""
+        """End requests that have waited longer than `max_wait_seconds` and have not begun."""
         longest = self.options.max_wait_seconds
         for sequence in list(self._table.waiting.values()):
             metrics = sequence.request.metrics
@@ -446,7 +449,7 @@ class LLMEngine:
         self._started.append(step)
 
     def _draws_later(self, plan: PlannedStep) -> bool:
-        """Return True if each sequence gets one token, which depends only on its logits."""
+        """Return True if each sequence gets one token, drawn from unchanged logits, without log-probabilities."""
         return plan.batch.is_decode and all(
             sequence.num_known - sequence.num_computed == 1
             and count_candidates(sequence) == 1
@@ -461,10 +464,10 @@ class LLMEngine:
         step.pending = draw_later(logits, [sequence.sampler for sequence, _ in step.plan.chosen])
 
     def _start_next(self, last: _StartedStep) -> None:
-        """Queue the next step while the tokens of the last one are only on the device, so that the device never waits.
+        """Queue the next step while the tokens of the last step are only on the device, so that the device is not idle.
 
-        [Note: one step ahead] A sequence that the last step ends is computed once more; the result is ignored, and its
-        blocks are freed after that. Nothing is queued if the next step may have other sequences or lacks blocks.
+        [Note: one step ahead] A sequence that ends in the last step is computed once more: the result is ignored, and
+        the sequence's blocks are freed afterwards. No step is queued that may have other sequences or lacks blocks.
         """
         if last.pending is None or len(self._started) > 1:
             return
@@ -500,13 +503,13 @@ class LLMEngine:
         seconds = now - max(step.began, self._finished_at)
         self._count_step(step.plan.batch.num_tokens, seconds)
         if step.plan.has_prompts:
-            # Steps that only decode do not count: a server answers its clients meanwhile, and the longer time would
-            # make the planner give later steps fewer tokens of prompts.
+            # Steps that only decode do not count: a server answers its clients during them, which makes them longer,
+            # so the planner would give later steps fewer prompt tokens.
             self._planner.correct_cost(seconds, step.plan.predicted)
         self._finished_at = now
 
     def _check_weights(self) -> None:
-        """Drop keys and values that were computed with other weights, if a training engine has changed the weights."""
+        """Drop all keys and values and pack the weights again, if a training engine has changed the weights."""
         updates = count_updates(self.runner.model)
         if updates != self._updates:
             self._updates = updates
@@ -519,8 +522,8 @@ class LLMEngine:
     def _take_logits(
         self, chosen: Sequence[tuple[GenerationSequence, int]], rows_of: Sequence[list[int]], logits: torch.Tensor
     ) -> None:
-        """Advance the sequences of a step by their computed tokens, and sample a token where logits were computed."""
-        pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
+        """Advance the sequences of a step by their computed tokens. Sample for those whose tokens are all computed."""
+        pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, tokens up to the first row
         for (sequence, count), rows in zip(chosen, rows_of, strict=True):
             if sequence.output.finished():
                 self._table.free(sequence)
@@ -551,21 +554,21 @@ class LLMEngine:
 
     def _end_requests(self, chosen: Sequence[tuple[GenerationSequence, int]], error: Exception) -> None:
         """End the requests of a step after its tokens could not be drawn. The draw cannot be repeated, because some
-        sequences have taken their random numbers and tokens.
+        sequences may already have new tokens and used their random numbers.
 
         Raises:
-            Exception: `error` itself, if the draw has failed three times in a row.
+            Exception: `error` itself, if this is the third failure in a row.
         """
         self._failures += 1
         if self._failures > _MAX_FAILURES:
-            self._drop_started()  # else `recover` would blame the requests of steps that were queued ahead
+            self._drop_started()  # else `recover` would repeat or end the requests of steps queued ahead
             raise error
         requests = {sequence.request.request_id: sequence.request for sequence, _ in chosen}
         logger.error("%d requests failed, because their next tokens could not be drawn", len(requests), exc_info=error)
         cause = ModelError(f"no token could be drawn: {type(error).__name__}: {one_line(str(error))}")
         for sequence, _ in chosen:
             if sequence.output.finished():
-                self._table.free(sequence)  # the sequence was cancelled while the step was in flight
+                self._table.free(sequence)  # e.g. a sequence that was cancelled while the step was in flight
         for request in requests.values():
             if not request.finished:
                 self._answers.end(request, "error", cause)
@@ -604,7 +607,7 @@ class LLMEngine:
             live, depth = following, depth + 1
 
     def _candidates_of(self, sequence: GenerationSequence) -> list[GenerationSequence]:
-        """Return the sequence itself, or all candidates of its request if its prompt was just computed."""
+        """Return the sequence, or all candidates of its request, created here, if its prompt was just computed."""
         request = sequence.request
         if sequence.has_sampled:
             return [sequence]

@@ -1,8 +1,8 @@
 """LoRA adapters of a served model: several in one batch, each for the rows of its sequences.
 
-[Note: adapters of rows] The layers of a step compute all its tokens in one row. While a batch with adapters runs, the
-forward of each target layer is wrapped: it computes the layer's own output, and then adds `x @ a.T @ b.T` to the rows
-of each adapter (Chen et al. 2023, Punica). Outside of such a batch the module is as it was, so it can be trained.
+[Note: adapters of rows] The tokens of all sequences of a step are the rows of one matrix. While a batch with adapters
+runs, the forward of each target layer is wrapped: it computes the layer's output, and then adds `x @ a.T @ b.T` to the
+rows of each adapter (Chen et al. 2023, Punica). Outside of these batches the module is unchanged, so it can be trained.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LoraLayer:
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the change `[rows, out_features]` for `x` `[rows, in_features]`, float32."""
+        """Return the change `[rows, out_features]` for `x` `[rows, in_features]`, float32. Collective over `axis`."""
         down, up = self._products
         low = down(x.float())
         if self._axis is not None:
@@ -94,12 +94,17 @@ class LoraAdapters:
 
         Raises:
             ModelError: the adapter cannot be read, or does not fit the model. Nothing has changed.
-            RequestError: an adapter of this name is loaded.
+            RequestError: the name is empty, or an adapter of this name is loaded.
         """
         self.add_weights(name, self.read(name, directory))
 
     def read(self, name: str, directory: str | Path) -> dict[str, LowRankWeight]:
-        """Read an adapter without adding it. Raises as `add`."""
+        """Read an adapter without adding it.
+
+        Raises:
+            ModelError: the adapter cannot be read.
+            RequestError: the name is empty, or an adapter of this name is loaded.
+        """
         if not isinstance(name, str) or not name:
             raise RequestError(f"the name of an adapter is {name!r}; write a non-empty text", parameter="lora_name")
         if name in self._adapters:
@@ -211,7 +216,7 @@ class LoraAdapters:
         if tokens in (0, rows):
             return self._tokens
         if rows == logits:
-            return self._logits  # the output head computes only the rows of the wanted logits
+            return self._logits  # the output head computes only the rows that need logits
         raise ModelError(
             f"{path} computed {rows} of {tokens} tokens, and adapters of such layers are not served; merge the "
             "adapter into the model"
@@ -250,7 +255,7 @@ class LoraAdapters:
         return shard
 
     def _check_rows(self, name: str, paths: Any) -> None:
-        """Run a few tokens to check that each target layer computes all of them."""
+        """Run a few tokens to check that each target layer computes all of them, or all that need logits."""
         seen: dict[str, set[int]] = {path: set() for path in paths}
 
         def record(path: str) -> Callable[..., None]:

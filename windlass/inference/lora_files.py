@@ -55,10 +55,11 @@ def read_lora(name: str, directory: str | Path) -> dict[str, LowRankWeight]:
         name: name of the adapter, for messages.
 
     Returns:
-        The changes by the path of the module.
+        The changes, by the path of the module that each belongs to.
 
     Raises:
-        ModelError: a file is missing or damaged, or the adapter is more than low-rank products of linear layers.
+        ModelError: a file is missing or damaged, the adapter is more than low-rank products of linear layers, or its
+            initialization has changed the base weights (e.g. PiSSA).
     """
     where = f"adapter {name!r} in {directory}"
     config = _read_config(where, Path(directory) / _CONFIG_FILE)

@@ -1,4 +1,4 @@
-"""Adapter of a request, with the fields of vLLM's `LoRARequest`."""
+"""Adapter of a request, with the main fields of vLLM's `LoRARequest`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Parts of LoRA adapters for linear layers that are sharded over the ranks of a model.
 
 The rules are those of training; see [Note: adapters of sharded layers] in `windlass.parallel.tensor.lora_sharding`.
+Unlike in training, A is not sharded on a row layer that gets all input features.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class LayerShard:
         in_features, out_features: sizes of the full layer.
         inputs: ranges of the input features that the forward gets.
         outputs: ranges of the output features that the forward returns, or the `PartialRowsForward` that selects them.
-        axis: mesh axis over which products are summed; None: the inputs are not sharded.
+        axis: mesh axis over which `x @ a.T` is summed; None: the forward gets all input features.
     """
 
     in_features: int
@@ -34,7 +35,7 @@ class LayerShard:
     axis: MeshAxis | None
 
     def part_of(self, weight: LowRankWeight) -> LowRankWeight:
-        """Return the part of a full adapter for this rank."""
+        """Return this rank's part of the full matrices of one layer."""
         a = select_ranges(weight.a, 1, self.inputs)
         if isinstance(self.outputs, PartialRowsForward):
             return LowRankWeight(a, self.outputs.select(weight.b))
@@ -62,9 +63,7 @@ def find_layer_shard(path: str, module: nn.Module) -> LayerShard | None:
 
 
 def _find_whole_layer(module: nn.Module) -> LayerShard | None:
-    """Return a layer of another class with the sizes of a linear layer, e.g. a packed one, as a single part. None for
-    other modules.
-    """
+    """Return a module with `in_features` and `out_features` as an unsharded layer; None for other modules."""
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if not isinstance(sizes[0], int) or not isinstance(sizes[1], int):
         return None

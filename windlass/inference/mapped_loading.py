@@ -1,8 +1,8 @@
-"""Loading of a transformers model with large parameters that stay in files: mapped, converted one by one, or absent.
+"""Loading of a transformers model whose large parameters are views of mapped files, or absent.
 
 transformers fills a model from tensors by name, converts them (e.g. joins experts) and sets them on the modules.
-`lazy_loading` patches transformers: the tensors are views of mapped files, they are converted one after the other, and
-each large result that is not such a view moves to a temporary file. So at most one converted parameter is in memory.
+`lazy_loading` patches transformers: the tensors are views of mapped files, they are converted one at a time, and each
+large result that is not a view of a file moves to a temporary file. So at most one converted parameter is in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from windlass.inference.weight_file import MappedFile
 from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
 
 _LOADER = "_load_pretrained_model"
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # variable that makes transformers convert one parameter after the other
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # variable that makes transformers convert one parameter at a time
 _SMALL = 1 << 16  # bytes; smaller parameters are copied into memory
 
 
@@ -50,7 +50,8 @@ def map_safetensors(files: Sequence[Path]) -> dict[str, LazyTensor]:
     """Return the tensors of safetensors files as views of the mapped files.
 
     Raises:
-        ModelError: a file is damaged or of another kind.
+        ModelError: a file cannot be read, is damaged or of another kind, or has a tensor of an unsupported dtype.
+        StorageError: a file cannot be mapped.
     """
     found: dict[str, LazyTensor] = {}
     for path in files:
@@ -138,7 +139,7 @@ def lazy_loading(
 
 @contextmanager
 def _parameters_in_files(directory: Path) -> Iterator[None]:
-    """Move each large parameter that is registered inside the `with` block to a temporary file."""
+    """Replace CPU parameters that are registered inside the `with` block by the results of `_without_memory`."""
     register = nn.Module.register_parameter
 
     def replaced(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -171,7 +172,7 @@ def _without_memory(tensor: torch.Tensor, directory: Path) -> torch.Tensor | Non
 
 
 def write_to_temporary_file(tensor: torch.Tensor, directory: Path) -> torch.Tensor:
-    """Return a view of a mapped file with the values of a tensor; the last view frees the file's disk space.
+    """Write a tensor to a temporary file; return a view of the mapped file. The last view frees the disk space.
 
     Raises:
         StorageError: the file cannot be written, e.g. because the disk is full.

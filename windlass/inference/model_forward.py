@@ -19,7 +19,7 @@ class CausalForward:
 
     Args:
         model: a causal language model of transformers, or a module with a forward that takes `input_ids` (or one
-            positional argument) and `position_ids`, and returns logits or an object with `logits`.
+            positional argument) and optionally `position_ids`, and whose output `get_logits` accepts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,6 +43,9 @@ class CausalForward:
         Args:
             token_ids, positions: int64 `[tokens]`; positions are left out if None.
             rows: int64 `[rows]`, indices of the tokens that get logits.
+
+        Raises:
+            ModelError: the model returned no logits, or logits of another number of tokens.
         """
         arguments = self.make_arguments(token_ids, positions, rows)
         if not self._ids_by_name:
@@ -52,7 +55,7 @@ class CausalForward:
     def make_arguments(
         self, token_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor
     ) -> dict[str, Any]:
-        """Return the keyword arguments beside the token ids."""
+        """Return the keyword arguments other than the token ids."""
         arguments: dict[str, Any] = {}
         if positions is not None:
             first = self._first_position
@@ -68,7 +71,11 @@ class CausalForward:
         return arguments
 
     def select_logits(self, result: Any, num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits of `rows` from the return value of the model."""
+        """Return the logits of `rows`, float32 `[rows, vocabulary]`, from the return value of the model.
+
+        Raises:
+            ModelError: `result` has no logits, or logits of another number of tokens.
+        """
         logits = get_logits(result)
         logits = logits[0] if logits.dim() == 3 else logits
         if not self._selects or logits.shape[0] != len(rows):
@@ -119,8 +126,8 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def find_first_position(model: nn.Module) -> int:
-    """Return the position of a sequence's first token: 0, except for RoBERTa and its relatives, which count from
-    `pad_token_id + 1`.
+    """Return the position of a sequence's first token: 0, except for RoBERTa and similar models, which count
+    from `pad_token_id + 1`.
     """
     derive = find_position_derivation(model)
     if derive is None:
@@ -157,7 +164,7 @@ def get_logits(result: Any) -> torch.Tensor:
 
 
 def _passed_through(model: nn.Module) -> set[str]:
-    """Return the arguments of the inner decoder, to which a forward with `**kwargs` passes its arguments."""
+    """Return the argument names of the inner decoder, to which a forward with `**kwargs` passes its arguments."""
     inner = getattr(model, "get_decoder", lambda: None)()
     if inner is None or inner is model:
         inner = getattr(model, getattr(model, "base_model_prefix", "") or "_", None)

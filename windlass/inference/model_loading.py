@@ -26,7 +26,7 @@ _TOKENIZER_FILES = "tokenizer.json and tokenizer_config.json, tokenizer.model, o
 _VOCABULARY_PREFIXES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken", "tiktoken")
 
 DEFAULT_LENGTH = 4096
-"""Tokens of a sequence where neither the model nor an option states a maximum."""
+"""Maximum number of tokens of a sequence if neither the model nor an option states one."""
 
 _LENGTH_NAMES = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
@@ -63,8 +63,8 @@ def load_model(
     Args:
         path: directory with `config.json` and safetensors files, a GGUF file, or a name on the hub. A GGUF file or a
             directory of packed weights (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
-        dtype: dtype of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened
-            to float32, since there is no fast arithmetic for them.
+        dtype: dtype of the weights; `auto`: that of the files. On the CPU, a model with float16 weights is
+            converted to float32, since the CPU has no fast float16 arithmetic.
         pipeline: mesh axis pp; each of its ranks reads only the weights of its own stage. None: no pp.
 
     Raises:
@@ -96,7 +96,8 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the configuration of a causal language model.
 
     Raises:
-        ModelError: there is no configuration, or it is that of an encoder-decoder.
+        ModelError: the configuration is missing, is damaged, needs the model's own code or is that of an
+            encoder-decoder; or transformers is missing.
     """
     transformers = import_transformers("directories of models")
     if is_gguf_file(path):
@@ -114,10 +115,10 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model's directory, of a directory with only a tokenizer, or of a GGUF file.
+    """Load the tokenizer of a directory, with or without a model, of a name on the hub, or of a GGUF file.
 
     Raises:
-        ModelError: the directory has no tokenizer, or its files are damaged, so that it cannot be used.
+        ModelError: the tokenizer is missing, is damaged or needs its own code; or transformers is missing.
     """
     transformers = import_transformers("directories of models")
     if is_gguf_file(path):
@@ -149,7 +150,7 @@ def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def find_max_length(model: Any) -> int | None:
     """Return the number of tokens that the model can attend to; None if its configuration has no maximum, e.g. for
-    recurrent models and models with ALiBi.
+    many recurrent models and models with ALiBi.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -161,9 +162,9 @@ def find_max_length(model: Any) -> int | None:
 
 
 def find_scaled_length(model: Any) -> int | None:
-    """Return the number of tokens to which the rotary embeddings of a model are scaled; None if they are not.
+    """Return the number of tokens to which linear or YaRN scaling extends the rotary embeddings; None without scaling.
 
-    A configuration may have a scaling factor and the maximum before scaling, as in Qwen's documentation of YaRN.
+    The maximum of a configuration with a scaling factor may be that before scaling, as in Qwen's documentation of YaRN.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -196,7 +197,7 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, *, what: str =
 
 
 def _is_empty(tokenizer: Any) -> bool:
-    """Return True if a tokenizer has only special tokens: tokenizers of GPT-2 and Qwen load so if files are missing."""
+    """Return True if all tokens, except at most one, are added ones, as for GPT-2 and Qwen if files are missing."""
     try:
         num_added = len(tokenizer.added_tokens_decoder)
     except (AttributeError, NotImplementedError):  # tokenizers of mistral-common, which do not load without their files

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Reason for the end of an answer: `stop` (a stop text, stop token or end-of-sequence token), `length` (the maximum
-length), `abort` (cancellation) or `error`."""
+"""Reason for the end of an answer: `stop` (a stop text, stop token or end-of-sequence token, or the end of a structured
+output), `length` (the maximum length), `abort` (cancellation) or `error`."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Log-probabilities of one position, by token id; the drawn token is the first."""
+"""Log-probabilities of one position, by token id. The first is that of the drawn token, or of the prompt's token."""
 
 
 @dataclass
@@ -33,11 +33,11 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        token_ids: generated tokens, without those after a stop text; a stop token or end-of-sequence token included.
+        token_ids: generated tokens, including a stop token or end-of-sequence token.
         cumulative_logprob: sum of the tokens' log-probabilities; None if the request asked for no logprobs.
         logprobs: one entry for each token; None if the request asked for none.
         finish_reason: None while the answer grows.
-        stop_reason: the stop text or stop token; None if the end-of-sequence token ended the answer.
+        stop_reason: the stop text or stop token that ended the answer; None if neither did.
         text_offsets: offset in `text` of each token's text; for a token that is a part of a character, the offset of
             the character. None without logprobs or text.
     """
@@ -58,10 +58,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of a request in seconds of `time.monotonic`, and counts.
+    """Times of a request in seconds of the engine's clock (by default `time.monotonic`), and counts.
 
     Attributes:
-        arrival_time: time at which the engine got the request.
+        arrival_time: time at which the request arrived.
         scheduled_time: time at which the request's first tokens entered a step; None: not yet.
         first_token_time, last_token_time: times of the first and the latest generated token; None: there is none.
         finished_time: time at which the request ended; None: not yet.
@@ -85,9 +85,9 @@ class RequestOutput:
     Attributes:
         prompt: text of the prompt; None if it was given as tokens.
         prompt_logprobs: one entry for each token of the prompt, the first None; None if the request asked for none.
-        outputs: the answers, `n` of them once the request has finished.
+        outputs: the answers; `n` of them once the request has finished, 1 if it ended before its prompt was computed.
         error: message of the error that ended the request; None: no error.
-        is_request_error: True if the error is due to the request's own parameters, not to the model.
+        is_request_error: True if the error is due to the request's own parameters or to load, not to the model.
         retry_after: seconds after which a request that was refused because of load may be sent again; None: it was not
             refused because of load.
     """
@@ -112,7 +112,7 @@ class RequestOutput:
 
 @dataclass
 class EmbeddingOutput:
-    """Embedding of a prompt: the last hidden state of its last token, divided by its norm."""
+    """Embedding of a prompt: the last hidden state of the last token, divided by the state's L2 norm."""
 
     embedding: list[float]
 
@@ -140,8 +140,10 @@ class EngineStats:
         kv_cache_usage: share of the KV blocks that running requests hold, 0 to 1.
         prefix_cache_queries, prefix_cache_hits: numbers of tokens that were looked up in the prefix cache, and found.
         steps, step_tokens: number of forwards, and of the tokens in them.
-        step_seconds, forward_seconds: seconds in steps, and the part of this time in forwards of the model.
-        idle_seconds: time in which an `AsyncLLMEngine` waited for requests.
+        step_seconds, forward_seconds: seconds in steps, and the part of this time in forwards of the model. The latter
+            does not count steps whose tokens the device draws.
+        idle_seconds: seconds in which an `AsyncLLMEngine` waited for requests.
+        finished: number of ended answers by finish reason.
     """
 
     num_running: int = 0

@@ -38,12 +38,12 @@ class OwnCacheState:
 class OwnCacheModelRunner:
     """Runner of any causal language model, each sequence in a forward of its own.
 
-    A model of transformers keeps its cache (keys and values, or a recurrent state) as in its own `generate`. Any other
-    module computes all tokens again in each step. Chunks of a prompt are collected and computed when logits are due,
-    since recurrent layers cannot continue with several tokens.
+    A model of transformers with a cache for each sequence (keys and values, or a recurrent state) uses it as in
+    `generate`. Any other module computes all tokens again in each step. Chunks of a prompt are collected and computed
+    when logits are due, since recurrent layers cannot continue with several tokens.
 
     Args:
-        block_size, num_blocks: sizes by which the scheduler counts tokens; no blocks are allocated.
+        block_size, num_blocks: numbers for the scheduler; no blocks are allocated.
         packed: packed weights, which are used inside of `run`.
         uses_cache: use the model's cache, if it has one.
 
@@ -84,7 +84,12 @@ class OwnCacheModelRunner:
             self.vocab_size = self._recompute(ids, ids[:1]).shape[-1]
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32.
+
+        Raises:
+            ModelError: the model returns only the logits of the last token, and others are needed; or a sequence does
+                not continue where its state ends.
+        """
         starts = batch.query_start.tolist()
         rows, tokens = batch.logit_rows.tolist(), batch.token_ids.tolist()
         positions = batch.positions.tolist()
@@ -117,7 +122,7 @@ class OwnCacheModelRunner:
         """Do nothing: blocks have no content."""
 
     def use_idle_time(self) -> bool:
-        """Do nothing: the model allocates its cache."""
+        """Return False, and do nothing: the model allocates its cache."""
         return False
 
     def save_blocks(self, blocks: Sequence[int]) -> SavedBlocks:
@@ -187,7 +192,7 @@ class OwnCacheModelRunner:
         else:
             inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
         if "logits_to_keep" in self._forward.accepts:
-            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: all; without it, some models return only the last
+            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: all; some models default to the last
         inputs["return_dict"] = True
         outputs = self.model(**inputs)
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)

@@ -1,7 +1,7 @@
 """Linear layers of a served model, replaced by products of packed weights while the engine runs it.
 
 [Note: joined products] Query, key and value projections have the same input, as have gate and up. A probe records which
-layers get the same tensor one after the other; their weights are packed as one matrix, the first layer of the group
+layers get the same tensor in consecutive calls. Their weights are packed as one matrix: the first layer of the group
 computes the product for all, and the others return their part of it.
 """
 
@@ -45,7 +45,7 @@ _ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # values of `activation
 
 @dataclass(eq=False)
 class LinearGroup:
-    """Linear layers with weights that are packed into one.
+    """Linear layers with weights that are packed as one matrix.
 
     Attributes:
         modules: modules in the order of their calls.
@@ -68,7 +68,7 @@ class LinearGroup:
         return self._outputs[0]
 
     def later(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of layer `place` from the product that `first` stored, or a new one for another input."""
+        """Return the output of layer `place` from the product that `first` stored, or from a new one if `x` differs."""
         outputs = self._outputs
         if self._input is not x:
             outputs = self._multiply(x).split(self.sizes, dim=-1)
@@ -206,7 +206,7 @@ def pack_modules(
     tables: list[PanelTable] = []
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            module.free_panels()  # panels of earlier forwards would stay in memory beside the packed ones
+            module.free_panels()  # panels of earlier forwards would stay in memory in addition to the packed ones
     found = find_groups(model, probe, weight_format)
     for parameter in model.parameters():
         drop_pages(parameter)  # the probe has read these pages
@@ -227,7 +227,7 @@ def pack_modules(
 def _share_panels(model: nn.Module, group: LinearGroup) -> list[PanelTable]:
     """Let embeddings that share the mapped weight of a layer look up its panels, and free their weight.
 
-    Otherwise each lookup would bring pages of the mapped file into memory beside the panels, sixteen at a time.
+    Otherwise each lookup would read pages of the mapped file into memory, sixteen at a time, in addition to the panels.
     """
     weight, panels = group.modules[0]._parameters.get("weight"), group.panels.row_panels()
     if len(group.modules) > 1 or panels is None or weight is None or find_pages(weight) is None:
@@ -269,7 +269,7 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
         pages = find_pages(modules[0].get_parameter("weight")) if len(modules) == 1 else None
         panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations), pages=pages)
         for module in modules:
-            drop_pages(module.get_parameter("weight"))  # a weight that an embedding shares is never freed
+            drop_pages(module.get_parameter("weight"))  # the weight may stay, e.g. for an embedding that shares it
     return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
 
 
@@ -296,7 +296,7 @@ def _quantizes(form: WeightFormat, activations: str, stated: bool = False) -> bo
 
 
 def pack_layers(model: nn.Module, weight_format: str, *, without_head: bool = False) -> None:
-    """Replace all linear layers of a model by `PackedLinear`, in place, for code that calls the modules.
+    """Replace all `nn.Linear` and `Conv1D` layers of a model by `PackedLinear`, in place.
 
     Args:
         without_head: leave the layer that computes logits, which tensor parallelism shards only unpacked.
@@ -330,7 +330,7 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 
 
 def find_groups(model: nn.Module, probe: Callable[[], Any], weight_format: str | None) -> list[list[nn.Module]]:
-    """Return groups of layers that got the same tensor object in consecutive calls, each in call order.
+    """Return groups of layers of one format that got the same tensor object in consecutive calls, in call order.
 
     Each of these layers is a group of its own: a layer that runs more than once in a forward, an expert that did not
     run, and a layer with a format that joins no matrices. Any other layer that did not run is in no group.

@@ -34,8 +34,8 @@ class PagedMask:
     """Visible keys of a query, by positions in its sequence.
 
     Attributes:
-        sliding_window: number of latest positions that a query sees, its own included; None: all up to its own.
-        chunk_size: number of positions of a chunk; a query sees only its own chunk. None: no chunks.
+        sliding_window: number of latest positions that a query attends to, its own included; None: all up to its own.
+        chunk_size: number of positions of a chunk; a query attends only to its own chunk. None: no chunks.
         predicate: any other pattern, evaluated for every pair of query and key; None: there is none.
     """
 
@@ -59,15 +59,15 @@ class AttentionCall:
 class PagedAttention(AttentionBackend):
     """Backend `"paged"`: each forward is one flat row of tokens of several sequences.
 
-    The pattern of the model's mask applies to positions in a sequence. transformers infers packed documents from
-    positions that restart. They are the sequences of the batch here, and are ignored.
+    The pattern of the model's mask applies to positions in a sequence. Packed documents, which transformers infers from
+    positions that restart, are ignored: here they are the sequences of the batch.
 
     Args:
         make_cache: function that allocates the cache of a layer, called at the layer's first attention. None: a layer
             without a cache raises ModelError.
 
     Attributes:
-        shapes: shape of each layer without a given cache, recorded at its first attention.
+        shapes: shape of each layer that had no cache at its first attention.
         caches: cache of each layer.
     """
 
@@ -129,10 +129,15 @@ class PagedAttention(AttentionBackend):
         heads: HeadSlice,
         **arguments: Any,
     ) -> torch.Tensor:
-        """Store keys and values of the batch's tokens and attend to all tokens of their sequences.
+        """Store keys and values of the batch's tokens, and attend to the tokens of their sequences that `mask` allows.
 
         `arguments` may have `softcap`, which turns a score into `softcap * tanh(score / softcap)` (Gemma 2), and
         `s_aux` `[heads]`, one more logit in each softmax (GPT-OSS).
+
+        Raises:
+            ModelError: `query` is not that of the batch's tokens, the model made `mask` itself, or the layer has no
+                cache.
+            NotRecordableError: the step is being recorded, and `mask` has no native kernel.
         """
         batch = self._batch
         if batch is None or query.shape[0] != 1 or query.shape[2] != batch.num_tokens or key.shape[2] != query.shape[2]:
@@ -220,7 +225,7 @@ def _attend_by_predicate(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute the attention of one sequence after the other, with a mask over all pairs of tokens."""
+    """Compute the attention of one sequence at a time, with a mask over all pairs of tokens."""
     outputs = []
     starts, lengths = batch.query_start.tolist(), batch.context_lengths.tolist()
     groups = queries.shape[1] // cache.kv_heads

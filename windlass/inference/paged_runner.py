@@ -41,14 +41,14 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 class PagedModelRunner:
     """Runner of a model with the attention backend `"paged"`.
 
-    The module itself is not changed beyond the choice of its attention function: outside of `run` it computes as
+    The module gets another attention function, and hooks that do nothing outside of `run`. Outside it computes as
     before, so the module of a training engine can be served between steps.
 
     Args:
         model: model in eval mode, on one device.
         block_size: tokens of a block.
         num_blocks: function from the bytes of one block to the number of blocks of the KV cache.
-        kv_dtype: dtype of the cache; None: that of the keys.
+        kv_dtype: dtype of the cache; None: bfloat16 if the keys are bfloat16, else float32.
         packed: packed weights, which are used inside of `run`.
         forward: forward of the model; None: `CausalForward`.
         has_scratch: allocate one more block, which recorded decode steps need.
@@ -113,8 +113,8 @@ class PagedModelRunner:
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
         self._population.reach(int(batch.block_table.max()) if self.device.type == "cpu" else 0)
-        # the recorded forward has no adapters; with adapters all steps run the modules, so that results are equal bit
-        # by bit
+        # The recorded forward has no adapters. While adapters are loaded, all steps run the modules, so that results
+        # have the same bits whether or not another sequence of the step uses an adapter.
         adapted = self.lora is not None and self.lora.names
         batch = batch.to(self.device)
         if self.graphs is not None and not adapted and self.graphs.takes(batch):
@@ -123,7 +123,7 @@ class PagedModelRunner:
             return self._run_modules(batch)
         if batch.num_tokens <= self.program.max_tokens:
             return self._replay(self.program, batch)
-        # whole prompts may exceed a step; the modules would compute other bits than the replayed steps
+        # a prompt that is not split may exceed `max_tokens`; the modules would compute other bits than replayed parts
         return torch.cat([self._replay(self.program, part).clone() for part in batch.split(self.program.max_tokens)])
 
     def _replay(self, program: StepProgram, batch: StepBatch) -> torch.Tensor:
@@ -159,9 +159,12 @@ class PagedModelRunner:
         return self.device.type == "cuda"
 
     def record_decodes(self, capture: Capture, max_sequences: int, max_blocks: int) -> None:
-        """Record decode steps of each batch size at its first use, and replay them from then on.
+        """Record decode steps of each size of `bucket_sizes` at its first use, and replay them from then on.
+
+        The runner must be built with `has_scratch`.
 
         Args:
+            capture: recorder of a step on the device.
             max_sequences: largest number of sequences of a batch.
             max_blocks: largest number of KV blocks of a sequence.
         """
@@ -211,7 +214,7 @@ class PagedModelRunner:
         """Do nothing: forked sequences share blocks through their block tables."""
 
     def use_idle_time(self) -> bool:
-        """Allocate pages of the KV cache; see [Note: pages of the cache]."""
+        """Allocate pages of the KV cache; return False if none are left. See [Note: pages of the cache]."""
         return self._population.advance()
 
     def refresh_weights(self) -> None:
@@ -220,7 +223,7 @@ class PagedModelRunner:
             self._packed.refresh()
 
     def close(self) -> None:
-        """Free the KV cache and packed weights, and restore the model's attention function."""
+        """Free the KV cache, close the packed weights, and restore the model's attention function."""
         self.free_cache()
         if self._packed is not None:
             self._packed.close()
@@ -305,7 +308,9 @@ def _find_rope_limit(config: Any, rope: dict[str, Any], kind: str) -> int | None
 
 
 def _install(model: Any) -> Callable[[], None]:
-    """Route the attention of a transformers model through windlass; return a function that restores the former one."""
+    """Route the attention of a transformers model through windlass; return a function that restores its previous
+    attention. Do nothing for other modules.
+    """
     before = _attention_of(model)
     if before is None:
         return lambda: None  # another kind of module: its code calls windlass.attention, or the probe finds no layer

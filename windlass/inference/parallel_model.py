@@ -22,10 +22,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shard_for_inference(model: nn.Module, channel: RankChannel) -> None:
-    """Shard a model in place over the axes of a channel. Collective; the ranks have the same values.
+    """Shard a model in place over the axes tp and ep of a channel. All ranks must hold the same values.
 
     Raises:
         ModelError: a part of the model cannot be sharded.
+        ConfigError: there are fewer experts than ranks along ep.
     """
     tp, ep = channel.axes["tp"], channel.axes["ep"]
     if ep.size > 1:
@@ -40,7 +41,8 @@ def shard_for_inference(model: nn.Module, channel: RankChannel) -> None:
 def share_tokens(experts: nn.Module, axis: MeshAxis) -> None:
     """Let each rank along ep dispatch only a part of the tokens, since all ranks have the same tokens.
 
-    Other kinds of expert layers dispatch all tokens on each rank, which gives the same result.
+    A layer whose forward is not an `ExpertParallelForward` is not changed: each rank dispatches all tokens, which gives
+    the same result.
     """
     if isinstance(experts.__dict__.get("forward"), ExpertParallelForward):
         hooks = SharedTokens(axis)
@@ -57,7 +59,9 @@ class SharedTokens:
         self._sizes: list[int] | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep this rank's part of the tokens in each argument."""
+        """Return this rank's part of the tokens of each argument. Return all tokens if there are fewer tokens than
+        ranks, or if the arguments are not three tensors `[tokens, ...]`.
+        """
         count = args[0].shape[0] if args and isinstance(args[0], torch.Tensor) else 0
         flat = all(isinstance(value, torch.Tensor) and value.shape[:1] == (count,) for value in args[:3])
         if len(args) != 3 or not flat or args[0].dim() != 2 or count < self._axis.size:

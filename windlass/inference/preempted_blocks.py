@@ -16,8 +16,9 @@ from windlass.inference.step_cost import StepCost
 from windlass.storage.process_directory import ProcessDirectory
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
-# A skipped save measures no rate. So each skipped save raises the assumed rate by this factor: a single slow save, e.g.
-# one that waited for other writes, does not end all moves, and a slow disk is tried once in some hundred preemptions.
+# A skipped save measures no rate. So each skipped save raises the assumed rate by this factor: saves are tried again
+# after a single slow one, e.g. one that waited for other writes, and a disk that is ten times too slow is tried about
+# once in 120 preemptions.
 _RECOVERY = 1.02
 
 if TYPE_CHECKING:
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 class PreemptedBlocks:
     """Store of the blocks of preempted sequences.
 
-    Blocks are moved, first to host memory and then to files, if measured rates predict that this takes less time than
-    computing their tokens again.
+    Blocks are moved to host memory, or to a file if host memory is full or slow, if measured rates predict that moving
+    them there and back takes less time than computing their tokens again.
+
+    Raises:
+        StorageError: the swap directory cannot be used.
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost) -> None:
@@ -37,7 +41,7 @@ class PreemptedBlocks:
         self._directory: ProcessDirectory | None = None
         if options.swap_directory is not None and runner.block_nbytes:
             try:
-                # also removes the files of killed processes, which hold the texts of their users
+                # also removes the files of killed processes, which have keys and values of users' texts
                 self._directory = ProcessDirectory(Path(options.swap_directory), "kv")
             except StorageError as error:
                 raise StorageError(f"swap_directory {options.swap_directory} cannot be used: {error}") from error
@@ -47,8 +51,8 @@ class PreemptedBlocks:
         self._rates = {"host": 4e9, "disk": 5e8}  # bytes a second, assumed before the first measurement
 
     def save(self, sequence: GenerationSequence) -> None:
-        """Save the blocks of a sequence before it loses them, and set its `saved`. Leave `saved` None if there is no
-        room, or if computing the tokens again takes less time.
+        """Save the blocks of a sequence that is being preempted, and set its `saved`. Leave `saved` None if there is no
+        room, or if computing the tokens again is predicted to take less time.
         """
         blocks = sequence.blocks[: -(-sequence.num_computed // self._runner.block_size)]
         nbytes = len(blocks) * self._runner.block_nbytes
@@ -90,7 +94,7 @@ class PreemptedBlocks:
             return None
 
     def restore(self, sequence: GenerationSequence, saved: SavedBlocks) -> None:
-        """Write saved blocks into the first blocks of the sequence."""
+        """Write saved blocks into the first blocks of the sequence, and drop the saved copy."""
         self._runner.restore_blocks(sequence.blocks[: saved[0].shape[0]], saved)
         self.drop(sequence)
 
@@ -108,7 +112,9 @@ class PreemptedBlocks:
             self._directory.release()
 
     def _moves(self, tier: str, nbytes: int, again: float) -> bool:
-        """Return True if blocks are moved to a tier and back in less time than `again`, by the last measured rate."""
+        """Return True if moving `nbytes` bytes to a tier and back is predicted to take at most `again` seconds. Else
+        raise the assumed rate of the tier; see `_RECOVERY`.
+        """
         if 2 * nbytes / self._rates[tier] <= again:
             return True
         self._rates[tier] *= _RECOVERY

@@ -1,12 +1,12 @@
 """Ranks that run one model together: their groups, the leader's commands, and errors that reach every rank.
 
 [Note: inference ranks] The ranks along tp, ep and pp hold parts of one model and compute the same batches. The first
-rank, the leader, schedules by its own clock and samples; the other ranks receive each batch. Ranks along tp and ep
-compute a batch in lockstep, because their layers communicate. Along pp the leader has the last stage; it keeps one step
-for each stage in flight, each with other sequences, so that all stages compute.
+rank, the leader, schedules and samples; the other ranks receive each batch. Ranks along tp and ep compute a batch in
+lockstep, because their layers communicate. Along pp the leader has the last stage; it keeps one step for each stage in
+flight, and no sequence is in two of these steps, so that all stages compute at the same time.
 
-An error of one rank is posted in the rendezvous store; then the rank closes its process groups, so that the collectives
-in which the others wait fail at once instead of at their time-out, and the others raise the posted error.
+A rank that fails posts its error in the rendezvous store, and closes its process groups. So the collectives in which
+the other ranks wait fail at once instead of at their time-out, and these ranks raise a PeerError with the posted text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from windlass.inference.step_message import decode_batch, encode_batch
 
 T = TypeVar("T")
 
-_HEADER = 1024  # integers in the header of a message; the whole message of a usual decode step fits into it
+_HEADER = 1024  # integers in the header of a message; the batch of a small decode step fits into it
 _IDLE = timedelta(days=365)  # time-out of the control group: workers of an idle server wait for the next request
 
 
@@ -44,9 +44,9 @@ class RankCommand(IntEnum):
     RUN = 0
     """A batch; the workers run it."""
     CALL = 1
-    """Name of a method of the runner, or function of the model, with its arguments; the workers call it."""
+    """Function that takes the model, or name of an operation of the runner, with arguments; the workers call it."""
     RESULT = 2
-    """Result, or error, of a call that all ranks make; the workers return or raise it."""
+    """Result or error of the leader's call; `RankWorker.take_part` returns or raises it on the workers."""
     CLOSE = 3
     """End of the engine."""
 
@@ -95,13 +95,13 @@ class RankChannel:
 
     @property
     def pipeline(self) -> MeshAxis | None:
-        """The mesh axis pp, if it has several ranks."""
+        """The mesh axis pp; None if it has one rank."""
         return self.axes["pp"] if self.stages > 1 else None
 
     # messages
 
     def start_batch(self, batch: StepBatch) -> None:
-        """Start the broadcast of a batch, which ranks receive after earlier ones. Called on the leader."""
+        """Start the broadcast of a batch. Called on the leader; workers receive messages in the order they are sent."""
         tensors = self._encode(RankCommand.RUN, encode_batch(batch))
         self._started.append([(self._control.start_broadcast(tensor), tensor) for tensor in tensors])
 
@@ -110,7 +110,7 @@ class RankChannel:
         wait_for_transfers([work for work, _ in self._started.popleft() if work is not None])
 
     def send(self, command: RankCommand, value: Any = None) -> None:
-        """Broadcast a command with a Python value. Called on the leader."""
+        """Broadcast a command other than RUN, with a Python value unless it is CLOSE. Called on the leader."""
         for tensor in self._encode(command, torch.empty(0, dtype=torch.long)):
             self._control.broadcast(tensor)
         if command is not RankCommand.CLOSE:
@@ -136,15 +136,15 @@ class RankChannel:
         return self._control.broadcast_object(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on the leader, and an empty list on the others."""
+        """Return the values of all ranks on the leader, and an empty list on the others. Collective."""
         return self._control.gather_object(value)
 
     def minimum(self, value: int) -> int:
-        """Return the least value of all ranks."""
+        """Return the smallest value of all ranks. Collective."""
         return int(self._control.all_reduce(torch.tensor([value]), dist.ReduceOp.MIN).item())
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Copy the leader's parameters and buffers to all ranks."""
+        """Copy the leader's parameters and buffers to all ranks. Collective."""
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.numel():
@@ -153,7 +153,7 @@ class RankChannel:
                     tensor.copy_(values)
 
     def _encode(self, command: RankCommand, body: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of a message: a header, and the body if it does not fit in there."""
+        """Return the tensors of a message: a header, and the body if it does not fit into the header."""
         header = torch.zeros(_HEADER, dtype=torch.long)
         header[0], header[1] = int(command), len(body)
         if len(body) > _HEADER - 2:
@@ -165,10 +165,10 @@ class RankChannel:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Make all ranks raise if one of them raises inside the block. The ranks cannot be used afterwards.
+        """Make all ranks raise if one of them raises inside the `with` block. After an error the ranks cannot be used.
 
         Raises:
-            PeerError: another rank failed; the text has its error.
+            PeerError: another rank failed first; the text has the error of that rank.
             CommunicationError: the ranks have failed before.
         """
         if self._failed:
@@ -181,8 +181,8 @@ class RankChannel:
             self.fail(error)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Post an error for the other ranks, close the process groups, and raise the error. If another rank failed
-        first, raise a PeerError with its text."""
+        """Post an error for the other ranks, close the process groups, and raise the error. If another rank has posted
+        an error, post none, and raise a PeerError with the text of the other rank's error."""
         self._failed = True
         own = self._control.index
         others = [index for index in range(self.size) if index != own]
@@ -206,7 +206,7 @@ class RankChannel:
         self._closes_groups, self._keeps_axes = True, keeps_axes
 
     def end(self) -> None:
-        """Close the process groups if they belong to the engine. Collective; called when the engine is closed."""
+        """Close the process groups if `close_with_engine` was called. Collective; called when the engine is closed."""
         if self._closes_groups and not self._failed:
             with self.guard():
                 self._control.barrier()  # a rank that closes first would break the last message to the others
@@ -220,7 +220,7 @@ class RankChannel:
         self._cleanups.append(function)
 
     def close(self) -> None:
-        """Close the process groups."""
+        """Close the channel's process groups and, if the channel owns the axes, those of the axes."""
         self._started.clear()
         while self._cleanups:
             self._cleanups.pop()()
@@ -229,14 +229,14 @@ class RankChannel:
             name = "_control" if holder is self else "group"
             group = getattr(holder, name)
             if isinstance(group, RankGroup):
-                # sockets close with the last reference to the process group, which the layers hold by their axis
+                # sockets close with the last reference to the process group; layers refer to it by `MeshAxis.group`
                 setattr(holder, name, ClosedRankGroup(group))
                 group.destroy()
                 del group
 
 
 class ClosedRankGroup:
-    """Placeholder for a group whose process groups are closed. A collective raises."""
+    """Placeholder for a group whose process groups are closed. A collective raises CommunicationError."""
 
     def __init__(self, group: RankGroup) -> None:
         self.ranks, self.index, self.size = group.ranks, group.index, group.size
@@ -251,7 +251,7 @@ class ClosedRankGroup:
 
 
 def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] | None = None) -> RankChannel:
-    """Create the groups of the ranks of one model. Collective over all ranks.
+    """Create the process groups of a model, and return the channel of its ranks. Collective over all ranks.
 
     Consecutive ranks hold one model. A larger world holds several models, which serve requests independently.
 
@@ -280,7 +280,7 @@ def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] 
             "pp": _reversed(_axis("pp", [tuple(range(s + i, s + count, inner)) for s in starts for i in range(inner)])),
         }
     control = create_rank_group([tuple(range(start, start + count)) for start in starts], backend="gloo", timeout=_IDLE)
-    control.barrier()  # connects all ranks: one that fails next closes its groups, and nothing could connect to them
+    control.barrier()  # connects all ranks now: if a rank fails next, it closes its groups, and others cannot connect
     return RankChannel(control, axes, owns_axes=owns)
 
 
@@ -298,7 +298,7 @@ def _reversed(axis: MeshAxis) -> MeshAxis:
 
 
 def portable_error(error: BaseException) -> BaseException:
-    """Return an error that can be sent to another rank."""
+    """Return an error that can be pickled: `error`, or a WindlassError with its type and text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # any class may define its own pickling

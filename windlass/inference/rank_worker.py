@@ -16,6 +16,8 @@ from windlass.inference.step_batch import ModelRunner
 class RankWorker:
     """Worker that runs the leader's commands on this rank's part of a model; see [Note: inference ranks].
 
+    Construction is collective, together with that of the leader's `ShardedRunner`.
+
     Args:
         runner: runner of this rank's part.
         channel: channel to the leader.
@@ -47,16 +49,19 @@ class RankWorker:
         """Run commands until the leader closes its engine.
 
         Raises:
-            PeerError: another rank failed.
+            Exception: see `take_part`.
         """
         while not self.closed:
             self.take_part()
 
     def take_part(self) -> Any:
-        """Run commands until the leader has the result of one call, and return that; None if the engine is closed.
+        """Run commands until the leader sends the result of a call, and return the result. Return None if the leader
+        closes the engine first.
 
         Raises:
-            PeerError: another rank failed. Other errors are those of the leader's call.
+            PeerError: another rank failed.
+            CommunicationError: the engine is closed already, or the ranks have failed before.
+            Exception: the leader's call raised this error.
         """
         if self.closed:
             raise CommunicationError("the inference engine of these ranks is closed; load the model anew")
@@ -79,7 +84,7 @@ class RankWorker:
                 return result
 
     def close(self) -> None:
-        """Wait until the leader closes the engine."""
+        """Run commands until the leader closes the engine. Do nothing if it is closed, or if the ranks have failed."""
         if not self.closed and not self._channel.failed:
             self.serve()
 

@@ -1,4 +1,4 @@
-"""Requests and their sequences, made of prompts and sampling parameters that were checked."""
+"""Check of prompts and sampling parameters, and creation of a request's sequences."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from windlass.inference.structured_output import OutputConstraint, StructuredOut
 
 
 class RequestFactory:
-    """Factory of the requests of one engine.
+    """Factory of the sequences of one engine's requests.
 
     Args:
         tokenizer: tokenizer of transformers; None: prompts are token ids and outputs have no text.
         eos_ids: tokens that end an answer.
+        vocab_size: number of logits of a token.
         max_model_len: largest number of tokens of a sequence.
 
     Attributes:
@@ -48,7 +49,8 @@ class RequestFactory:
         """Return (copy of `params`, text of the prompt or None, its token ids, maximum number of tokens of an answer).
 
         Raises:
-            RequestError: the prompt or a parameter does not fit the model.
+            RequestError: `params` is not a valid `SamplingParams`, the prompt cannot be encoded, or the prompt or a
+                parameter does not fit the model or `max_sequences`.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -65,7 +67,8 @@ class RequestFactory:
         """Return the text of a prompt (None if it is given as token ids) and its token ids.
 
         Raises:
-            RequestError: the prompt is neither text nor token ids of the vocabulary, or is text without a tokenizer.
+            RequestError: the prompt is neither valid Unicode text nor token ids of the vocabulary, or is text and there
+                is no tokenizer.
         """
         if not isinstance(prompt, str):
             ids = _token_ids(prompt)
@@ -96,6 +99,9 @@ class RequestFactory:
         Args:
             constraint: compiled `structured_outputs`; None: copy the first answer's, or compile them here.
             bad_words: tokens of the bad words; None: take the first answer's, or encode the words here.
+
+        Raises:
+            RequestError: the structured outputs cannot be compiled, or the bad words cannot be encoded.
         """
         params = request.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None
@@ -143,7 +149,7 @@ class RequestFactory:
         """Return the tokens of each bad word, at the start of a text and after a space.
 
         Raises:
-            RequestError: there are bad words and no tokenizer.
+            RequestError: there are bad words and no tokenizer, or a bad word is not valid Unicode text.
         """
         if not params.bad_words:
             return ()
@@ -181,10 +187,10 @@ class RequestFactory:
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """Return the tokens of a prompt, a sequence or an array, as Python integers.
+    """Return the tokens of a prompt (a sequence or an array) as Python integers.
 
     Raises:
-        RequestError: an element is not an integer; its conversion would give a wrong token.
+        RequestError: the prompt is bytes or is not iterable, or an element is not an integer.
     """
     try:
         if isinstance(prompt, (bytes, bytearray)) or any(isinstance(token, (bool, str)) for token in prompt):

@@ -2,8 +2,8 @@
 
 [Note: counted positions] Some layers ignore `position_ids` and add `torch.arange(tokens)` to the length of the cache,
 e.g. layers of Llama 4 without rotary embeddings, which scale queries by their positions. In a flat row of several
-sequences, the sum counts tokens of the row, not of a sequence. Such a layer gets a stand-in for its cache with a tensor
-as length: the position of each token minus its place in the row.
+sequences, the sum counts tokens of the row, not of a sequence. So these layers get a stand-in for the cache, with a
+tensor as length: the position of each token in its sequence minus its index in the row. The sum is then the position.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ class RowPositions:
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Return `[tokens]`: the position of each token minus its place in the row."""
+        """Return `[tokens]`: the position of each token minus its index in the row."""
         return self._positions - torch.arange(self._positions.shape[0], device=self._positions.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of the row, which the attention backend stores."""
+        """Return the keys and values unchanged: the attention backend stores them."""
         return key_states, value_states
 
 
 def give_positions(model: nn.Module) -> Callable[[], None]:
-    """Pass the positions of the batch to layers that count tokens from the length of a cache, inside a paged step.
+    """Register hooks that pass the batch's positions to layers that count tokens from the length of a cache.
+
+    Outside a paged step, and for a layer that gets a cache, the hooks do nothing.
 
     Returns:
         Function that removes the hooks from the layers.

@@ -1,4 +1,4 @@
-"""Choice of the runner of a model, and the check of its first tokens."""
+"""Choice of the runner of a model, check of its first logits, and measurement of step times."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _CHECKED_TOKENS = 8
 _STREAMED_CHECKED_TOKENS = 2  # few, because each forward reads all weights
 _CHECKED_PROMPTS = (11, 5)  # lengths of the prompts in tokens
 _OWN_CACHE_TOKENS = 1 << 16
-_MEASURED_TOKENS = (1, 8, 32, 128)  # sizes of the steps that are measured, beside the largest
+_MEASURED_TOKENS = (1, 8, 32, 128)  # sizes of the steps that are measured, in addition to the largest
 _LEFT_TOKENS = 24  # tokens of a sequence that are left for the steps that measure attention
-_LONG_STEP = 0.5  # seconds; a step that takes longer is measured once, and larger steps are not measured
+_LONG_STEP = 0.5  # seconds; if a step other than the smallest takes longer, no larger ones are measured
 _CACHE_SHARE = 0.4  # fraction of the free host memory for the KV cache
 
 
@@ -55,14 +55,16 @@ def make_runner(
     """Return the fastest runner that computes what the model computes. Collective over `ranks`.
 
     Args:
+        max_model_len: largest number of tokens of a sequence, if `options.max_model_len` is None.
         owned: True if the engine is the only user of the model, so that its weights may be packed and freed.
-        ranks: ranks over which the model is sharded, in place.
+        ranks: ranks over which the model is sharded, in place; None: one rank.
         streamed: weights of the model that are read from a file; None: all are in memory.
 
     Raises:
         ConfigError: the options do not fit the model, e.g. weights are to be streamed and the model is a live module;
             or no memory is free for the KV cache.
-        ModelError: the model is an encoder-decoder, cannot be sharded, or cannot be served over pp.
+        ModelError: the model is an encoder-decoder, cannot be sharded or served over pp, or computes other logits with
+            packed weights.
     """
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
@@ -148,11 +150,11 @@ def _make_own_cache_runner(
     longest: int,
     reason: str,
 ) -> ModelRunner:
-    """Return a runner with the model's own cache, or without a cache if the logits differ with it. Log `reason`, why
-    no paged KV cache is used. Collective over `ranks`.
+    """Return a runner that uses the model's own cache, or no cache if that cache gives other logits or an error. Log
+    `reason`, for which no paged KV cache is used. Collective over `ranks`.
 
     Raises:
-        ModelError: the packed weights give other logits than the model's own.
+        ModelError: the packed weights give other logits than the model's own weights.
     """
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
     make = partial(
@@ -192,7 +194,7 @@ def _find_paged_problem(runner: ModelRunner, plain: PlainLogits, options: Engine
 
 
 def _describe(error: Exception) -> str:
-    """Return one line for an error of the forward of any model."""
+    """Return one line that describes an error of a model's forward."""
     line = str(error).split("\n")[0]
     return line if isinstance(error, WindlassError) else f"its forward raised {type(error).__name__}: {line}"
 
@@ -213,7 +215,9 @@ def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineO
 
 
 def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:
-    """Let the runner replay a recorded step, if its logits are those of the model."""
+    """Let the runner replay a recorded step, unless the replay gives other logits than `plain`. Log the reason if it
+    runs the modules.
+    """
     problem = runner.compile(options.max_tokens_per_step, -(-longest // options.block_size))
     if problem is None and plain is not None:
         problem = plain.find_difference(runner, options)
@@ -268,9 +272,11 @@ class PlainLogits:
     def find_difference(self, runner: ModelRunner, options: EngineOptions) -> str | None:
         """Run the sequences together, first their prompts and then token by token, and compare the logits.
 
+        Call this before other sequences exist, because it writes to the KV cache.
+
         Returns:
-            Description of the difference if it is larger than rounding explains, else None. Call this before other
-            sequences exist, because it writes to the KV cache.
+            Description of the difference if it is larger than rounding explains; None if it is not, or if the sequences
+            do not fit.
         """
         size = runner.block_size
         needed = -(-(max(_CHECKED_PROMPTS) + self._steps) // size)
@@ -301,8 +307,8 @@ class PlainLogits:
         self._has_room = False
 
     def find_last_difference(self, own: OwnCacheModelRunner, options: EngineOptions) -> str | None:
-        """Compare the logits of the last token of each whole sequence, which attends to the same tokens in any model.
-        Return the difference as `find_difference` does.
+        """Compare the logits of each sequence's last token, which attends to the full sequence even if attention is not
+        causal. Return the difference as `find_difference` does.
         """
         if not self._sequences:
             return None
@@ -369,7 +375,12 @@ def _pack(
     owned: bool,
     ranks: RankChannel | None,
 ) -> PackedModules | None:
-    """Return packed weights of the model if they are requested or cost nothing, else None."""
+    """Return packed weights if the options request them, or if the model is owned and `deterministic` is not False;
+    else None. Where `can_pack` is False, replace layers by `PackedLinear` if a format is requested, and return None.
+
+    Raises:
+        ConfigError: the options request packed weights that the model cannot have.
+    """
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
@@ -405,8 +416,8 @@ def pack_before_sharding(model: nn.Module, weight_format: str) -> None:
     """
     native = can_pack(model)
     coded = isinstance(get_weight_format(weight_format), CodedWeightFormat)
-    # A shard of a coded matrix may end inside a group of features. Panels of a packed layer that is sharded lie beside
-    # its packed bytes, so fp32 and bf16 would take more memory.
+    # A shard of a coded matrix may end inside a group of features. A sharded packed layer has panels in addition to its
+    # packed bytes, so fp32 and bf16 would take more memory.
     if not native or not (coded or weight_format in _WIDE):
         pack_layers(model, weight_format, without_head=native)
 
@@ -420,7 +431,9 @@ def measure_step_cost(
     is_sharded: bool = False,
     streamed: StreamedModules | None = None,
 ) -> StepCost:
-    """Measure steps of one token up to `max_tokens` of a single sequence, and attention to their keys.
+    """Measure steps of 1 to `max_tokens` tokens of a single sequence, and attention to the keys of these tokens.
+
+    Call this before other sequences exist, because it writes to the KV cache.
 
     Args:
         longest: largest number of tokens of a sequence; no measured sequence is longer.
@@ -477,8 +490,7 @@ def measure_step_cost(
 def _measure_streamed(
     runner: ModelRunner, device: torch.device, max_tokens: int, streamed: StreamedModules
 ) -> StepCost:
-    """Measure the time of a step of one token, and the time that a step of many tokens computes without waiting for
-    weights."""
+    """Measure the time of a step of one token, and the time of a step of many tokens without its waits for weights."""
     many = min(max_tokens, 64, runner.num_blocks * runner.block_size)
 
     def seconds(count: int, *, computing: bool = False) -> float:

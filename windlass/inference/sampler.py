@@ -3,9 +3,10 @@
 The steps and their order are those of vLLM: masks and biases, penalties, temperature, min-p, top-k, top-p, then the
 draw. Log-probabilities are those of the unchanged logits.
 
-[Note: one draw a token] A sequence has its own stream of uniform numbers. Each generated token takes one number and is
-the inverse of the cumulative distribution at this number. So the tokens depend only on the seed and the logits of the
-sequence: not on the batch, and not on drafts, because a draft is accepted exactly if it equals the drawn token.
+[Note: one draw a token] A sequence has its own stream of uniform numbers. Without greedy sampling, each token takes one
+number and is the inverse of the cumulative distribution at this number. So the tokens depend only on the parameters,
+seed, index and logits of the sequence: not on the batch, and not on drafts, because a draft is accepted exactly if it
+equals the drawn token.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class SequenceSampler:
 
     Attributes:
         prompt: tokens of the prompt.
-        generated: tokens so far; the same list object as the sequence's.
-        stop_ids: tokens that end the sequence; not drawn before `min_tokens`.
+        generated: tokens of the answer so far; the same list object as the sequence's `generated`.
+        index: number of the answer; `seed` and `index` determine the random numbers.
+        stop_ids: end-of-sequence and stop tokens, which are not drawn before `min_tokens`.
         allowed: function that returns the mask of the tokens that a structured output allows next, bool
             `[vocabulary]`; None: no structured output.
     """
@@ -130,11 +132,11 @@ class SequenceSampler:
 
 
 class SampledToken(NamedTuple):
-    """Token of a sequence, with the log-probabilities that its request asked for.
+    """Token of a sequence, with the requested log-probabilities.
 
     Attributes:
-        error: reason for which no token could be drawn: the request's own parameters, or the model. The token is
-            undefined then.
+        error: reason for which no token could be drawn: RequestError if the request's parameters are the cause, else
+            ModelError. The token is undefined then.
     """
 
     token: int
@@ -147,7 +149,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
 
     Args:
         logits: float32 `[rows, vocabulary]`; not changed.
-        samplers: one for each row. Each draws at most one number; none counts the token.
+        samplers: one for each row. Each draws at most one number; the caller calls `count`.
     """
     scores, errors = _change_rows(logits, samplers)
     best, tokens = greatest(scores)
@@ -173,7 +175,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
 
 
 class PendingTokens:
-    """Tokens that the device draws, on their way to the host.
+    """Tokens that were drawn on a device, with their asynchronous copy to the host.
 
     Attributes:
         ids: int64 `[rows]` on the device.
@@ -192,7 +194,7 @@ class PendingTokens:
             self._host = found.cpu()
 
     def wait(self) -> list[SampledToken]:
-        """Return the tokens once they have arrived."""
+        """Wait for the copy, and return the tokens."""
         if self._event is not None:
             self._event.synchronize()
         errors = {

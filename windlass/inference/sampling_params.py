@@ -33,13 +33,17 @@ class StructuredOutputsParams:
     Attributes:
         json: a JSON Schema, as a dict or as text.
         json_object: True: the text is any JSON object.
-        regex: a regular expression that the whole text matches.
+        regex: a regular expression that the full text matches.
         choice: texts; one of them is generated.
         grammar: a context-free grammar in the syntax of Lark (with a rule `start`), or in GBNF (with a rule `root`).
         disable_any_whitespace: True: JSON has no whitespace between its tokens.
         disable_additional_properties: True: JSON objects have only the properties that the JSON Schema names, unless
             the schema has `additionalProperties`.
         whitespace_pattern: regular expression of the whitespace between the tokens of JSON.
+
+    Raises:
+        RequestError: none or several of the first five fields are set, `choice` has no texts, or the options of JSON
+            contradict other fields.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -82,7 +86,7 @@ class StructuredOutputsParams:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Parameters of one request. A request checks and keeps a copy, so fields may be changed before and after.
+    """Parameters of one request. The engine checks and copies them when a request is added; it ignores later changes.
 
     Attributes:
         n: number of answers that are returned.
@@ -94,18 +98,19 @@ class SamplingParams:
         repetition_penalty: number above 0 by which the logits of tokens in prompt or answer are divided if positive,
             and multiplied if negative (Keskar et al. 2019, CTRL). 1: no penalty.
         temperature: divisor of the logits. 0, or any number below 1e-5: take the token with the highest logit (greedy).
-        top_p: the draw is among the smallest set of likeliest tokens with a total probability of at least `top_p`;
-            above 0 and at most 1.
+        top_p: the draw is among the smallest set of likeliest tokens with a total probability of at least `top_p`,
+            after `top_k` and `min_p` have excluded tokens; above 0 and at most 1.
         top_k: the draw is among the `top_k` likeliest tokens; 0 or -1: all tokens.
         min_p: tokens less likely than `min_p` times the likeliest one are not drawn; 0 to 1.
-        seed: seed of the draws of this request; None: the engine draws a seed. The tokens of a seeded request do not
-            depend on other requests.
+        seed: seed of the draws of this request; None: the engine draws a seed. The random numbers of a seeded request
+            do not depend on other requests.
         stop: texts that end the answer; the answer's text ends before them.
         stop_token_ids: tokens that end the answer.
-        include_stop_str_in_output: keep the stop text, or the text of the stop token, in the answer.
+        include_stop_str_in_output: keep the stop text, or the text of the stop or end-of-sequence token, in the answer.
         ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of generated tokens; None: as many as the context window allows.
-        min_tokens: no end-of-sequence token and no stop token is drawn before this number of tokens.
+        min_tokens: before this number of tokens, no stop text ends the answer, and no end-of-sequence or stop token is
+            drawn, unless `structured_outputs` allows no other token.
         logprobs: number of likeliest tokens at each position. Their log-probabilities are returned with that of the
             drawn token, before penalties, temperature and masks. 0: only that of the drawn token; None: no
             log-probabilities.
@@ -116,6 +121,9 @@ class SamplingParams:
         detokenize: False leaves `text` empty.
         skip_special_tokens: leave special tokens out of `text`.
         structured_outputs: constraint of the text.
+
+    Raises:
+        RequestError: a value is of the wrong type or out of range, or values contradict each other.
     """
 
     n: int = 1
@@ -168,7 +176,7 @@ class SamplingParams:
         """Return a copy.
 
         Raises:
-            RequestError: a field was set to a value that is out of range.
+            RequestError: a field was set to an invalid value.
         """
         return replace(self)
 
@@ -176,12 +184,16 @@ class SamplingParams:
         """Return a copy with other values.
 
         Raises:
-            RequestError: a value is out of range.
+            RequestError: a value is invalid.
         """
         return replace(self, **changes)
 
     def _copy_containers(self) -> None:
-        """Replace lists and dicts by copies, so that a change of the caller's object changes no running request."""
+        """Replace lists and dicts by copies, so that a change of the caller's object changes no running request.
+
+        Raises:
+            RequestError: a value for a list is a text or not iterable, or `logit_bias` is not a dict.
+        """
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is None or (name == "stop" and isinstance(value, str)):
@@ -261,6 +273,9 @@ class BeamSearchParams:
         temperature: divisor of the log-probabilities of tokens. It scales `cum_logprob` and changes no order of beams;
             0 and 1 change nothing.
         length_penalty: exponent: beams are ranked by their log-probability divided by `length ** length_penalty`.
+
+    Raises:
+        RequestError: a value is out of range.
     """
 
     beam_width: int

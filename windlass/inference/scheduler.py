@@ -2,22 +2,24 @@
 
 [Note: scheduling without phases] There are no phases. Each sequence has known tokens (prompt, generated tokens, drafts)
 and computed tokens (with keys and values in the KV cache). A step lets computed tokens catch up with known ones:
-sequences that lack one token (decode) get it first, and the rest of the step's tokens is shared among prompts.
-That is Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine (prefill-first)
-and of Orca (Yu et al. 2022) are settings of the same function.
+sequences with one token left to compute (decodes) come first, and the rest of the step's tokens is shared among
+prompts. That is Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine
+(prefill-first) and of Orca (Yu et al. 2022) are settings of the same function.
 
-[Note: fair shares] A step has tokens for few prompts. It computes prompts one after the other, in the order in which
-they would end if all prompts always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and
-Henderson 2003, fair sojourn protocol). No prompt ends much later than with equal shares, and most end much earlier: a
-short prompt passes a long one, and a long prompt waits for short ones only in proportion to its own length. The order
-needs a virtual clock, which counts the work that a prompt with an equal share would have been given. The caller
-advances the clock by the work of a step for prompts (`StepCost.prompt_work`), divided by the number of prompts. Each
-prompt has a `fair_start`: the clock at its arrival plus the work done for it since then.
+[Note: fair shares] A step has tokens for few prompts: the first ones in the order in which the prompts would end if
+all of them always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and Henderson 2003, fair
+sojourn protocol). No prompt ends much later than with equal shares, and most end much earlier: a short prompt passes a
+long one, and a long prompt waits for short ones only in proportion to its own length. The order needs a virtual clock,
+which counts the work that a prompt with an equal share would have received. The caller advances the clock by the work
+of a step for prompts (`StepCost.prompt_work`), divided by the number of prompts, waiting ones included. Each prompt has
+a `fair_start`: the clock at its arrival plus the work done for it since then.
 
 [Note: bound on waiting] A request's deadline is its arrival plus `max_wait_seconds` plus the time that its prompt
-takes. A request is pressing if, by the predicted times, it misses its deadline unless it runs now. Pressing requests
-run before all others, by deadline. This order meets all deadlines if any order can (Liu and Layland 1973). A server
-that has to keep the bound under any load refuses requests by `lateness`.
+takes. Planned deadlines are earlier by a tenth of `max_wait_seconds`, because predicted times may be wrong. A request
+is pressing if it must run now so that, by the predicted times, it and all requests with later deadlines meet their
+planned deadlines. Pressing prompts come before all other prompts, by deadline, and get seven eighths of a step's prompt
+tokens. This order meets all deadlines if any order can (Liu and Layland 1973). A server that enforces the bound under
+any load (`enforce_max_wait`) refuses a request that would make `lateness` positive.
 
 `schedule` is a pure function of snapshots, so that its properties can be tested without a model.
 """
@@ -34,11 +36,11 @@ from windlass.inference.step_cost import StepCost
 Policy = Literal["splitfuse", "prefill-first", "orca"]
 POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 
-_MIN_CHUNK = 64  # least tokens of a prompt's share in a step; smaller ones cost more in further steps than they gain
-_LEAST_PROGRESS = 16  # tokens of prompts in each step, however slow decodes are
+_MIN_CHUNK = 64  # fewest tokens of a prompt's share in a step; smaller shares cost more in further steps than they gain
+_LEAST_PROGRESS = 16  # prompt tokens of a step with slow decodes; fewer if the gap or `max_tokens_per_step` is small
 _LEAST_PART = 1 / 8  # smallest share of a step's time that prompts get
-_WAIT_SHARE = 0.9  # part of the longest wait that planned deadlines allow; the rest covers wrong predictions
-_PRESSING_PART = 7 / 8  # part of a step's prompt tokens that pressing prompts get
+_WAIT_SHARE = 0.9  # part of `max_wait_seconds` that planned deadlines allow; the rest covers wrong predictions
+_PRESSING_PART = 7 / 8  # part of a step's prompt tokens that pressing prompts get if there are other prompts
 _LEVEL_SHARE = 0.8  # limit of a step's predicted time, relative to the declared time between two tokens
 
 
@@ -73,7 +75,8 @@ class SequenceSnapshot:
         copies_block: True if the sequence's last block is shared and must be copied before the next token.
         priority: lower values run first.
         level: service level; None: none is declared.
-        num_candidates: number of running sequences that the sequence becomes after its prompt (`n` answers share one).
+        num_candidates: number of running sequences that the sequence becomes after its prompt (`n` or `best_of`); 1
+            after that.
         has_answered: True if the first token of the answer was generated.
         fair_start: virtual clock at the arrival, plus the work done since then; see [Note: fair shares].
         shared: for a waiting sequence, how many of its `num_blocks` become free if a running sequence is preempted, by
@@ -97,7 +100,7 @@ class SequenceSnapshot:
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known and not computed."""
+        """Number of tokens that are known and not computed."""
         return self.num_known - self.num_computed
 
     @property
@@ -117,11 +120,11 @@ class SchedulerLimits:
             have more.
         max_sequences: largest number of sequences that run at the same time.
         block_size, num_blocks: tokens of a block of the KV cache, and number of blocks.
-        max_gap_seconds: limit of the predicted time of a step. Only as many prompts are computed at a time as can later
-            decode together within this limit. None: only the number of tokens is limited, unless a running answer has
-            a service level.
-        max_wait_seconds: limit of the wait for the first token: a request that would wait longer runs before all
-            others; see [Note: bound on waiting].
+        max_gap_seconds: limit of the predicted time of a `splitfuse` step, exceeded if decodes leave prompts less than
+            an eighth of it. Only as many prompts are computed at a time as can later decode together within this limit.
+            None: only the number of tokens is limited, unless a running answer has a service level.
+        max_wait_seconds: limit of the wait for the first token, in addition to the time of the prompt: a request that
+            would wait longer runs before all others; see [Note: bound on waiting].
     """
 
     policy: Policy = "splitfuse"
@@ -138,7 +141,7 @@ class StepPlan:
     """Result of `schedule`.
 
     Attributes:
-        num_tokens: number of tokens of each sequence that runs in the step, by id, in the order of the batch.
+        num_tokens: number of tokens of each sequence that runs in the step, by id.
         admitted: ids of waiting sequences that start; each gets blocks for all its known tokens.
         preempted: ids of running sequences that lose their blocks.
     """
@@ -167,7 +170,8 @@ def schedule(
         free_blocks: blocks that no sequence holds.
         cost: model of the time of a step.
         now: time in seconds, by the same clock as `SequenceSnapshot.arrival`.
-        elsewhere: number of running sequences that are not in `running`, because another step computes them.
+        elsewhere: sum of `num_candidates` of the running sequences that are not in `running`, e.g. because another step
+            computes them.
         share: number of running sequences at which admission stops; None: no limit.
 
     Returns:
@@ -197,10 +201,10 @@ def lateness(
     cost: StepCost,
     now: float,
 ) -> float:
-    """Return how many seconds the latest first token comes after its planned deadline, if requests run by deadline.
+    """Return the largest number of seconds by which a first token misses its planned deadline.
 
-    A planned deadline allows nine tenths of `max_wait_seconds`. Negative values are time to spare; `-inf`: no request
-    waits for its first token. The arguments are those of `schedule`.
+    Requests are assumed to run by deadline; see [Note: bound on waiting]. Negative values are time to spare; `-inf`: no
+    request waits for its first token. The arguments are those of `schedule`.
     """
     return _Planner(running, waiting, 0, limits, cost, now, 0, None).find_lateness()
 
@@ -227,12 +231,12 @@ class _Planner:
         self._waiting = sorted(waiting, key=self._urgency)
         self._admitted: set[int] = set()
         self._used_tokens = 0
-        self._cached_tokens = 0  # keys that the decodes of the step read
-        self._pairs = 0.0  # pairs of a prompt token of the step and a key that the token attends to
+        self._cached_tokens = 0  # number of keys that the decodes of the step read
+        self._pairs = 0.0  # number of pairs of a prompt token of the step and a key that the token attends to
 
     def run_decodes(self) -> None:
-        """Give each decoding sequence its token and drafts, in the order of priority and arrival. If blocks run out,
-        preempt the last sequence of this order."""
+        """Give each decoding sequence its token, and its drafts if tokens and blocks suffice, in the order of
+        `seniority`. If blocks run out, preempt the last running sequences of this order."""
         decodes = [sequence for sequence in self._running if sequence.is_decode]
         decodes = decodes[: self._limits.max_tokens_per_step]
         spare = self._limits.max_tokens_per_step - len(decodes)  # tokens left for drafts
@@ -255,15 +259,15 @@ class _Planner:
 
     def admit(self, fits: Callable[[SequenceSnapshot], bool]) -> None:
         """Admit waiting sequences in the order of their urgency, as long as there are free blocks and places in the
-        batch.
+        batch. Preempt running sequences of lower priority for them.
         """
         if self.plan.preempted:
-            return  # the preempted sequences would be admitted at once
+            return  # waiting sequences would take the blocks that were freed for decodes
         places = self._limits.max_sequences - self._elsewhere
         places -= sum(sequence.num_candidates for sequence in self._running)
         for sequence in self._waiting:
             if self._share is not None and len(self._running) >= self._share:
-                break  # other steps take the rest
+                break  # other steps admit the remaining sequences
             needed = -(-sequence.num_known // self._limits.block_size) - sequence.num_blocks
             needed += sum(sequence.shared.get(preempted, 0) for preempted in self.plan.preempted)
             if fits(sequence):
@@ -285,8 +289,8 @@ class _Planner:
 
     def _find_juniors(self, sequence: SequenceSnapshot, needed: int, places: int) -> list[SequenceSnapshot]:
         """Return the running sequences to preempt, from the last one on, so that a waiting sequence of higher priority
-        can run: as few as possible, and none if all of them would free too little. A pressing sequence is not
-        preempted, because it precedes all others.
+        can run: as few as possible, and none if all of them would free too little and no other step can free more. A
+        pressing sequence is not preempted, because it precedes all others.
         """
         left, juniors, freed = list(self._running), list[SequenceSnapshot](), 0
         while self._lacks_blocks(needed, len(juniors), freed) or (
@@ -321,7 +325,7 @@ class _Planner:
         return not prompts or tokens <= self._limits.max_tokens_per_step
 
     def run_whole_prompts(self) -> None:
-        """Run all admitted prompts whole."""
+        """Run all remaining tokens of each prompt."""
         for sequence in self._prompts():
             self._run(sequence, sequence.remaining)
 
@@ -329,9 +333,9 @@ class _Planner:
         """Share the remaining tokens of the step among prompts by max-min fairness.
 
         A prompt that is shorter than its share leaves the difference to the others. If shares would become smaller than
-        `_MIN_CHUNK`, only the first prompts get tokens: by priority; of equal priority, by deadline if any prompt has a
+        `_MIN_CHUNK`, only the first prompts get tokens: by priority; at equal priority, by deadline if any prompt has a
         service level, else in the order of [Note: fair shares]. Time is shared in the same order. Pressing prompts go
-        first, by deadline, and leave an eighth to the others, so that short ones need not wait for all of them.
+        first, by deadline, and leave an eighth to other prompts, so that short prompts need not wait for all of them.
         """
         prompts = self._prompts()
         gap = self._gap()
@@ -343,7 +347,7 @@ class _Planner:
         others = others[: self._find_room(gap, pressing, others)]
         part = _PRESSING_PART if pressing and others else 1.0
         begin = self._cost.step_seconds(self._used_tokens, self._cached_tokens) if self._used_tokens else 0.0
-        # decodes alone may take the whole gap, on a slow machine or with many of them, and would starve prompts
+        # on a slow machine, or if they are many, decodes alone may take the full gap and would starve prompts
         seconds = None if gap is None else max(gap - begin, gap * _LEAST_PART)
         reserved = left - math.ceil(left * part)
         left = self._share_in_order(pressing, left - reserved, None if seconds is None else begin + seconds * part)
@@ -352,11 +356,11 @@ class _Planner:
     def _find_room(
         self, gap: float | None, pressing: Sequence[SequenceSnapshot], others: Sequence[SequenceSnapshot]
     ) -> int:
-        """Return how many of `others` may become answers: a step that decodes all answers must leave a part of `gap`
-        for prompts. A gap that a single decode exceeds cannot be kept, and limits nothing.
+        """Return how many of `others` may be computed now: once they are answers, a step that decodes all answers must
+        leave a part of `gap` for prompts. A gap that a single decode exceeds cannot be met, and limits nothing.
 
-        Attention is not counted: decodes of a long text may fill the gap, and short prompts need not wait for their
-        end.
+        Attention is not counted: decodes of long texts may fill the gap, and short prompts should not wait until these
+        decodes end.
         """
         if gap is None or self._cost.step_seconds(1, 0) > gap * (1 - _LEAST_PART):
             return len(others)
@@ -406,11 +410,12 @@ class _Planner:
         return low
 
     def _prompts(self) -> list[SequenceSnapshot]:
-        """Return running sequences that still compute their prompt, and sequences that were admitted in this step."""
+        """Return running sequences that compute a prompt, or an answer again, and sequences admitted in this step."""
         return [s for s in self._running if not s.is_decode or s.sequence_id in self._admitted]
 
     def _gap(self) -> float | None:
-        """Return the time that the step may take: the declared limit, or less for a running answer's service level."""
+        """Return the seconds that the step may take: `max_gap_seconds`, or less for a running answer's service level.
+        None: no limit."""
         gap = self._limits.max_gap_seconds
         decodes = [sequence for sequence in self._running if sequence.is_decode]
         rates = [one.level.tokens_per_second for one in decodes if one.level is not None]
@@ -453,7 +458,7 @@ class _Planner:
 
     def _predict_token_seconds(self) -> float:
         """Return the predicted seconds per prompt token of a full step with the present decodes. A step is full if it
-        takes the whole `_gap`, or, without a gap, if it has `max_tokens_per_step` tokens."""
+        takes all of `_gap`, or, without a gap, if it has `max_tokens_per_step` tokens."""
         gap = self._gap()
         decodes = [sequence for sequence in self._running if sequence.is_decode]
         cached = sum(sequence.num_computed for sequence in decodes)
@@ -468,7 +473,7 @@ class _Planner:
 
     def _sort_by_deadline(self, sequences: Iterable[SequenceSnapshot]) -> list[tuple[float, float, int]]:
         """Return (deadline, predicted seconds for the remaining tokens, id) of each sequence without a first token,
-        sorted. The deadlines are early by a part of the longest wait, as a margin for wrong predictions."""
+        sorted. These are the planned deadlines of [Note: bound on waiting]."""
         margin = (1 - _WAIT_SHARE) * self._limits.max_wait_seconds
         return sorted(
             (
@@ -481,7 +486,7 @@ class _Planner:
         )
 
     def find_lateness(self) -> float:
-        """Return the seconds by which the latest sequence misses its deadline if all run by deadline."""
+        """Return the largest number of seconds by which a sequence misses its planned deadline; see `lateness`."""
         end, latest = self._now, float("-inf")
         for deadline, rest, _ in self._by_deadline:
             end += rest
@@ -509,8 +514,8 @@ class _Planner:
         return sequence.sequence_id in self._pressing
 
     def _urgency(self, sequence: SequenceSnapshot) -> tuple[int, int, int, float, float]:
-        """Return a sort key: pressing requests by deadline; then by priority; then those that can still meet their
-        service level, by deadline; then the others by arrival."""
+        """Return a sort key: pressing requests first, by deadline; the others by priority. At equal priority, requests
+        are sorted by deadline, and those that can no longer meet their service level come last, by arrival."""
         if self._is_pressing(sequence):
             return 0, 0, 0, self._deadline(sequence), sequence.arrival
         level = sequence.level
@@ -525,7 +530,7 @@ class _Planner:
 
 
 def _max_min_shares(wanted: Sequence[int], total: int) -> list[int]:
-    """Divide `total` so that the smallest shares are as large as possible, and none is larger than wanted."""
+    """Return shares of `total`: the smallest are as large as possible, none is larger than its entry in `wanted`."""
     shares = [0] * len(wanted)
     for number, place in enumerate(sorted(range(len(wanted)), key=lambda place: wanted[place])):
         shares[place] = min(wanted[place], total // (len(wanted) - number))

@@ -26,7 +26,8 @@ class SequenceTable:
     Attributes:
         running, waiting: sequences by their ids.
         blocks: blocks of the KV cache.
-        admits: False if the last plan admitted no waiting sequence, and no sequence was queued or freed since.
+        admits: False if sequences waited, the last plan admitted none of them, and no sequence was queued or freed
+            since.
         fair_clock: virtual clock of the scheduler; see [Note: fair shares].
     """
 
@@ -48,7 +49,9 @@ class SequenceTable:
         self.admits = True
 
     def admit(self, sequence: GenerationSequence, now: float) -> bool:
-        """Allocate the blocks of a waiting sequence's known tokens. Return False if too few blocks are free by now."""
+        """Make a waiting sequence a running one, with blocks for its known tokens and saved or cached keys and values.
+        Return False if too few blocks are free by now.
+        """
         saved = None
         if sequence.saved is not None:
             if self.blocks.blocks_for(sequence.num_known) > self.blocks.num_free:
@@ -103,7 +106,7 @@ class SequenceTable:
         self.waiting[sequence.sequence_id] = sequence
 
     def preempt_all(self) -> None:
-        """Preempt every running sequence, and let all tokens be computed again."""
+        """Preempt every running sequence, and drop all keys and values, including saved and cached ones."""
         for sequence in list(self.running.values()):
             self.preempt(sequence)
         for sequence in self.waiting.values():
@@ -122,7 +125,7 @@ class SequenceTable:
 
     def remove(self, sequence: GenerationSequence) -> None:
         """Remove a finished sequence. Its full blocks stay in the prefix cache."""
-        if sequence.saved is None:  # a preempted sequence with saved blocks holds none
+        if sequence.saved is None:  # a preempted sequence with saved blocks holds no KV blocks
             self.register_blocks(sequence)
         self._saved.drop(sequence)
         self.free(sequence)
@@ -132,7 +135,7 @@ class SequenceTable:
     def free(self, sequence: GenerationSequence) -> None:
         self.admits = True
         if sequence.in_flight:
-            return  # a step still writes to the blocks of this cancelled sequence; they are freed when the step ends
+            return  # a started step still writes to these blocks; they are freed when the step is finished
         self.blocks.release(sequence.blocks)
         self._runner.release(sequence.sequence_id)
         sequence.blocks, sequence.num_registered = [], 0
@@ -154,8 +157,8 @@ class SequenceTable:
     def snapshot_running(
         self, sequences: Sequence[GenerationSequence], *, counts_freed: bool
     ) -> tuple[list[SequenceSnapshot], dict[int, int]]:
-        """Return the snapshots of running sequences, and a dict from a block to the id of the sequence that frees the
-        block if it is preempted. The dict is empty unless `counts_freed`.
+        """Return the snapshots of running sequences, and a dict from a block to the id of the sequence whose
+        preemption frees the block. The dict is empty unless `counts_freed`.
         """
         snapshots = [self._snapshot_one(sequence) for sequence in sequences]
         freed_by: dict[int, int] = {}
@@ -204,8 +207,9 @@ class SequenceTable:
         self._saved.close()
 
     def _cacheable_keys(self, sequence: GenerationSequence) -> list[bytes]:
-        """Return the keys of the blocks that may be taken from the prefix cache: not the last one, so that at least one
-        token is computed.
+        """Return the keys of the blocks that may be taken from the prefix cache: full blocks before the last token,
+        which is always computed. The list is empty if log-probabilities of the prompt are requested, which need
+        all tokens, or if prefix caching is off.
         """
         if not self.blocks.prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []
@@ -221,5 +225,5 @@ class SequenceTable:
 
 
 def count_candidates(sequence: GenerationSequence) -> int:
-    """Return the number of sequences that the sequence is, or becomes once its prompt is computed."""
+    """Return the number of sequences that a sequence becomes once its prompt is computed; 1 after that."""
     return 1 if sequence.has_sampled else sequence.request.params.num_candidates

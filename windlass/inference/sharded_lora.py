@@ -33,7 +33,7 @@ class ShardedLoraAdapters:
             self._channel.send(RankCommand.CALL, ("add_adapter", (name, weights)))
             try:
                 self._adapters.add_weights(name, weights)
-            except ModelError as error:  # raised on all ranks, which continue
+            except ModelError as error:  # all ranks raise it and stay in step, so their groups stay open
                 problem = error
         if problem is not None:
             raise problem

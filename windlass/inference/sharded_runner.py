@@ -122,7 +122,9 @@ class ShardedRunner:
             return function(self.model, *arguments)
 
     def share(self, function: Callable[[], T]) -> T:
-        """Call a function on the leader, and return its result. The workers return or raise it from `take_part`."""
+        """Call a function on the leader, and return its result. On the workers `take_part` returns the result,
+        or raises the function's error.
+        """
         try:
             value = function()
         except Exception as error:

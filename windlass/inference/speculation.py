@@ -1,8 +1,8 @@
 """Drafts for speculative decoding: likely next tokens, which the model computes together with the last token.
 
-A draft is kept if it equals the token that is drawn at its position (see [Note: one draw a token]). That is rejection
-sampling (Leviathan et al. 2023) with proposals of probability 1: the result has the distribution of the model, and for
-one seed the tokens are those generated without drafts.
+A draft is accepted if it equals the token that is drawn at its position (see [Note: one draw a token]). That is
+rejection sampling (Leviathan et al. 2023) with proposals of probability 1: the result has the distribution of the
+model, and for one seed the tokens are those generated without drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class DraftProposer(Protocol):
     """Source of drafts."""
 
     def propose(self, sequences: Sequence[tuple[int, list[int]]], count: int) -> list[list[int]]:
-        """Return at most `count` drafts for each sequence, given its id and its tokens."""
+        """Return at most `count` drafts for each pair (id, tokens of prompt and answer) in `sequences`."""
         ...
 
     def release(self, sequence_id: int) -> None:
@@ -44,7 +44,7 @@ class NgramProposer:
         self._indexed: dict[int, int] = {}
 
     def propose(self, sequences: Sequence[tuple[int, list[int]]], count: int) -> list[list[int]]:
-        """Return at most `count` drafts for each sequence, given its id and its tokens."""
+        """Return at most `count` drafts for each pair (id, tokens of prompt and answer) in `sequences`."""
         return [self._propose(sequence_id, tokens, count) for sequence_id, tokens in sequences]
 
     def release(self, sequence_id: int) -> None:

@@ -76,7 +76,7 @@ class StageLink:
         return None
 
     def agree(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's int64 tensor on all ranks."""
+        """Return the last stage's int64 tensor on all stages. Collective over the stages."""
         return self.axis.group.broadcast(value, self.axis.size - 1)
 
     def drop_transfers(self) -> None:
@@ -102,15 +102,19 @@ class StageLink:
             self.axis.group.send(header, target)
         sent = hidden.detach().contiguous()
         self._sends.append((start_exchange(self.axis.group, [(target, sent.view(-1))], ()), sent))
-        # at most one step for each stage is in flight, so the oldest of more transfers has been received already
+        # at most one step for each stage is in flight, so if there are more sends, the oldest was received already
         while len(self._sends) > self.axis.size:
             wait_for_transfers(self._sends.popleft()[0])
 
 
 class StageForward:
-    """Forward of this rank's stage, with the interface of `CausalForward`. Collective over the stages.
+    """Forward of this rank's stage, with the interface of `CausalForward`.
 
-    Stages before the last return zeros of the logits' shape, which take no memory.
+    Construction and calls are collective over the stages. Stages before the last return zeros of the logits' shape,
+    which take no memory.
+
+    Raises:
+        ModelError: the model's forward takes no `input_ids`.
     """
 
     def __init__(self, link: StageLink) -> None:
@@ -157,7 +161,8 @@ class StageForward:
 
 
 def split_for_inference(model: nn.Module, axis: MeshAxis) -> None:
-    """Keep this rank's stage of a model, in place: its layers, and the modules before or after all layers.
+    """Keep this rank's stage of a model, in place: its layers, and on the first or last stage the modules before or
+    after all layers.
 
     Args:
         model: model with values, or on the meta device.
@@ -165,14 +170,14 @@ def split_for_inference(model: nn.Module, axis: MeshAxis) -> None:
 
     Raises:
         ConfigError: there are fewer layers than stages.
-        ModelError: the model cannot be split.
+        ModelError: the model cannot be split, or is a `PipelineSequential`.
     """
     if not isinstance(apply_pipeline_parallel(model, axis), StagedModel):
         raise ModelError(f"{type(model).__name__} is a pipeline module already; pass a plain model, which pp splits")
 
 
 def open_stage_link(model: nn.Module, axis: MeshAxis | None) -> StageLink | None:
-    """Return the link over `axis` of a model that was split; None if it was not split."""
+    """Return the link over `axis` of a model that was split; None if `axis` is None or the model was not split."""
     stages = get_pipeline_stages(model)
     if axis is None or not isinstance(stages, StagedModel):
         return None
@@ -184,6 +189,6 @@ def open_stage_link(model: nn.Module, axis: MeshAxis | None) -> StageLink | None
 
 
 def get_stage_link(model: nn.Module) -> StageLink | None:
-    """Return the link that `open_stage_link` has made last; None: the model is whole."""
+    """Return the link that `open_stage_link` made last; None if there is none."""
     found = getattr(model, _LINK_ATTRIBUTE, None)
     return found if isinstance(found, StageLink) else None

@@ -25,7 +25,13 @@ class StagedModelSource:
         self._config, self._axis = config, axis
 
     def from_pretrained(self, path: str | Path, *, trust_remote_code: bool, **arguments: Any) -> Any:
-        """Load this rank's stage; see transformers' method of the same name."""
+        """Load this rank's stage; see transformers' method of the same name.
+
+        Raises:
+            ConfigError: there are fewer layers than stages.
+            ModelError: the files lack weights of this stage, or the model has custom code or cannot be split.
+            ValueError: transformers has no causal language model for the config.
+        """
         kind = _find_class(self._config, path)
         axis = self._axis
 
@@ -68,7 +74,7 @@ def _find_class(config: Any, path: str | Path) -> Any:
     """Return the class of transformers that AutoModelForCausalLM would build.
 
     Raises:
-        ModelError: the class lies in the model's directory.
+        ModelError: the model has custom code (`auto_map` of its config).
         ValueError: transformers has no such class for `config`.
     """
     import transformers

@@ -62,7 +62,7 @@ class StepBatch:
         return replace(self, **values)
 
     def split(self, most: int) -> list[StepBatch]:
-        """Return batches of at most `most` tokens, to be run one after the other in place of this one.
+        """Return batches of at most `most` tokens, to be run in order instead of this batch.
 
         A sequence that is split continues in the next batch, which reads the keys and values that the previous batch
         wrote.
@@ -90,7 +90,7 @@ class StepBatch:
 
 
 SavedBlocks = list[torch.Tensor]
-"""Content of some blocks, for each tensor of the KV cache."""
+"""Content of some blocks in host memory: for each tensor of the KV cache a tensor `[blocks, ...]`."""
 
 
 class AdapterStore(Protocol):
@@ -100,11 +100,11 @@ class AdapterStore(Protocol):
     def names(self) -> list[str]: ...
 
     def add(self, name: str, directory: str | Path) -> None:
-        """Load an adapter of peft."""
+        """Load an adapter of peft; see `LoraAdapters.add`."""
         ...
 
     def remove(self, name: str) -> None:
-        """Unload an adapter."""
+        """Unload an adapter; see `LoraAdapters.remove`."""
         ...
 
     def check_name(self, name: str) -> None:
@@ -122,12 +122,12 @@ class ModelRunner(Protocol):
     Attributes:
         model: the module.
         description: description of the way in which the model runs, for the log.
-        vocab_size: size of the logits.
+        vocab_size: number of logits of a token.
         block_size: tokens of a KV block.
         num_blocks: blocks of the KV cache.
         block_nbytes: bytes of a block, all layers together; 0 if the model keeps its own cache.
         computes_drafts: True if a step can compute several new tokens of one sequence after its prompt.
-        lora: adapters of the model; None: requests have none.
+        lora: adapters of the model; None: requests cannot use adapters.
         is_asynchronous: True if `run` returns before the logits are computed, so that the next step can be queued.
         can_repeat: True if a batch can run again after `run` has raised an error; False if other ranks take part in the
             batch, or layers may have updated their state.
@@ -181,7 +181,7 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the KV cache, and restore the model."""
+        """Free the KV cache and packed weights, and restore the model's attention function."""
         ...
 
 

@@ -21,7 +21,7 @@ class StepCost:
         pair_seconds: seconds to multiply a token of a prompt by the keys and values of one token.
         points: measured pairs (tokens, seconds), in ascending order from 1 token; the seconds never fall. Empty: not
             measured.
-        scale: moving ratio of the actual to the predicted time of steps with parts of prompts.
+        scale: moving average of the ratio of actual to predicted times, over steps with parts of prompts.
     """
 
     fixed_seconds: float = 0.0
@@ -33,7 +33,7 @@ class StepCost:
     scale: float = 1.0
 
     def step_seconds(self, tokens: int, cached_tokens: float, pairs: float = 0.0) -> float:
-        """Return the predicted time of a step.
+        """Return the predicted seconds of a step.
 
         Args:
             tokens: number of tokens of the batch.
@@ -44,7 +44,10 @@ class StepCost:
         return self.scale * (self.fixed_seconds + self._product_seconds(tokens) + attention)
 
     def tokens_within(self, seconds: float, cached_tokens: float) -> int:
-        """Return the largest number of tokens in a step of at most `seconds`; 0 if one token takes longer."""
+        """Return the largest number of tokens in a step of at most `seconds`; 0 if one token takes longer.
+
+        The attention of decodes to `cached_tokens` keys is counted, that of prompt tokens is not.
+        """
         left = seconds / self.scale - self.fixed_seconds - cached_tokens * self.cached_token_seconds
         if left <= 0 or left < self._product_seconds(1):
             return 0
@@ -58,7 +61,7 @@ class StepCost:
         return int(min(last + (left - longest) / self.token_seconds, 1e9))
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the predicted time of a step that computes only `tokens` tokens of one prompt."""
+        """Return the predicted seconds of a step that computes only `tokens` tokens of one prompt."""
         return self.step_seconds(tokens, 0, tokens * tokens / 2) if tokens else 0.0
 
     def prompt_work(self, tokens: int, computed: int) -> float:

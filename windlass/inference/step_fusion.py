@@ -42,7 +42,7 @@ class GateCall:
 
 
 def fuse(recording: Recording) -> Recording:
-    """Return an equal recording with fewer operators.
+    """Return a recording with the same result and fewer operators.
 
     Constants are folded; norms, rotations and gates are fused; operators that the result does not need are removed.
     """
@@ -54,7 +54,7 @@ def fuse(recording: Recording) -> Recording:
 
 
 def has_batch_sizes(value: Any) -> bool:
-    """Return True if an argument depends on the batch."""
+    """Return True if an integer among the arguments depends on the batch; sizes of tensors are not checked."""
     if isinstance(value, (list, tuple)):
         return any(has_batch_sizes(item) for item in value)
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def has_batch_sizes(value: Any) -> bool:
 
 
 class _Uses:
-    """Producer and consumers of each storage."""
+    """Producers and consumers of each storage."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         self._producers: dict[StorageKey, list[Operator]] = {}
@@ -75,14 +75,14 @@ class _Uses:
                 self._consumers.setdefault(key, []).append(operator)
 
     def producer(self, ref: Any, name: str) -> Operator | None:
-        """Return the only operator that writes the tensor, if it has this name."""
+        """Return the operator `name` if it alone writes the tensor's storage, else None."""
         if not isinstance(ref, TensorRef):
             return None
         found = self._producers.get(ref.storage, [])
         return found[0] if len(found) == 1 and found[0].name == name else None
 
     def consumer(self, ref: TensorRef | None, name: str) -> Operator | None:
-        """Return the only operator that reads the tensor, if it has this name."""
+        """Return the operator `name` if it alone reads the tensor's storage, else None."""
         found = self.consumers(ref)
         return found[0] if len(found) == 1 and found[0].name == name else None
 
@@ -167,8 +167,8 @@ def _rewrite(
     inserted: dict[int, Operator],
     renamed: Callable[[TensorRef], TensorRef] | None = None,
 ) -> Recording:
-    """Return a recording without the operators `removed`. `inserted` has replacements of operators by their `id`;
-    `renamed` maps the tensors of all arguments.
+    """Return a recording without the operators `removed`. `inserted` has replacements by the `id` of the replaced
+    operator; `renamed` maps the tensors of all arguments.
     """
     gone = {id(operator) for operator in removed}
 
@@ -286,7 +286,9 @@ def _fuse_rotations(recording: Recording) -> Recording:
 
 
 def _rotary_call(x: TensorRef, low: TensorRef, high: TensorRef) -> RotaryCall | None:
-    """Return the call for a tensor `[1, heads, tokens, head_dim]` with contiguous heads; None for other tensors."""
+    """Return the call for `x` `[1, heads, tokens, head_dim]` with contiguous heads, whose halves are `low` and `high`.
+    None for other tensors.
+    """
     if len(x.size) != 4 or x.size[0] != (1, 0, 0) or x.dtype not in (torch.float32, torch.bfloat16):
         return None
     heads, tokens, dim = x.size[1:]
@@ -305,7 +307,7 @@ def _rotary_call(x: TensorRef, low: TensorRef, high: TensorRef) -> RotaryCall | 
 
 
 def _is_table(ref: TensorRef, width: int) -> bool:
-    """Return True for a tensor `[..., tokens, width]` of contiguous float32 rows, with leading dimensions of size 1."""
+    """Return True if the tensor is float32 `[..., tokens, width]`, with contiguous rows and leading sizes of 1."""
     return (
         ref.dtype == torch.float32
         and ref.size[-2:] == ((0, 1, 0), (width, 0, 0))
@@ -315,7 +317,7 @@ def _is_table(ref: TensorRef, width: int) -> bool:
 
 
 def _overlaps_others(x: TensorRef, call: RotaryCall, uses: _Uses, steps: Sequence[Operator]) -> bool:
-    """Return True if an operator outside `steps` reads memory that the rotation overwrites."""
+    """Return True if an operator outside `steps` may read memory that the rotation overwrites."""
     begin, end = x.offset[0], x.offset[0] + call.heads * call.head_dim
     own = {id(step) for step in steps}
     for operator in uses.consumers(x):
@@ -368,7 +370,7 @@ def _fuse_gates(recording: Recording) -> Recording:
 
 
 def _has_rows(ref: TensorRef | None) -> bool:
-    """Return True if the tensor is contiguous, with a last dimension that does not depend on the batch."""
+    """Return True if the tensor is contiguous, float32 or bfloat16, and at most one dimension depends on the batch."""
     if ref is None or ref.dtype not in (torch.float32, torch.bfloat16):
         return False
     expected: Affine = (1, 0, 0)

@@ -1,4 +1,4 @@
-"""Batches of a step as one tensor of integers, as the leader sends them to the other ranks of a model."""
+"""Batch of a step as one int64 tensor, which the leader sends to the other ranks of a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from windlass.inference.step_batch import StepBatch
 
 
 def encode_batch(batch: StepBatch) -> torch.Tensor:
-    """Return a batch as int64 `[numbers]`: five sizes, then its tensors one after the other, and the bytes of the
-    adapters' names in JSON, if there are any.
+    """Return a batch as int64 `[numbers]` on the CPU: five sizes, the batch's tensors, the ids of its sequences, and
+    the bytes of the adapters' names in JSON, if there are any.
     """
     sequences, width = batch.block_table.shape
     names = json.dumps(batch.adapters).encode() if any(batch.adapters) else b""

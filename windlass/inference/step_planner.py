@@ -69,10 +69,14 @@ class StepPlanner:
         self.limits = replace(self.limits, policy=policy)
 
     def plan(self, now: float, *, has_started: bool) -> PlannedStep | None:
-        """Schedule a step and give its sequences blocks; return None if no sequence can run now.
+        """Schedule a step: preempt and admit sequences, allocate blocks, and copy shared ones. Return None if no
+        sequence can run now.
 
         Args:
             has_started: True if some started steps are not finished.
+
+        Raises:
+            RuntimeError: no sequence can run although all started steps are finished, which is a bug.
         """
         share = self._find_share()
         plan = self._schedule(now, share)
@@ -99,7 +103,7 @@ class StepPlanner:
                 left = sequence.num_known - sequence.num_computed
                 chosen.append((sequence, min(plan.num_tokens[sequence_id], left)))
         if not chosen:
-            if self.alone:  # the request waits for blocks of other requests
+            if self.alone:  # the request waits for blocks of other requests, which must run to free them
                 self.alone.clear()
             elif not plan.preempted and not plan.admitted and not has_started:
                 raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
@@ -142,7 +146,7 @@ class StepPlanner:
         return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes), False)
 
     def _count_prompt_work(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> None:
-        """Advance the virtual clock by which the scheduler shares steps among prompts."""
+        """Add the step's work to `fair_start` of its prompts, and advance the clock; see [Note: fair shares]."""
         work = 0.0
         for sequence, count in chosen:
             if not sequence.has_sampled:
@@ -170,7 +174,7 @@ class StepPlanner:
             self.cost = replace(self.cost, scale=self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale))
 
     def _find_share(self) -> int | None:
-        """Return the largest number of sequences of a step that leaves enough for all stages; None: no limit."""
+        """Return the largest number of sequences of a step that leaves sequences for all stages; None: no limit."""
         if self._depth == 1:
             return None
         total = len(self._table.running) + (len(self._table.waiting) if self._table.admits else 0)
@@ -178,7 +182,7 @@ class StepPlanner:
 
     def _schedule(self, now: float, share: int | None) -> StepPlan:
         """Plan a step of at most `share` running sequences, the least recently computed ones; None: no limit."""
-        # blocks that a preemption would free are counted only if one is possible, because this reads every block
+        # blocks that a preemption would free are counted only if one is possible, because counting reads every block
         drafts = max((len(sequence.drafts) for sequence in self._table.running.values()), default=0)
         enough = len(self._table.running) * (2 + drafts // self._table.blocks.block_size + 1)
         idle = [sequence for sequence in self._table.running.values() if not sequence.in_flight]
@@ -270,7 +274,11 @@ class StepPlanner:
     def _make_next_batch(
         self, sequences: Sequence[GenerationSequence], totals: Sequence[int], ids: torch.Tensor
     ) -> StepBatch:
-        """Return the decode step after which the sequences have `totals` tokens; `ids` are on the device."""
+        """Return the batch of a decode step that computes `ids`, tokens on the device.
+
+        Args:
+            totals: number of computed tokens of each sequence after the step.
+        """
         size = self._table.blocks.block_size
         count = len(sequences)
         slots = [

@@ -1,8 +1,8 @@
 """Program of a step: the recorded operators of a model's forward, replayed with buffers that are allocated once.
 
 [Note: native runs] Buffers have fixed addresses, so for most operators only the number of rows depends on the batch.
-Neighbours of this kind form a native run, which is built once and takes one call from Python in each step. Other
-operators are bound to each batch size at its first occurrence.
+Consecutive operators of this kind form a native run, which is built once and takes one call from Python in each step.
+Other operators are bound to each batch size at its first occurrence.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from windlass.kernels.kernel_dispatch import REFERENCE_PATH
 from windlass.kernels.packed_gemm import PackedPanels
 
 _SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # tokens and rows of the recordings
-_KEPT = 128  # number of batch sizes to keep calls for
+_KEPT = 128  # limit of batch sizes with stored calls; the least recently used ones are dropped
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-Count = tuple[int, int]  # number of rows of an operator for each token, and for each row of logits
+Count = tuple[int, int]  # number of rows or elements for each token, and for each row of logits
 
 
 @dataclass(eq=False)
@@ -72,7 +72,8 @@ class StepProgram:
         max_blocks: KV blocks of the longest sequence.
 
     Raises:
-        NotRecordableError: the forward is not the same for every batch, or has no native kernels.
+        NotRecordableError: the forward is not the same for every batch, or native kernels are missing, outdated, or
+            lack the format of a weight.
     """
 
     def __init__(
@@ -368,7 +369,7 @@ class StepProgram:
         return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
     def storage_tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Return the whole buffer of a tensor's storage, in its dtype."""
+        """Return the tensor of a storage: an input, a constant, or the full buffer viewed in the dtype of `ref`."""
         kind, number = ref.storage
         if kind == "input":
             inputs = self._inputs
@@ -558,7 +559,9 @@ class _Binder:
 
 
 def _record(record: Callable[[StepBatch], torch.Tensor], tokens: int, rows: int, seed: int) -> Recording:
-    """Record the forward of one sequence in block 0. The tokens depend on `seed`, so that a choice of experts shows."""
+    """Record the forward of one sequence in block 0. The tokens depend on `seed`, so that recordings differ if the
+    forward chooses experts by the tokens.
+    """
     places = torch.arange(tokens)
     batch = StepBatch(
         token_ids=(places * 7 + seed) % 16,

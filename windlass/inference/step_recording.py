@@ -1,9 +1,10 @@
 """Recording of a forward as a list of operators, with sizes that are affine functions of the batch.
 
-[Note: recorded steps] The forward of a served model runs the same operators in every step; only sizes differ. The
-forward is recorded for a few batch sizes. If the recordings have the same operators, and every integer in them is
-`a + b * tokens + c * rows`, the list can be replayed for any batch, without the modules and without allocations. Views
-are not operators of the list: a tensor is a storage, sizes, strides and an offset.
+[Note: recorded steps] The forward of most served models runs the same operators in every step; only sizes differ. The
+forward is recorded for a few batch sizes. If the recordings have the same operators, no operator or size depends on the
+values of the tokens, and every integer is `a + b * tokens + c * rows` with the rows of logits, the list can be replayed
+for any batch, without the modules. Views are not operators of the list: a tensor is a storage, sizes, strides and an
+offset.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class TensorRef:
     """Tensor of a recording.
 
     Attributes:
-        size, stride, offset: integers in a single recording, `Affine` in a unified one.
+        size, stride, offset: integers in a single recording, `Affine` in a unified one; in elements.
     """
 
     storage: StorageKey
@@ -49,11 +50,11 @@ class Operator:
 
     Attributes:
         name: name of the aten operator, or of a native call such as `linear` or `attention`.
-        target: the aten operator; or the object with the state of a native call.
-        inputs: arguments, with `TensorRef`s instead of tensors.
-        named: keyword arguments.
+        target: the aten operator; or the state of a native call, e.g. `(panels, bias)`.
+        inputs: positional arguments, with `TensorRef`s instead of tensors.
+        named: keyword arguments, with `TensorRef`s instead of tensors.
         outputs: results; None for a result that is not a tensor.
-        mutates: True if the operator writes into its first input.
+        mutates: True if the operator writes into an argument: the first one or `out`.
     """
 
     name: str
@@ -69,8 +70,8 @@ class Recording:
     """Operators of one forward.
 
     Attributes:
-        constants: tensors that existed before the forward, by the number of their storage.
-        storages: bytes of each value's storage.
+        constants: tensors that are neither inputs nor recorded results, e.g. weights, by the number of their storage.
+        storages: bytes of each value's storage; `Affine` in a unified recording.
         result: the logits.
     """
 
@@ -89,16 +90,16 @@ def get_recorder() -> OperatorRecorder | None:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Recorder of every operator that runs inside its context.
+    """Recorder of every operator that runs inside `active`, except views.
 
     Args:
-        inputs: tensors that differ from step to step.
+        inputs: tensors that differ from step to step: first the token ids, then the positions, then any others.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.recording = Recording()
-        self._alive: list[torch.Tensor] = []  # keeps tensors alive, so that no storage is reused
+        self._alive: list[torch.Tensor] = []  # keeps tensors alive, so that no two storages have the same address
         self._keys: dict[int, StorageKey] = {}
         self._paused = 0
         for number, tensor in enumerate(inputs):
@@ -117,7 +118,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside the `with` block."""
+        """Record no torch operators inside the `with` block."""
         self._paused += 1
         try:
             yield
@@ -152,7 +153,7 @@ class OperatorRecorder(TorchDispatchMode):
         mutates = bool(func._schema.is_mutable)
         tensors = [value for value in results if isinstance(value, torch.Tensor)]
         if not mutates and tensors and all(_address(tensor) in self._keys for tensor in tensors):
-            self._alive += tensors  # views of known tensors need no operator of their own
+            self._alive += tensors  # a view of a recorded storage needs no operator
             return result
         outputs = [self._define(value) if isinstance(value, torch.Tensor) else None for value in results]
         self.recording.operators.append(Operator(str(func), func, inputs, named, outputs, mutates))
@@ -184,7 +185,7 @@ def _ref(key: StorageKey, tensor: torch.Tensor) -> TensorRef:
 
 
 def refuse_data_dependence(recording: Recording) -> None:
-    """Raise NotRecordableError if Python code or sizes depend on the values of the inputs, e.g. on chosen experts."""
+    """Raise NotRecordableError if Python code or sizes depend on the values of token ids or positions, as in MoE."""
     tainted: set[StorageKey] = {("input", 0), ("input", 1)}
     for operator in recording.operators:
         refs = list(references([operator.inputs, operator.named]))
@@ -200,7 +201,7 @@ def refuse_data_dependence(recording: Recording) -> None:
 
 
 def references(value: Any) -> Iterator[TensorRef]:
-    """Yield the tensors among the arguments of an operator."""
+    """Yield the `TensorRef`s in nested lists, tuples and dicts."""
     if isinstance(value, TensorRef):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -216,10 +217,10 @@ def unify(recordings: Sequence[Recording], sizes: Sequence[tuple[int, int]]) -> 
     Args:
         recordings: recordings of the same model.
         sizes: tokens and rows of each recording. The second differs from the first only in the tokens, and the third
-            only in the rows. The others are checked against these three.
+            from the first only in the rows. The others are checked against these three.
 
     Raises:
-        NotRecordableError: the recordings are not the same list of operators.
+        NotRecordableError: the recordings differ in operators, arguments or constants, or an integer is not affine.
     """
     first = recordings[0]
     if any(len(other.operators) != len(first.operators) for other in recordings):

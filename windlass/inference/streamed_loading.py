@@ -48,12 +48,13 @@ def load_streamed_model(
 ) -> tuple[nn.Module, StreamedModules]:
     """Load a causal language model of transformers, and leave the weights of its linear layers and experts in a file.
 
-    The file is made at the first load, one product after the other, and used again as long as the model's files, the
-    dtype and the format are the same. While it is made, only the weights of one product are in memory.
+    The first load writes the file unit by unit, with the weights of only one unit in memory. Later loads use the file
+    as long as the model's files and configuration, the dtype and the weight format are the same.
 
     Raises:
-        ConfigError: the options do not fit together, or the machine has no native kernels.
-        ModelError: there is no such model; see `load_model`.
+        ConfigError: the device is not the CPU, there are no native kernels, the model or an option rules out streaming,
+            or `path` is not a directory and `weights_directory` is None.
+        ModelError: the model cannot be loaded, see `load_model`; or its files are not safetensors.
         StorageError: the weight file cannot be written or read.
     """
     if torch.device(device).type != "cpu" or get_inference_path().module is None:
@@ -153,7 +154,7 @@ class _StreamedLoad:
             persistent = {n: b for n, b in model.named_buffers() if n in model.state_dict()}
             stored |= {n: writer.add([n], {n: b}) for n, b in persistent.items()}
         except BaseException:
-            self._weights_path.unlink(missing_ok=True)  # a full disk would stay full
+            self._weights_path.unlink(missing_ok=True)  # otherwise the incomplete file would keep the disk full
             raise
         finally:
             writer.close()
@@ -162,13 +163,13 @@ class _StreamedLoad:
         mapped = MappedFile(self._weights_path)
         with torch.no_grad():
             for name, parameter in resident.items():
-                if not parameter.untyped_storage().resizable():  # a view of the model's own file
+                if not parameter.untyped_storage().resizable():  # a view of a model's or temporary file
                     parameter.data = _stored_tensor(mapped, stored[name], name)[...]
         return index
 
 
 def _copy_mapped(model: nn.Module) -> None:
-    """Move mapped parameters into memory, where no failure of the disk ends the process."""
+    """Copy mapped parameters and buffers into memory: a failed read of a mapped page ends the process by SIGBUS."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not tensor.untyped_storage().resizable():
             tensor.data = tensor.detach().clone()
@@ -181,7 +182,7 @@ def _stored_tensor(mapped: MappedFile, unit: StoredUnit, name: str) -> LazyTenso
 
 
 def _find_dtype(path: str | Path, dtype: str | torch.dtype, trust_remote_code: bool) -> str | torch.dtype:
-    """Return the dtype of the parameters; on the CPU float16 is widened."""
+    """Return the dtype of the parameters, float32 instead of float16; `auto` if the configuration has none either."""
     wanted = parse_dtype(dtype)
     if wanted is None:
         config = load_config(path, trust_remote_code=trust_remote_code)

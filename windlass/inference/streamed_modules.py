@@ -39,7 +39,7 @@ class WeightLender(Protocol):
     stats: StreamStats
 
     def lend(self, unit: int) -> AbstractContextManager[torch.Tensor]:
-        """Yield the bytes of a unit."""
+        """Yield the bytes of a unit, uint8 `[bytes]`, which are valid inside the `with` block."""
         ...
 
     def begin_forward(self) -> None:
@@ -47,11 +47,11 @@ class WeightLender(Protocol):
         ...
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Let `lend` yield memory of undefined content inside the `with` block."""
+        """Allow `lend` to yield memory of undefined content inside the `with` block."""
         ...
 
     def close(self) -> None:
-        """Free memory and file."""
+        """Stop reading, and free the staging memory if there is any."""
         ...
 
 
@@ -92,7 +92,7 @@ class MappedUnits:
         """Do nothing: the system reads ahead."""
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Do nothing: mapped values need not be read."""
+        """Do nothing: `lend` yields the mapped values."""
         return nullcontext()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class MappedUnits:
 
 
 class StackedParameters:
-    """Module that has its stacked matrices as parameters only during its forward."""
+    """Hooks that set the stacked matrices of a module as its parameters only during its forward."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class StreamedModules(PackedModules):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of memory through which the weights pass."""
+        """Bytes of staging memory; 0 if the file is mapped."""
         return self.lender.buffer_bytes if isinstance(self.lender, WeightStream) else 0
 
     def begin_forward(self) -> None:
@@ -163,7 +163,7 @@ class StreamedModules(PackedModules):
         self.lender.begin_forward()
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Compute with undefined weights inside the `with` block, without reading the file."""
+        """Allow undefined weights inside the `with` block, so that a `WeightStream` does not read the file."""
         return self.lender.without_values()
 
     def close(self) -> None:
@@ -196,10 +196,18 @@ class StreamedModules(PackedModules):
 def store_units(
     model: nn.Module, probe: Callable[[], Any], writer: WeightFileWriter, weight_format: str | None
 ) -> list[StoredUnit]:
-    """Write the packed weights of a model group by group, and free each group; return the units in the order of use.
+    """Write the packed linear layers and the stacked experts of a model unit by unit, and free each written unit.
 
     Args:
-        probe: function that runs a forward of the model. The weights may be views of mapped files.
+        model: model whose weights may be views of mapped files.
+        probe: function that runs a forward of the model.
+        weight_format: registered name; None: the dtype of the weights.
+
+    Returns:
+        Units in the order of their first use; then experts that the probe did not reach.
+
+    Raises:
+        ConfigError: a layer is packed already.
     """
     names = {module: name for name, module in model.named_modules()}
     order: dict[nn.Module, int] = {}
@@ -248,11 +256,13 @@ def store_units(
 
 
 def _find_stacked(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """Return modules with stacked matrices of their own, and the names of these parameters."""
+    """Return modules outside of torch.nn that have stacked matrices and no child with parameters, and the names of the
+    matrices.
+    """
     found = []
     for module in model.modules():
         names = [name for name, p in module.named_parameters(recurse=False) if p.dim() >= _STACKED_DIMS]
-        own = not type(module).__module__.startswith("torch.nn")  # other code may use the weight of a convolution
+        own = not type(module).__module__.startswith("torch.nn")  # a model may read the weight of an nn.Conv1d itself
         if own and names and not any(True for child in module.children() for _ in child.parameters()):
             found.append((module, names))
     return found

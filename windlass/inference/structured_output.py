@@ -28,10 +28,10 @@ class StructuredOutputCompiler:
         self._vocabulary: Any = None
 
     def compile(self, params: StructuredOutputsParams) -> OutputConstraint:
-        """Return the constraint of one answer. After `load`, several threads may call this at the same time.
+        """Return the constraint of one answer. After `load`, several threads may call `compile` at the same time.
 
         Raises:
-            RequestError: llguidance is missing, the tokenizer cannot be used, or the constraint cannot be compiled.
+            RequestError: llguidance or a usable tokenizer is missing, or the constraint cannot be compiled.
         """
         self.load()
         try:
@@ -51,7 +51,7 @@ class StructuredOutputCompiler:
         """Load the library and read the tokenizer, once. The tokenizer must not be in use by another thread.
 
         Raises:
-            RequestError: llguidance is missing, or the tokenizer cannot be used.
+            RequestError: llguidance or a usable tokenizer is missing.
         """
         if self._vocabulary is not None:
             return
@@ -89,7 +89,7 @@ class OutputConstraint:
         """Return the tokens that are allowed next, bool `[vocab_size]`.
 
         Raises:
-            RequestError: the constraint became too large to be computed.
+            RequestError: this call or an earlier one failed, e.g. because the constraint became too large.
         """
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():  # also set by `compute_bitmask`, which then allows only the end of the answer
@@ -100,7 +100,7 @@ class OutputConstraint:
         return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
     def accept(self, token: int) -> None:
-        """Advance by a generated token.
+        """Advance by a generated token; do nothing if `is_complete`.
 
         Raises:
             RequestError: the token is not allowed.
@@ -144,8 +144,8 @@ _VALUES = ("enum", "const", "default", "examples")
 
 
 def _closed(schema: Any) -> Any:
-    """Return a JSON Schema that allows only the properties that it names, except in objects with
-    `additionalProperties`.
+    """Return a copy of a JSON Schema in which objects with `properties` or `patternProperties` allow no others, unless
+    they have `additionalProperties`.
     """
     if isinstance(schema, list):
         return [_closed(one) for one in schema]

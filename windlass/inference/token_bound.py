@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_CHARACTER_BYTES = 4  # bytes of UTF-8's longest character; a character that the vocabulary lacks is one token
+_CHARACTER_BYTES = 4  # bytes of UTF-8's longest character, which may be one unknown token
 _SPACE_REMOVERS = frozenset({"Strip", "Whitespace", "WhitespaceSplit"})
 _KEEP_BYTES = frozenset({"ByteLevel", "Digits", "Metaspace", "Prepend"})
 # Most bytes that a normalizer replaces by one byte, over all of Unicode: `Lowercase` makes the Kelvin sign "k".
@@ -17,8 +17,8 @@ class TokenBound:
     """Lower bound of the number of tokens of a text, much faster than tokenization.
 
     Args:
-        tokenizer: tokenizer of transformers. If one token may stand for a text of any length, e.g. for an unknown word,
-            the bound is 0.
+        tokenizer: tokenizer of transformers, or None. The bound is 0 if there is no fast BPE tokenizer, or if one token
+            may stand for a text of any length, e.g. for an unknown word.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,7 +29,7 @@ class TokenBound:
             self._measure(backend)
 
     def __call__(self, text: str) -> int:
-        """Return the number of tokens that the text has at least."""
+        """Return a lower bound of the number of tokens of the text."""
         if self._longest is None or len(text) <= self._longest:
             return 0
         # "replace" lets lone surrogates pass, which the tokenizer refuses later
@@ -51,7 +51,7 @@ class TokenBound:
                 return
             factor *= _MOST_SHRUNK.get(part["type"], 1)
         if any(token.lstrip or token.rstrip for token in added):
-            self._counts_spaces = False  # such a token takes the spaces beside it
+            self._counts_spaces = False  # such a token includes the spaces next to it
         size = len if "ByteLevel" in names else _byte_size
         longest = max(map(size, vocabulary), default=0)
         longest = max(longest, _CHARACTER_BYTES, *(_byte_size(token.content) for token in added))
@@ -59,7 +59,7 @@ class TokenBound:
 
 
 def _parts(component: Any) -> list[_Part]:
-    """Return the parts of a normalizer or pre-tokenizer, each as the tokenizer's file has it."""
+    """Return the parts of a normalizer or pre-tokenizer in any order, each as a dict of `tokenizer.json`."""
     if component is None:
         return []
     stack, found = [json.loads(component.__getstate__())], []
@@ -74,7 +74,7 @@ def _parts(component: Any) -> list[_Part]:
 
 
 def _keeps(part: _Part) -> bool:
-    """Return True if a part shortens no text by a larger factor than `_MOST_SHRUNK` has (1 for others)."""
+    """Return True if a part shortens a text at most by its factor in `_MOST_SHRUNK` (1 if it is not listed there)."""
     kind: str = part["type"]
     if kind == "Replace":
         old = part["pattern"].get("String")  # a regular expression may match any number of characters
@@ -85,7 +85,7 @@ def _keeps(part: _Part) -> bool:
 
 
 def _covers_all(model: Any, vocabulary: dict[str, int], *, is_byte_level: bool) -> bool:
-    """Return True if a model drops no character, and joins no unknown characters to one token."""
+    """Return True if a model is BPE without affixes, drops no character and joins no unknown ones in a token."""
     from tokenizers import models, pre_tokenizers
 
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:

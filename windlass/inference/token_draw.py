@@ -1,10 +1,10 @@
 """Draw of tokens by temperature, min-p, top-k and top-p.
 
-[Note: exact nucleus] Sorting 100,000 tokens takes longer than a small model's step. So the lowest weight of the nucleus
-is found by selection: a sorted sample brackets it, the sums of the tokens above and inside the bracket show on which
-side it lies, and only the last thousand tokens are sorted.
+[Note: exact nucleus] Sorting 100,000 tokens takes longer than a small model's step. So on the CPU the lowest weight of
+the nucleus (the tokens of top-p) is found by selection: a sorted sample brackets it, the sums of the weights above and
+inside the bracket show whether it is above, inside or below, and only the last thousand candidates are sorted.
 
-On the CPU each row is computed by itself, so its token has the same bits in any batch.
+On the CPU each row is computed by itself, so its token does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from windlass.inference.sampling_params import SamplingParams
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.intp]
 
-_SAMPLE, _MARGIN = 256, 12  # tokens of a sample; sampled tokens from the estimate to each end of the bracket
-_SORTED = 1024  # largest number of tokens to sort
+_SAMPLE, _MARGIN = 256, 12  # fewest tokens of a sample; sampled tokens from the estimate to each end of the bracket
+_SORTED = 1024  # up to this many tokens are sorted
 _CHUNK = 512
 
 
@@ -42,7 +42,7 @@ def greatest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
-    """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at the row's number.
+    """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at the row's uniform.
 
     Args:
         scores: `[rows, vocabulary]`; the highest of each row is finite.
@@ -56,7 +56,7 @@ def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms
 
 
 def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> int:
-    """Draw a token by `scores` `[vocabulary]` on the CPU."""
+    """Draw a token from `scores` `[vocabulary]` on the CPU."""
     # relative to the highest score, or a low temperature would overflow
     scaled = (scores - scores.max()) / params.temperature
     # numpy selects few of many elements several times faster than torch
@@ -105,7 +105,7 @@ def draw_together(scores: torch.Tensor, params: Sequence[SamplingParams], unifor
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device. The copy to a GPU is queued, and the host does not wait."""
+    """Return the tensor on the device. A copy to a GPU is queued, and the host does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -142,14 +142,14 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
         rest = rest[rest <= upper]
         middle, light = rest[rest >= lower], rest[rest < lower]
         middle_mass = float(middle.sum())
-        # by rounding, all weights together can be less than a mass that is nearly their sum
+        # by rounding, `above` plus the sum of `rest` can be less than a `mass` close to the total
         if above + middle_mass >= mass or lower == 0 or not len(light):
             rest = middle
         else:
             above += middle_mass
             rest = light
         if len(rest) == before:
-            break  # all weights left are equal
+            break  # the bracket holds all weights left, as many of them are equal
     ordered = np.sort(rest)[::-1]
     cumulative = ordered.cumsum(dtype=np.float64) + above
     count = max(int((cumulative - ordered < mass).sum()), 1)
@@ -158,13 +158,13 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
 
 
 def _invert(weights: FloatArray, uniform: float) -> int:
-    """Return the index of the first cumulative weight above `uniform` times the sum of all."""
+    """Return the index of the first cumulative weight above `uniform` times the sum of all weights."""
     cumulative = weights.cumsum(dtype=np.float64)
     return _place(cumulative, weights, uniform * float(cumulative[-1]))
 
 
 def _invert_in_chunks(weights: FloatArray, uniform: float) -> int:
-    """Compute `_invert` by sums of chunks, and then in the chunk that is hit."""
+    """Compute `_invert` in less time: find the chunk by the sums of all chunks, then the token in it."""
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK))
     cumulative = sums.cumsum(dtype=np.float64)
     target = uniform * float(cumulative[-1])
@@ -175,7 +175,7 @@ def _invert_in_chunks(weights: FloatArray, uniform: float) -> int:
 
 
 def _place(cumulative: npt.NDArray[np.float64], weights: FloatArray, target: float) -> int:
-    # side="right" skips weights of 0; rounding must not exceed the last weight above 0
+    # side="right" skips weights of 0; rounding must not lead past the last weight above 0
     place = int(np.searchsorted(cumulative, target, side="right"))
     if place < len(weights) and weights[place] > 0:
         return place

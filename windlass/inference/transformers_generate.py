@@ -37,19 +37,20 @@ def generate_by_engine(
     """Generate as `module.generate(input_ids, ...)` of transformers does, with continuous batching.
 
     Args:
-        find_llm: function that returns the engine; not called if the engine lacks a setting.
+        find_llm: function that returns the engine; not called if the result is None.
         input_ids: int64 `[batch, tokens]`, padded on any side where `attention_mask` is 0.
-        settings: arguments of transformers' `generate`: fields of its GenerationConfig, or `generation_config`. A draw
-            is seeded by torch's global generator.
+        settings: arguments of transformers' `generate`: fields of its GenerationConfig, or `generation_config`. Seeds
+            come from torch's global CPU generator.
 
     Returns:
-        int64 `[batch * num_return_sequences, tokens + generated]`: the input as given, then the answers, padded on the
-        right. None: the engine lacks a setting, e.g. beams, a streamer or a logits processor, or there are no rows of
-        token ids.
+        int64 `[batch * num_return_sequences, tokens + generated]`: the input, then the answers, padded on the right.
+        None: the engine lacks a setting, e.g. beams, a streamer or a logits processor, or there are no rows of token
+        ids.
 
     Raises:
-        RequestError: a prompt is empty, or there is no room for an answer of the length that the settings give.
-        ModelError: the logits of the model are not finite.
+        RequestError: a prompt is empty, an answer has no room, a setting is out of range, or several answers to one
+            prompt would be equal because the search is greedy.
+        ModelError: the engine cannot compute an answer, e.g. because logits are not finite.
     """
     config = _generation_config(module, settings)
     if config is None or input_ids is None or input_ids.dim() != 2 or input_ids.shape[0] == 0:
@@ -102,7 +103,7 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
         base = GenerationConfig()
     config = copy.deepcopy(base)
     if given is not None and own is not None:
-        # as in transformers, the model's settings fill fields that the given ones leave open, such as the end tokens
+        # as in transformers, the model's settings fill fields that are None in the argument, such as the end tokens
         for name, value in own.to_dict().items():
             if getattr(config, name, None) is None:
                 setattr(config, name, value)
@@ -122,6 +123,9 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
         longest: tokens of the longest prompt.
         window: tokens that the engine takes, prompt and answer together.
         ends: tokens of the vocabulary that end an answer.
+
+    Raises:
+        RequestError: the answers have no room, or a setting is out of range.
     """
     new = config.max_new_tokens
     if new is None and config.max_length == type(config)().max_length:
@@ -159,8 +163,8 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
 
 
 def _infer_mask(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return the mask of rows that were given without one: as in transformers, padding tokens are left out unless they
-    may also end an answer.
+    """Return the attention mask of rows without one: as in transformers, 0 at padding tokens unless they may also end
+    an answer.
     """
     if config.pad_token_id is None or config.pad_token_id in _as_list(config.eos_token_id):
         return torch.ones_like(input_ids)

@@ -90,7 +90,7 @@ def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
             _check_harmless(name, value)
             continue
         if value is None and (name in _NAMES or name in _CONVERTED):
-            continue  # None is vLLM's default
+            continue  # None selects the default
         own, convert = _CONVERTED.get(name, (_NAMES.get(name, name), None))
         try:
             converted = value if convert is None else convert(value)
@@ -114,7 +114,7 @@ _ABSENT = object()
 
 
 def _speculative(value: Any) -> Any:
-    """Return windlass's mapping of vLLM's `speculative_config`."""
+    """Return the value of windlass's `speculative` for a vLLM `speculative_config`."""
     if not isinstance(value, Mapping):
         return value
     options = {_SPECULATIVE.get(name, name): option for name, option in value.items() if option is not None}

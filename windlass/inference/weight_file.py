@@ -1,7 +1,8 @@
-"""File of a model's packed weights, made once from its safetensors files: one range of bytes for each streamed unit.
+"""File of a model's packed weights, made once from its safetensors files.
 
-The index `<key>.json` beside the weight file `<key>.weights` is written last: without the index, the weight file is
-incomplete and is made again. The key is a hash of the names, sizes and times of the model's files, and of the options
+Each streamed unit is one range of bytes, as is each other parameter and persistent buffer. The index `<key>.json` next
+to the weight file `<key>.weights` is written last: without the index, the weight file is incomplete and is made again.
+The key is a hash of the names, sizes and modification times of the model's files, and of the configuration and options
 that determine the packed bytes.
 """
 
@@ -36,7 +37,7 @@ _WRITTEN_AT_ONCE = 64 << 20
 
 @dataclass(frozen=True)
 class StoredTensorPlace:
-    """Place of a tensor in its unit. `offset` counts bytes from the start of the unit."""
+    """Place of a tensor in its unit: dtype code of safetensors, shape, and bytes from the start of the unit."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +62,7 @@ class StoredUnit:
     """Weights that are read together.
 
     Attributes:
-        modules: names of the modules that use the weights.
+        modules: names of the modules that use the weights; or the name of a parameter or buffer that is not streamed.
         offset: offset in the file in bytes, a multiple of the page size.
         nbytes: bytes in the file, a multiple of the page size.
         tensors: places of the unit's tensors, by name.
@@ -100,12 +101,16 @@ class WeightIndex:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that a forward reads."""
+        """Bytes of all streamed units."""
         return sum(unit.nbytes for unit in self.units)
 
 
 class WeightFileWriter:
-    """Writer of a new weight file."""
+    """Writer of a new weight file, which replaces an existing one.
+
+    Raises:
+        StorageError: the file cannot be created.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._end = path, 0
@@ -182,9 +187,10 @@ class MappedFile:
         self._left = 0  # bytes to request until the faults are counted again
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Let the system read a range before it is used, if the process has had major page faults lately.
+        """Let the system read a range before it is used.
 
-        A request takes time for each page of the range, so none is made while all pages are in the page cache.
+        A request takes time for each page of the range. So after requests for as many bytes as the file has, further
+        calls do nothing until the process has had more major page faults.
         """
         if self._left <= 0:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
@@ -196,7 +202,7 @@ class MappedFile:
 
 
 def file_key(files: Sequence[Path], facts: Mapping[str, Any]) -> str:
-    """Return the key of a weight file, made of names, sizes and times of the model's files, and of `facts`."""
+    """Return the key of a weight file: a hash of names, sizes and modification times of the files, and of `facts`."""
     listed = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
     text = json.dumps([_VERSION, listed, sorted(facts.items())], default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -225,7 +231,11 @@ def locked_directory(directory: Path, key: str) -> Iterator[None]:
 
 
 def write_index(path: Path, index: WeightIndex) -> None:
-    """Write the index, which makes the weight file valid."""
+    """Write the index, which makes the weight file valid.
+
+    Raises:
+        StorageError: the index cannot be written.
+    """
     try:
         write_atomically(path, json.dumps(asdict(index)), durable=True)
     except OSError as error:

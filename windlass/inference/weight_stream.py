@@ -1,9 +1,10 @@
 """Stream of a model's weights from a weight file through a small staging memory, read ahead of their use.
 
-[Note: streamed weights] The weights of each product (a *streamed unit*) lie in one range of the weight file. They are
-read into a ring of staging memory in the order in which the previous forward used them, as far ahead as the ring has
-room, across the end of a forward too. A unit's bytes are free again as soon as its product is computed. If a forward
-uses units in another order, e.g. other experts, the ring is filled anew from that unit on, which only takes longer.
+[Note: streamed weights] The weights of each product (a *streamed unit*) are one range of the weight file. They are read
+into a ring of staging memory in the order in which an earlier forward used them, at first that of the file, as far
+ahead as the ring has room, across the end of a forward too. A unit's bytes are free again as soon as its product is
+computed. If a forward uses a unit that is not in the ring, e.g. another expert, the ring is filled anew from this unit
+on, which only takes longer.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _READ_AHEAD = 64 << 20  # bytes in flight that keep a fast disk busy
 
 
 class Read(Protocol):
-    """Bytes on their way to memory."""
+    """Read of a unit, in flight or finished."""
 
     def wait(self) -> None:
         """Wait until the bytes have arrived, and raise if they cannot be read."""
         ...
 
     def finish(self) -> None:
-        """Wait until the memory is written no more, without raising."""
+        """Wait until no byte of the memory is written any more, without raising."""
         ...
 
 
@@ -44,13 +45,13 @@ class WeightSource(Protocol):
         ...
 
     def start(self, unit: int, into: torch.Tensor) -> Read:
-        """Start to read a unit."""
+        """Start to read a unit into the uint8 memory `into`, and return the read."""
         ...
 
 
 @dataclass(eq=False)
 class _Staged:
-    """Unit in the ring, or on its way there."""
+    """Unit in staging memory, whose read may be in flight."""
 
     unit: int
     first: int
@@ -66,7 +67,7 @@ class StreamStats:
     """Counters of a stream.
 
     Attributes:
-        bytes_read: bytes of all reads that have started.
+        bytes_read: bytes of all reads that have started; of a mapped file, bytes of all uses of units.
         waited_seconds: seconds in which products waited for their weights.
         mispredicted: number of units that were not read ahead.
     """
@@ -77,11 +78,11 @@ class StreamStats:
 
 
 class WeightStream:
-    """Ring of staging memory; see [Note: streamed weights]. Used from one thread.
+    """Ring of staging memory; see [Note: streamed weights]. Not thread-safe.
 
     Args:
         sizes: bytes of each unit, by its number.
-        buffer_bytes: bytes of the staging memory; None: as many as keep the disk busy.
+        buffer_bytes: bytes of the staging memory; None: as for `EngineOptions.weights_buffer_bytes`.
 
     Raises:
         ConfigError: the staging memory cannot hold the largest unit.
@@ -98,25 +99,25 @@ class WeightStream:
                 f"weights_buffer_bytes is {buffer_bytes}, and the largest product has {largest} bytes of weights; "
                 f"write at least that, or {least} so that the next ones are read ahead"
             )
-        # a quarter of the model at most: more saves no time, as each byte is read once a forward
+        # more than a quarter of the model would save no time, as each forward reads each byte once
         wanted = max(least, min(_READ_AHEAD + largest, page_up(sum(self._sizes) // 4)))
         self.buffer_bytes = wanted if buffer_bytes is None else page_up(buffer_bytes + 1) - 4096
         self._buffer = source.allocate_buffer(self.buffer_bytes)
         self._staged: deque[_Staged] = deque()
         self._order = list(range(len(self._sizes)))
         self._used: list[int] = []
-        self._next = 0  # place in the order of the next unit to read
+        self._next = 0  # index in `_order` of the next unit to read
         self._reads, self._failed = True, False
         # reads in flight end before their memory is freed
         self._finish = weakref.finalize(self, _finish_reads, self._staged, self._buffer)
         self.stats = StreamStats()
 
     def begin_forward(self) -> None:
-        """Predict the order of the previous forward, and start reads in this order."""
+        """Start reads in the predicted order: that of the last forward that was no subsequence of the order before."""
         if not self._reads:
             return
         used, self._used = self._used, []
-        if self._failed:  # read everything again
+        if self._failed:  # other reads may have failed too
             self._drop_unused()
             self._failed, self._next = False, 0
         if used and not _is_part(used, self._order):
@@ -171,8 +172,8 @@ class WeightStream:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _find(self, unit: int) -> _Staged:
-        """Return a unit in the ring, and drop units before it, which this forward left out. Start to read a unit that
-        is not in the ring.
+        """Return a unit in the ring, and drop unused units before it, which this forward left out. If the unit is not
+        in the ring, drop all unused units and start to read it.
         """
         waiting = [staged for staged in self._staged if not staged.in_use]
         place = next((number for number, staged in enumerate(waiting) if staged.unit == unit), None)
@@ -185,7 +186,7 @@ class WeightStream:
         self._drop_unused()
         self._next = self._place_after(unit)
         found = self._start(unit)
-        if found is None:  # units in use fill the ring
+        if found is None:  # units in use fill the ring, so memory outside of it is used
             memory = self._source.allocate_buffer(self._sizes[unit])
             self.stats.bytes_read += self._sizes[unit]
             return _Staged(unit, 0, self._sizes[unit], self._source.start(unit, memory), memory)
@@ -193,7 +194,7 @@ class WeightStream:
         return found
 
     def _place_after(self, unit: int) -> int:
-        """Return the place in the order behind the next use of a unit; `_next` if the order lacks the unit."""
+        """Return the index in `_order` after the next use of a unit; `_next` if `_order` lacks the unit."""
         count = len(self._order)
         for step in range(count):
             if self._order[(self._next + step) % count] == unit:
@@ -230,7 +231,7 @@ class WeightStream:
             return 0 if nbytes <= self.buffer_bytes else None
         head = self._staged[0].first
         tail = self._staged[-1].first + self._staged[-1].nbytes
-        if tail > head:  # in use are [head, tail)
+        if tail > head:  # the bytes [head, tail) are in use
             if tail + nbytes <= self.buffer_bytes:
                 return tail
             return 0 if nbytes <= head else None
@@ -243,6 +244,6 @@ def _finish_reads(staged: Iterable[_Staged], buffer: torch.Tensor) -> None:
 
 
 def _is_part(used: Sequence[int], order: Sequence[int]) -> bool:
-    """Return True if `order` has the units of `used` one after the other, perhaps with others between them."""
+    """Return True if `used` is a subsequence of `order`."""
     rest = iter(order)
     return all(unit in rest for unit in used)

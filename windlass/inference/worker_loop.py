@@ -31,7 +31,8 @@ def run_worker(
             exist after loading.
 
     Raises:
-        ConfigError: this rank is the first one of its model.
+        ConfigError: this rank is the first one of its model; or see `make_rank_engine`.
+        ModelError, StorageError: see `make_rank_engine`.
         PeerError: another rank failed.
     """
     made = make_rank_engine(

@@ -1,5 +1,5 @@
-"""Placement of parameters on the model-parallel axes, losses over sharded tokens and routers, and storage of the
-activations that a forward saves for its backward.
+"""Placement of parameters on the model-parallel axes, losses over sharded tokens and over routers, and storage
+of the activations that a forward saves for its backward.
 
 Reading order: placement, parameter_values, narrow_to_ranges, full_parameters, autograd_collectives, router_loss,
 sequence_loss, hidden_states; tensor_geometry, device_copies, activation_buffer, activation_store,

@@ -1,4 +1,4 @@
-"""One preallocated buffer for all saved activations, which avoids fragmentation of device memory."""
+"""Preallocated buffer for saved activations, which avoids memory fragmentation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class BufferRegion:
 class ActivationBuffer:
     """Buffer for the saved inputs of `num_checkpoints` checkpointed calls.
 
-    Activations are freed in the reverse order of their allocation, so the buffer is a stack: a region freed below the
-    top stays reserved until everything above it is freed. The buffer is allocated, or enlarged, only while it is empty.
+    Activations are usually freed in the reverse order of their allocation, so the buffer is a stack: a region freed
+    below the top stays reserved until everything above it is freed. The buffer is allocated, or enlarged, only while it
+    is empty.
 
     Args:
         device: device of the buffer; the CPU for a buffer in host memory.
@@ -40,7 +41,7 @@ class ActivationBuffer:
         self._requested_bytes = 0  # bytes requested since the buffer was last empty
         self._calls = 0  # checkpointed calls since the buffer was last empty
         self._allocated: list[tuple[int, int]] = []  # start and stop of each region, from the bottom
-        self._freed_starts: set[int] = set()  # starts of freed regions that lie below the top
+        self._freed_starts: set[int] = set()  # starts of freed regions below the top
         self._has_warned = False
 
     @property
@@ -62,7 +63,7 @@ class ActivationBuffer:
         """
         if not self._allocated:
             if self._calls <= self.num_checkpoints:
-                # `shared_bytes` is an estimate: the calls before may have requested more than they announced.
+                # `shared_bytes` is an estimate: earlier calls may have requested more than they announced.
                 self._target_bytes = max(self._target_bytes, self._requested_bytes)
             self._requested_bytes = self._calls = 0
         self._calls += 1
@@ -108,5 +109,5 @@ class ActivationBuffer:
 
 
 def _aligned(nbytes: int) -> int:
-    nbytes = max(nbytes, 1)  # gives an empty region a start of its own
+    nbytes = max(nbytes, 1)  # regions are identified by their start, so an empty region needs a distinct start
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

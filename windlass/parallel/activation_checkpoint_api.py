@@ -27,7 +27,8 @@ from windlass.parallel.sharded_activation_store import ShardedStore
 
 @dataclass(frozen=True)
 class ActivationCheckpointOptions:
-    """Options of `configure`, named as the keys of the section `activation_checkpointing`."""
+    """Options of `configure`. All but `group` and `min_offload_bytes` are keys of the section
+    `activation_checkpointing`."""
 
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
@@ -45,7 +46,12 @@ class ActivationCheckpointOptions:
         return "nvme" if self.nvme_path else "cpu" if self.cpu_checkpointing else "device"
 
     def check(self) -> None:
-        """Raise a ConfigError if two options contradict each other, or if one requires another that is not set."""
+        """Check the options.
+
+        Raises:
+            ConfigError: two options contradict each other, an option requires another that is not set, or
+                `min_offload_bytes` is negative.
+        """
         if self.cpu_checkpointing and self.nvme_path:
             raise ConfigError(
                 f"activation_checkpointing.nvme_path {list(self.nvme_path)} and cpu_checkpointing true name two tiers; "
@@ -88,19 +94,20 @@ def configure(
     """Configure how later calls of `checkpoint` store their inputs. Calls that already ran keep their settings.
 
     Args:
-        config: a configuration; its section `activation_checkpointing` applies where an argument is None.
-        partition_activations: shard saved inputs over `group`. No effect if the group has one rank.
+        config: a configuration; its section `activation_checkpointing` applies where an argument is None. None: the
+            defaults.
+        partition_activations: shard saved inputs over `group`. No effect without a group of several ranks.
         contiguous_memory_optimization: store saved inputs in one buffer.
         number_checkpoints: number of checkpointed calls for which the buffer has space.
         cpu_checkpointing: store saved inputs in host memory.
-        synchronize_checkpoint_boundary: synchronize the device before and after each checkpointed call.
+        synchronize_checkpoint_boundary: synchronize the device before and after each outermost checkpointed call.
         profile: log, once per backward, the time of checkpointed calls and of their recomputation.
         nvme_path: store saved inputs in files in these folders.
         group: the model-parallel group: ranks whose saved inputs are equal.
         min_offload_bytes: tensors of fewer bytes stay on the device.
 
     Raises:
-        ConfigError: the configuration is invalid, or options contradict each other.
+        ConfigError: the configuration is invalid, or `ActivationCheckpointOptions.check` fails.
         StorageError: no files can be created at `nvme_path`.
     """
     global _configured
@@ -121,7 +128,7 @@ def configure(
 
 
 def current_options() -> ActivationCheckpointOptions:
-    """Return the configured options, or the defaults if `configure` was not called."""
+    """Return the configured options, or the defaults if none are set."""
     return _options or ActivationCheckpointOptions()
 
 
@@ -132,7 +139,7 @@ def set_options(options: ActivationCheckpointOptions | None, *, configured: bool
         configured: if True, `is_configured` returns True from now on, as after `configure`.
 
     Raises:
-        ConfigError: options contradict each other.
+        ConfigError: `ActivationCheckpointOptions.check` fails.
         StorageError: no files can be created at `nvme_path`.
     """
     global _options, _configured
@@ -147,7 +154,7 @@ def has_options() -> bool:
 
 
 def is_configured() -> bool:
-    """Return True if `configure` was called."""
+    """Return True after `configure`, or `set_options` with `configured`, until `set_options(None)`."""
     return _configured
 
 
@@ -164,12 +171,13 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     """Call `function(*args, **kwargs)`, save only its inputs, and recompute it in the backward.
 
     The recomputation draws the same random numbers as the forward. The function may take and return any objects, may
-    contain further checkpointed calls and may raise. Without gradients the function is called and nothing is saved.
-    Side effects of the function (a cache, a counter) happen twice.
+    contain further checkpointed calls and may raise. If gradients are disabled, the function is called and nothing
+    is saved. Side effects of the function (a cache, a counter) happen twice.
 
     Raises:
-        StorageError: inputs are stored in files that cannot be written or read.
-        ModelError: an input was changed in place before its copy off the device was complete.
+        StorageError: inputs are stored in files that cannot be written or read. Also raised by the backward.
+        ModelError: raised by the backward if inputs are offloaded, and an input that stays on the device, or whose copy
+            was not complete, was changed in place.
     """
     global _settings
     if _settings is None:
@@ -218,7 +226,7 @@ def offload_saved_tensors(
 ) -> Iterator[OffloadCounters]:
     """Offload the tensors that autograd saves inside this context to `tier`, and prefetch them in the backward.
 
-    Nothing is offloaded inside a checkpointed call, nor to `"cpu"` if device and host share one memory. Autograd sees
+    Nothing is offloaded inside a checkpointed call, nor to `"cpu"` if device and host share one memory. Autograd uses
     the values at the time of saving: a later in-place change of a tensor that was already copied raises no error.
 
     Args:
@@ -227,11 +235,13 @@ def offload_saved_tensors(
         min_offload_bytes: tensors of fewer bytes stay on the device, as do parameters and views of parameters.
 
     Yields:
-        Byte counters, shared by all contexts with the same tier, path and minimum.
+        Byte counters, shared by all contexts with the same `tier`, `nvme_path` and `min_offload_bytes`.
 
     Raises:
         ConfigError: `tier` is neither `"cpu"` nor `"nvme"`, or `"nvme"` has no path.
         StorageError: files cannot be written or read.
+        ModelError: raised by the backward if a saved tensor that stays on the device, or whose copy was not complete,
+            was changed in place.
     """
     keeper = _offloader_for_tier(tier, () if nvme_path is None else _as_paths(nvme_path), min_offload_bytes)
     if is_inside_checkpoint() or (tier == "cpu" and not has_separate_memory(local_device())):
@@ -242,7 +252,7 @@ def offload_saved_tensors(
 
 
 def get_offload_counters() -> OffloadCounters | None:
-    """Return the byte counters of checkpointed calls; None if their inputs stay on the device and are not counted."""
+    """Return the byte counters of calls of `checkpoint`; None if their inputs are not put in a store."""
     return _settings.offloader.counters if _settings is not None and _settings.offloader is not None else None
 
 
@@ -316,8 +326,8 @@ def _offloader_for_tier(tier: ActivationTier, paths: tuple[str, ...], min_offloa
 
 
 def manual_seed(seed: int) -> None:
-    """Seed torch's generator equally, and the `"model-parallel-rng"` differently, on the ranks of the model-parallel
-    group.
+    """Seed torch's default generator with `seed`, and the generator `"model-parallel-rng"` with a seed that differs
+    between the ranks of the model-parallel group.
 
     All generators of the tracker are removed first.
     """
@@ -329,6 +339,7 @@ def manual_seed(seed: int) -> None:
 def model_parallel_seed(seed: int) -> int:
     """Return the seed of this rank's `"model-parallel-rng"` for a seed that all ranks share.
 
-    The offset is Megatron's, so that layers that draw weights from this generator start with the same values as there.
+    The offset is Megatron's, so that layers that draw weights from this generator start with the same values as in
+    Megatron.
     """
     return seed + _SEED_OFFSET + model_parallel_rank()

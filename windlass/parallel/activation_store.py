@@ -1,4 +1,4 @@
-"""Stores for saved activations: a buffer on the device, and host memory."""
+"""Stores for saved activations, in device memory or in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.parallel.device_copies import (
 )
 
 ActivationTier = Literal["device", "cpu", "nvme"]
-"""Device memory, host memory or files; values as in the configuration."""
+"""Device memory, host memory or files."""
 
 
 class StoredActivation(Pending, Protocol):
@@ -29,7 +29,7 @@ class StoredActivation(Pending, Protocol):
         ...
 
     def fetch(self) -> PendingCopy:
-        """Copy the tensor `[n]` back to its original device. Every call starts a new copy."""
+        """Start to copy the tensor `[n]` back to its original device. No copy is needed if it is already there."""
         ...
 
 
@@ -66,7 +66,7 @@ class ActivationStore(Protocol):
 
 
 class DeviceStore:
-    """Store on the device itself, in one buffer for `num_checkpoints` checkpointed calls if that is given."""
+    """Store in device memory. With `num_checkpoints`, one buffer per device, for that many checkpointed calls."""
 
     tier: ActivationTier = "device"
     is_collective = False
@@ -100,7 +100,7 @@ class DeviceStore:
 
 
 class HostStore:
-    """Store in host memory, pinned if CUDA is available; one buffer if `num_checkpoints` is given."""
+    """Store in host memory, pinned if CUDA is available; in one buffer if `num_checkpoints` is set."""
 
     tier: ActivationTier = "cpu"
     is_collective = False
@@ -140,8 +140,8 @@ class _DeviceActivation:
         return
 
     def fetch(self) -> PendingCopy:
-        """Return a clone if the value lies in a buffer, whose region may be reused while the caller still holds the
-        result.
+        """Return the value, or its clone if the value is in a buffer: the region may be reused while the caller still
+        holds the result.
         """
         return CompletedCopy(self._value if self._region is None else self._value.clone())
 

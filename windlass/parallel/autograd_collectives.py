@@ -1,9 +1,10 @@
-"""Differentiable collectives. The backward of each is the transpose of its forward.
+"""Differentiable collectives, with two conventions for the gradient.
 
-There are two conventions. Along an axis whose ranks compute *the same* loss (tp), every rank receives the complete
-gradient: `copy_to_parallel_region` and `reduce_from_parallel_region` enclose the sharded layers. Along an axis whose
-ranks compute different losses, or parts of one loss (sp, ep), training minimizes the sum of all ranks' losses:
-`all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are exact transposes with respect to that sum.
+Along an axis whose ranks compute *the same* loss (tp), every rank receives the complete gradient: sharded layers begin
+with `copy_to_parallel_region` or `scatter_to_parallel_region`, and end with `reduce_from_parallel_region` or
+`gather_from_parallel_region`. Along an axis whose ranks compute different losses, or parts of one loss (sp, ep),
+training minimizes the sum of all ranks' losses: the backward of `all_reduce`, `all_gather`, `reduce_scatter` and
+`all_to_all` is the exact transpose of the forward with respect to that sum.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _own_part(axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) 
 
 
 def _copy_of_own_part(axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-    return _own_part(axis, tensor, dim, sizes).clone()  # the result must not keep the whole tensor in memory
+    return _own_part(axis, tensor, dim, sizes).clone()  # the result must not keep the full tensor in memory
 
 
 class _PartsAlongDim(torch.autograd.Function):
@@ -89,13 +90,24 @@ def all_reduce(tensor: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """All-gather the parts along `dim`; reduce-scatter the gradient."""
+    """All-gather the parts along `dim`; reduce-scatter the gradient.
+
+    Args:
+        sizes: size of each rank's part along `dim`; None: equal sizes.
+    """
     parts = _gather_sizes(tensor, axis, dim, sizes)
     return _along_dim(tensor, axis, dim, parts, axis.all_gather, axis.reduce_scatter)
 
 
 def reduce_scatter(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """Sum over ranks and keep this rank's part along `dim`; all-gather the gradient."""
+    """Sum over ranks and keep this rank's part along `dim`; all-gather the gradient.
+
+    Args:
+        sizes: size of each rank's part along `dim`; None: equal sizes.
+
+    Raises:
+        ValueError: the size along `dim` is not the sum of `sizes`, or not a multiple of the axis size.
+    """
     parts = _scatter_sizes(tensor, axis, dim, sizes)
     return _along_dim(tensor, axis, dim, parts, axis.reduce_scatter, axis.all_gather)
 
@@ -103,7 +115,14 @@ def reduce_scatter(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequen
 def scatter_to_parallel_region(
     tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Keep this rank's part along `dim` of a replicated tensor; all-gather the gradient."""
+    """Keep this rank's part along `dim` of a replicated tensor; all-gather the gradient.
+
+    Args:
+        sizes: size of each rank's part along `dim`; None: equal sizes.
+
+    Raises:
+        ValueError: `sizes` is None, and the size along `dim` is not a multiple of the axis size.
+    """
     parts = _scatter_sizes(tensor, axis, dim, sizes)
     return _along_dim(tensor, axis, dim, parts, partial(_copy_of_own_part, axis), axis.all_gather)
 
@@ -113,6 +132,9 @@ def gather_from_parallel_region(
 ) -> torch.Tensor:
     """All-gather the parts along `dim` for a computation that is the same on every rank. The backward keeps this rank's
     part of the gradient, without a reduction.
+
+    Args:
+        sizes: size of each rank's part along `dim`; None: equal sizes.
     """
     parts = _gather_sizes(tensor, axis, dim, sizes)
     return _along_dim(tensor, axis, dim, parts, axis.all_gather, partial(_own_part, axis))

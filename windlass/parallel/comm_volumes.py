@@ -2,8 +2,9 @@
 
 All values are bytes that one rank receives, as `MeshAxis.traffic` counts them: an all-reduce of B bytes over n ranks is
 2 B (n - 1) / n; an all-gather, a reduce-scatter or an all-to-all whose parts have B bytes in total on each rank is
-B (n - 1) / n. Scalars (a loss, a norm, token counts) and padding are left out. If a size is not a multiple of the
-number of ranks, the value is that of a rank with the largest part.
+B (n - 1) / n. Scalars (a loss, a norm, token counts) and padding are left out. If the number of tokens, heads or
+experts is not a multiple of the number of ranks, the value is that of a rank with the most of them; tp is assumed to
+divide dense parameters evenly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class StepWorkload:
     """Workload of one optimizer step.
 
     Attributes:
-        tokens: tokens in one micro-batch of one data-loading rank: samples times full sequence length.
+        tokens: tokens in one micro-batch of a rank, before sequence parallelism shards it: samples times sequence
+            length.
         micro_batches: micro-batches in a step.
         zero_stage: ZeRO stage.
         activation_bytes, parameter_bytes: bytes of an element in the computation.
@@ -32,8 +34,8 @@ class StepWorkload:
             micro-batch.
         recompute: True if a layer's forward runs again before its backward.
         tp_sequence_norms: True if activations between tensor-parallel layers are sharded along the sequence.
-        ulysses_degree: number of sp ranks that exchange heads with each other; 0: all sp ranks. With fewer, sp /
-            ulysses_degree such groups form rings that pass keys and values.
+        ulysses_degree: number of sp ranks that exchange heads with each other; 0: all sp ranks. With fewer, keys and
+            values are also passed along rings of sp / ulysses_degree ranks.
         virtual_stages: model chunks on each pp rank.
     """
 
@@ -130,11 +132,11 @@ def compute_data_parallel_volumes(
     - stages 0 and 1: one reduction and one all-gather;
     - stage 2: m reductions and one all-gather;
     - stage 3: m reductions and 2 m all-gathers (forward and backward). Parameters that the default settings keep
-      unsharded in between are counted too. With a secondary shard (hpZ, Wang et al. 2023) backward all-gathers over
+      unsharded between uses are counted too. With a secondary shard (hpZ, Wang et al. 2023) backward all-gathers over
       fewer ranks.
 
-    A pipeline that unshards once a step has one of each at every stage. The replicas all-reduce each rank's gradient
-    shard once a step.
+    A pipeline that unshards once a step has one reduction and one all-gather at every ZeRO stage. From stage 1 on, the
+    replicas all-reduce each rank's gradient shard once a step.
     """
     shard_ranks = ranks // replicas if workload.zero_stage else ranks
     often = 1 if is_pipelined and workload.unshards_once else workload.micro_batches
@@ -163,8 +165,8 @@ def compute_tensor_parallel_volumes(
     *,
     top_k: int = 0,
 ) -> Iterable[CommVolume]:
-    """Compute the traffic of tensor parallelism, given `activation_bytes` between layers (Shoeybi et al. 2019, section
-    3).
+    """Compute the traffic of tensor parallelism for activations of `activation_bytes` between layers (Shoeybi et al.
+    2019, section 3).
 
     A layer has four all-reduces of `activation_bytes`: after attention and after the feed-forward network, in forward
     and in backward. With recomputation six are counted. (torch's non-reentrant checkpointing needs only five, because
@@ -208,7 +210,8 @@ def compute_router_volumes(
 ) -> Iterable[CommVolume]:
     """Compute the traffic of a load-balancing loss over routers on several stages.
 
-    The router logits, one for each expert and token, are sent with the activations to the last stage.
+    The router logits, one for each expert and token, are sent with the activations to the last stage, and their
+    gradients are sent back.
 
     Args:
         bytes_per_expert: bytes of one expert's logits in one layer, for one micro-batch.
@@ -229,14 +232,14 @@ def compute_sequence_parallel_volumes(
 
     Ulysses (Jacobs et al. 2023, section 3.2): all-to-alls of queries, keys, values and outputs, in forward and
     backward. In each, a rank has N / P tokens of all heads and sends (P - 1) / P of this data to other ranks. That is
-    the paper's 4 N h / P per forward if keys and values have as many heads as queries. With fewer key heads than ranks,
-    each key head goes to several ranks, so that every rank has a key head.
+    about the paper's 4 N h / P per forward (h: hidden size) if keys and values have as many heads as queries. With
+    fewer key heads than ranks, each key head goes to several ranks, so that every rank has a key head.
 
     Ring (Liu et al. 2023): keys and values are passed P - 1 times in forward and again in backward. The gradients of
     keys and values are passed P times in float32, until they reach the rank that owns the tokens.
 
-    With both, ranks exchange heads within a group, and rings connect the groups: a message of the ring holds one rank's
-    heads of its group's tokens.
+    With both, ranks exchange heads within a group, and rings connect the groups: a message of the ring holds the keys
+    and values of one rank's heads, for all tokens of its group.
     """
     degree = workload.ulysses_degree or ranks
     rounds = ranks // degree
@@ -262,9 +265,9 @@ def compute_expert_parallel_volumes(
 ) -> Iterable[CommVolume]:
     """Compute the traffic to experts and back.
 
-    Each of `rows` (tokens times chosen experts) is sent four times, twice in forward and twice in backward (Lepikhin et
-    al. 2020, section 3.2), and twice more with recomputation. Routing is assumed to be even. Rows for local experts are
-    not counted.
+    Each of the `rows` rows of a layer (tokens times chosen experts) is sent four times, twice in forward and twice in
+    backward (Lepikhin et al. 2020, section 3.2), and twice more with recomputation. Routing is assumed to be even. Rows
+    for local experts are not counted.
     """
     often = (6 if workload.recompute else 4) * layers * workload.micro_batches
     yield CommVolume(
@@ -273,5 +276,5 @@ def compute_expert_parallel_volumes(
 
 
 def _bytes_from_others(nbytes: int, ranks: int) -> int:
-    """Return the part of `nbytes`, spread evenly over `ranks`, that lies on the other ranks."""
+    """Return the number of bytes on the other ranks, if `nbytes` bytes are spread evenly over `ranks` ranks."""
     return nbytes * (ranks - 1) // ranks

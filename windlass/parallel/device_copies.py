@@ -33,8 +33,9 @@ class CompletedCopy:
 class SideStreamCopy:
     """Copy on a side stream, between pinned host memory and a CUDA device.
 
-    Work submitted after `wait` to the then current stream sees the copy. If this object is deleted before the copy is
-    complete, the current stream waits for the copy, so source and destination may be freed right afterwards.
+    Work submitted to the current stream after `wait` runs after the copy. For a copy to the host, `wait` also blocks
+    until the copy is complete. If this object is deleted before `wait`, the current stream waits for the copy, so
+    source and destination may be freed right afterwards.
     """
 
     def __init__(self, source: torch.Tensor, value: torch.Tensor, device: torch.device) -> None:
@@ -93,7 +94,7 @@ def has_separate_memory(device: torch.device) -> bool:
 
 
 def start_copy_to_host(tensor: torch.Tensor, out: torch.Tensor | None = None) -> PendingCopy:
-    """Copy a contiguous tensor to host memory: to `out`, or to newly allocated pinned memory.
+    """Start to copy a contiguous tensor to host memory: to `out`, or to new memory, which is pinned for CUDA devices.
 
     If device and host share one memory and `out` is None, nothing is copied.
     """
@@ -108,7 +109,7 @@ def start_copy_to_host(tensor: torch.Tensor, out: torch.Tensor | None = None) ->
 
 
 def start_copy_to_device(tensor: torch.Tensor, device: torch.device) -> PendingCopy:
-    """Copy a contiguous tensor from host memory to `device`. If they share one memory, nothing is copied."""
+    """Start to copy a contiguous tensor from host memory to `device`. Nothing is copied if both share one memory."""
     if not has_separate_memory(device):
         return CompletedCopy(tensor)
     if device.type != "cuda":

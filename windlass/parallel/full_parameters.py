@@ -36,9 +36,9 @@ def write_local_shard(local: torch.Tensor, full: torch.Tensor, placement: Placem
 
 
 def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
-    """All-reduce the full tensor from the parts on all ranks along the sharded axes. Collective over these axes.
+    """Return the full tensor, by an all-reduce of zero-padded parts. Collective over the sharded axes.
 
-    The result has no autograd graph. The bytes are counted as traffic of the step.
+    The all-reduce is not differentiable. The bytes are counted as traffic of the step.
     """
     full = make_zero_padded_full(local, placement)
     for name in sorted(placement.sharded_axes):
@@ -49,8 +49,8 @@ def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, Me
 def gather_full_with_grad(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
     """Gather the full tensor on every rank along the sharded axes, differentiably. Collective over these axes.
 
-    In the backward, every tp rank already has the complete gradient of the full tensor; along ep the ranks' gradients
-    are summed.
+    The backward returns this rank's part of the gradient. Along tp every rank has the complete gradient; along ep the
+    ranks' gradients are summed first.
 
     Args:
         local: this rank's part, of `placement.local_shape`.

@@ -28,8 +28,8 @@ def place_flagged_parameters(model: nn.Module, axis: MeshAxis) -> int:
         parameters on an axis of one rank.
 
     Raises:
-        ModelError: a parameter's size along its `partition_dim` is not a multiple of its stride, or the dimension does
-            not exist.
+        ModelError: a parameter has no dimension `partition_dim`, its size along that dimension is not a multiple of its
+            `partition_stride`, or the stride is less than 1.
     """
     found = 0
     for name, parameter in model.named_parameters():

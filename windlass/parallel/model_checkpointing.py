@@ -1,4 +1,4 @@
-"""Switch of activation checkpointing that models of transformers and diffusers have."""
+"""Switch of activation checkpointing that models of transformers have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> N
     """Enable activation checkpointing of each layer, as transformers does.
 
     Args:
-        source: Option or key that requests checkpointing, for the message.
+        source: option or key that requests checkpointing, for the message.
 
     Raises:
         ModelError: the model does not support activation checkpointing.
@@ -41,5 +41,5 @@ def disable_checkpointing(model: nn.Module) -> None:
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Return True if `enable_checkpointing` works for this model."""
+    """Return True if the model declares `supports_gradient_checkpointing`."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))

@@ -8,8 +8,8 @@
    elementwise_update, optimizer_state_offload.
 3. setup: partition of a model into units, and their tiers and buffers. Start with zero_settings,
    unit_partition, unit_builder.
-4. access: full values and shards of single parameters, `GatheredParameters`, averages, generation, effects of a
-   script's changes. Start with shard_values, full_values.
+4. access: full values and shards of single parameters, `GatheredParameters`, averages, generation, `.grad` and
+   `.data`, unfreezing. Start with shard_values, full_values.
 5. sharded_init: construction of models under `zero.Init`. Start with context, initial_shard.
 """
 

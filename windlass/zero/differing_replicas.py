@@ -22,7 +22,7 @@ class DifferingReplicasCallbacks:
     Attributes:
         recapture: Makes parameters views of their units again, with their current values, after a script gave them
             other memory.
-        gather: Brings the master weights of units, which were written to the parameters, to all ranks. Collective.
+        gather: Publishes and all-gathers units after their master weights were written to the parameters. Collective.
     """
 
     recapture: Callable[[], None]
@@ -74,9 +74,12 @@ class DifferingReplicas:
         self._accept_weights()
 
     def show_common_weights(self) -> None:
-        """Set the parameters to the values that are equal on all ranks, for an evaluation. Not collective.
+        """Set the parameters to the master weights, which are equal on all ranks, for an evaluation. Not collective.
 
         Does nothing unless ranks take local steps.
+
+        Raises:
+            ModelError: a parameter was changed in place while replicas differed. The change was undone.
         """
         if self.differ and not self._has_common_weights and self._keeps_local_weights:
             edited = self.refused_edit()

@@ -26,9 +26,9 @@ class EngineCallbacks:
         loss_scale: Returns the loss scale of the current gradients.
         on_gradient: Called with unit, index and gradient as each gradient arrives; None: not called.
         on_backward_begin: Called when an outermost backward outside a forward begins.
-        on_backward_end: Called when the outermost backward has ended and its gradients are on their way.
-        before_update: Called on all ranks before an update, with the norm and the clip coefficient; the gradients are
-            reduced then.
+        on_backward_end: Called when the outermost backward has ended and its reductions, if any, have started.
+        before_update: Called on all ranks before an update, with the gradient norm (without the loss scale) and the
+            clip coefficient; the gradients are reduced then.
         on_weights_edited: Called when master weights, states or parameters are about to be replaced.
         on_gradient_dropped: Called with the name of each parameter whose gradient a script drops, and True if it is
             only zeroed.
@@ -49,4 +49,4 @@ class EngineCallbacks:
 
 
 BuildShardedModel = Callable[[EngineCallbacks], "ShardedModel"]
-"""Shard an engine's model. Collective. The engine calls it again to adapt to a changed model."""
+"""Function that shards an engine's model. Collective. The engine calls it again to adapt to a changed model."""

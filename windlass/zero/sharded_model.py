@@ -87,8 +87,10 @@ class ShardedModel:
         trains: The model will have gradients. If False, all parameters count as frozen.
 
     Raises:
-        ModelError: a parameter is not supported, the optimizer has other parameters than the model, or the ranks have
-            different models.
+        ModelError: a parameter or the model is not supported, the optimizer has a parameter that is not in the model or
+            does not support the settings, or the ranks have different models.
+        ConfigError: the optimizer reduces gradients itself, and the settings exclude local gradients.
+        StorageError: the disk of a rank has too little space, or a write to it failed.
     """
 
     def __init__(
@@ -142,7 +144,8 @@ class ShardedModel:
         self.scheduler = self._make_scheduler(completion)
         at_once = self._choose_update_numel(optimizer)
         self.masters = self._make_masters(optimizer, at_once, delayed=late)
-        self._rank_states = 0  # states of a unit that differ between ranks, without errors of quantized reductions
+        # Number of states per unit that differ between ranks. Errors of quantized reductions are not counted.
+        self._rank_states = 0
         if optimizer is not None:
             self._rank_states += len(update_class(optimizer, policy.state).rank_state_keys(optimizer, policy.state))
         try:
@@ -175,7 +178,7 @@ class ShardedModel:
         self._closer = finalize(self, _close, mesh, self.ledger, tiers.disk)
         self.disk_health.check("initialize could not write the model to disk", loses=True)
         if tiers.staging is not None:
-            tiers.staging.free_returned()  # records grow by the states of the first step, and need larger buffers
+            tiers.staging.free_returned()  # the first step adds states to the disk records: they need larger buffers
         self._attach(blocks)
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self._has_step_failure
@@ -195,7 +198,7 @@ class ShardedModel:
     def _make_reducer(self, trainable: list[Unit], completion: CompletionOrder) -> GradientReducer:
         """Return the reducer of the gradients of trainable units."""
         settings = self.settings
-        # the mean of the local gradients over ranks equals the result of the reduction
+        # with this factor, the mean of the local gradients over ranks equals the result of the reduction
         local_factor = settings.predivide_factor * settings.postdivide_factor * self.mesh.dense.data.size
         return GradientReducer(
             trainable,
@@ -242,10 +245,10 @@ class ShardedModel:
         )
 
     def _choose_update_numel(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return the number of elements that one call of the optimizer updates."""
+        """Return the maximum number of elements that one call of the optimizer updates."""
         full = optimizer is not None and update_class(optimizer, self.policy.state).steps_whole_units
         at_once = min(self.settings.sub_group_size, pipeline_numel(self.slots))
-        # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
+        # An optimizer of full parameters exchanges data in every batch, so all ranks need the same batches.
         # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
         if not full:
             at_once = min(at_once, self.tiers.max_update_numel)
@@ -254,7 +257,9 @@ class ShardedModel:
         return at_once
 
     def _make_masters(self, optimizer: torch.optim.Optimizer | None, at_once: int, *, delayed: bool) -> MasterWeights:
-        """Return the master weights in chunks of at most `at_once` elements, or in whole units."""
+        """Return the master weights, in chunks of at most `at_once` elements, or one chunk per unit if the optimizer
+        steps full units.
+        """
         settings = self.settings
         full = optimizer is not None and update_class(optimizer, self.policy.state).steps_whole_units
         return MasterWeights(
@@ -382,7 +387,9 @@ class ShardedModel:
         return self.disk_health.has_local_failure() if self.tiers.param is Tier.NVME else 0.0
 
     def _has_step_failure(self) -> float:
-        """Return 1 if a disk transfer or an update of this rank has failed, writes of the last reductions included."""
+        """Return 1 if a disk transfer or an update of this rank has failed; else 0. First wait for the writes of
+        quantization errors.
+        """
         self.quantization_errors.wait()
         return self.disk_health.has_local_failure()
 
@@ -402,8 +409,9 @@ class ShardedModel:
         return self._unshards_on_access and self.runtime.unshard_for_current_block(unit)
 
     def _discard_reads(self) -> None:
-        """Discard data read from disk, or in flight from it, because it may contain NaN. It is read again at its
-        next use.
+        """Discard data that were read from disk or are being read, because they may contain NaN.
+
+        Their next use reads them again.
         """
         self.runtime.reshard_all()
         for unit in self.units:
@@ -419,7 +427,7 @@ class ShardedModel:
 
     @property
     def slots(self) -> list[GradientSlot]:
-        """Gradient slots of the trainable units, in model order."""
+        """Gradient slots of the trainable units, in model order. Slots of units that are unfrozen later come last."""
         return self.reducer.slots
 
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
@@ -444,7 +452,7 @@ class ShardedModel:
         return next((one.name for one in entries if one.state_key is state_key), "?")
 
     def _refuse_quantized_states(self) -> None:
-        """Raise ModelError if 8-bit states would have to be quantized again at each step.
+        """Raise ModelError if a step would have to gather 8-bit states and quantize them again.
 
         An optimizer that is not elementwise (e.g. Lamb) quantizes its states in blocks of the full parameter. If
         tensor or expert parallelism shards the parameter, each step would dequantize the states, gather them, and
@@ -500,11 +508,12 @@ class ShardedModel:
             apply_nonfinite: Update with non-finite gradients too, unclipped.
 
         Raises:
-            ModelError: there is no optimizer, a parameter without gradient is an error in the settings, ranks dropped
-                different gradients, an in-place change of a sharded parameter was lost, or there was no backward since
-                the last step and `repeats` is False.
+            ModelError: there is no optimizer, a parameter without gradient is an error in the settings, ranks have
+                different gradients, an in-place change of a parameter was refused or lost, a parameter was given
+                another shape or dtype, or there was no backward since the last step and `repeats` is False.
             UpdateError: the update of the previous step failed on some rank.
-            StorageError: a transfer to or from NVMe failed on some rank.
+            StorageError: a transfer to or from NVMe failed on some rank, or the state was lost by an earlier failure.
+            Exception: the optimizer raised on this rank.
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
@@ -553,13 +562,16 @@ class ShardedModel:
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, status.used, strict=True)}
         self.update.has_stepped = False
         try:
-            # The coefficient is 0 if the squares of a finite gradient overflow; torch multiplies the gradient by it.
+            # `clip` is 0 if the squares of a finite gradient overflow. The divisor infinity then gives a zero gradient,
+            # as `torch.nn.utils.clip_grad_norm_` does.
             batches = _stepped(self.update.run(used, scale / clip if clip else math.inf))
         except Exception as error:
-            # A hook of the optimizer raised. The other ranks update and wait for this one, so raise after the exchange.
+            # A hook of the optimizer raised. The other ranks update and wait for this one, so raise only after the
+            # collectives of `_publish_update`.
             batches = _raised(error)
         if delay and self.delayed_update is not None:
-            # From here on the thread owns the master weights, so copy in-place changes of parameters into them first.
+            # From `start` on, only the background thread may use the master weights, so copy in-place changes of
+            # parameters into them first.
             self.masters.copy_all_edits(self.units)
             self.delayed_update.start(batches)
         else:
@@ -575,8 +587,8 @@ class ShardedModel:
         """Raise on all ranks if this step must not be applied.
 
         Args:
-            lost: Parameter whose in-place change on this rank was lost; empty: it was lost on another rank; None: no
-                rank lost a change.
+            lost: Name of a parameter whose in-place change was lost on this rank; empty: a change was lost on another
+                rank; None: no rank lost a change.
             without_backward: No rank has run a backward since the last step, and the caller does not accept that.
         """
         if status.diverged:
@@ -599,7 +611,7 @@ class ShardedModel:
             )
 
     def _find_unstepped(self) -> None:
-        """Find the units of [Note: gradients that stay], since parameters may have joined the optimizer's groups."""
+        """Find the units of [Note: gradients that stay] again: parameters may have joined the optimizer's groups."""
         if self._planned_unstepped and self.update is not None:
             grouped = {id(p) for group in self.update.optimizer.param_groups for p in group["params"]}
             for unit in self._planned_unstepped:
@@ -624,11 +636,13 @@ class ShardedModel:
         """Finish a delayed update: wait for it and publish the new parameters. Make replicas equal to master weights.
 
         Collective if an update is in progress or replicas differ ([Note: 1-bit phase]), to be called between a step
-        and the next forward. Otherwise it returns at once.
+        and the next forward. Otherwise nothing is done.
 
         Raises:
-            ModelError: a parameter was changed in place while replicas differed. The change was undone.
+            ModelError: a parameter was changed in place while replicas differed, and the change was undone; or during
+                the delayed update, on this rank.
             UpdateError: the update failed on some rank.
+            StorageError: a transfer to or from NVMe failed on some rank.
         """
         if self.replicas.differ:
             self.scheduler.sync(SyncPoint.STATE_CHANGE)
@@ -646,21 +660,25 @@ class ShardedModel:
         self._finish_result(trouble, failed.item())
 
     def forget_unsent(self) -> None:
-        """Drop unsent changes of the previous weights, after weights were loaded without optimizer states."""
+        """Reset unsent changes and quantization errors, which belong to the weights before a load.
+
+        Called after weights were loaded without optimizer states.
+        """
         if self.update is not None:
             self.update.forget_unsent()
         self.quantization_errors.forget()
 
     def choose_gradient_mode(self) -> None:
-        """Choose whether gradients are reduced or stay local, as the next step needs. Called between steps, and after a
-        load.
+        """Choose whether the gradients of the next step are reduced or stay local. A change drops all gradients.
+
+        Called at the end of a step, and after a load.
         """
         if self.update is not None and self.update.takes_local_gradients != self.reducer.keeps_local_gradients:
             self.drop_gradients()
             self.reducer.keep_local_gradients(self.update.takes_local_gradients)
 
     def unhooked_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the named parameters without gradient hooks: those that were frozen when the model was initialized."""
+        """Yield the named parameters without gradient hooks: those that were frozen when hooks were last registered."""
         for unit in self.units:
             for name, parameter in zip(unit.names, unit.parameters, strict=True):
                 if id(parameter) not in self._hooked_parameters:
@@ -671,8 +689,12 @@ class ShardedModel:
         return all(id(p) in self._hooked_parameters or not p.requires_grad for p in parameters)
 
     def recapture_parameters(self) -> None:
-        """Make parameters views of their units again after they were given other memory (`p.data = ...`,
-        `module.to(...)`). They keep their current values.
+        """Make parameters that were given other memory (`p.data = ...`, `module.to(...)`) views of their units again.
+
+        They keep their current values. Applies to the units that are never resharded.
+
+        Raises:
+            ModelError: a parameter was given another shape or dtype.
         """
         recapture_parameters([unit for unit in self.units if not unit.reshards])
 
@@ -682,13 +704,13 @@ class ShardedModel:
         self.masters.track_data_edits(place.unit, place.index, late=late)
 
     def drop_gradients(self, *, keeps_unstepped: bool = False) -> None:
-        """Drop the gradients of this step, and reshard units kept for graphs that no longer exist.
+        """Drop the gradients of this step, and reshard all units that are not in use.
 
         Args:
             keeps_unstepped: See `GradientReducer.reset`.
         """
-        # Before `reshard_all`, which ends a backward that raised: its gradients would be copied there, although memory
-        # may be short.
+        # Call `reset` before `reshard_all`, which ends a backward that raised: `reshard_all` would copy the gradients
+        # of that backward, although memory may be short.
         self.reducer.reset(keeps_unstepped=keeps_unstepped)
         self.agreement.forget()
         self.runtime.reshard_all()
@@ -697,11 +719,14 @@ class ShardedModel:
     def editing_parameters(self, units: list[Unit], *, experts_only: bool = False) -> Iterator[None]:
         """Return a context in which master weights, optimizer states, and the local shards of frozen units may be set.
 
-        At its end the parameters are updated from them. Collective.
+        At the end of the context, the parameters are updated from them. Collective.
 
         Args:
             units: Units to be set.
-            experts_only: Take part only with the ranks that hold the same experts. All `units` are expert units then.
+            experts_only: Collective over the ranks that hold the same experts only. All `units` must be expert units.
+
+        Raises:
+            StorageError: a transfer to or from NVMe failed on some rank, or the state was lost by an earlier failure.
         """
         trained = [unit for unit in units if self.masters.chunks_of(unit)]
         among = expert_data_group(units) if experts_only else None
@@ -721,7 +746,7 @@ class ShardedModel:
         self.callbacks.on_weights_edited()
         self.scheduler.sync(SyncPoint.STATE_CHANGE, experts_only=experts_only)
         self.finish_update()
-        # Otherwise new values would go to `full`, and the next recapture would overwrite them.
+        # Otherwise new values would go to `Unit.full`, and the next recapture would overwrite them.
         self.recapture_parameters()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
             # A peer may still run its backward and read this rank's shards in shared memory.
@@ -736,9 +761,10 @@ class ShardedModel:
         self.masters.remember_versions(units)
 
     def destroy(self, *, keeps_mesh: bool = False) -> None:
-        """Restore the plain model, with full parameters in memory of their own and without hooks.
+        """Restore the plain model, with copies of the full parameters and without hooks.
 
-        Collective. Finishes a delayed update first. Further calls do nothing.
+        Collective. Finishes a delayed update first; an error of the update is raised after the model is restored.
+        Further calls do nothing.
 
         Args:
             keeps_mesh: Leave the process groups of the mesh open, for another `ShardedModel` that uses them.
@@ -817,7 +843,7 @@ class ShardedModel:
     def compile_safe(self) -> list[nn.Module]:
         """Return the modules that can be compiled because no hook of a block runs inside their forward.
 
-        These are the innermost blocks, or the whole model if no unit is resharded.
+        These are the innermost blocks, or the model itself if no unit is resharded.
         """
         if not any(unit.reshards for unit in self.units):
             return [self.model]
@@ -850,7 +876,9 @@ class ShardedModel:
         self._handles += register_gradient_hooks(places, self.runtime, self.reducer)
 
     def _on_reduced(self, slot: GradientSlot) -> None:
-        """Start to read a unit's master weights and states from disk, if a step follows the backward."""
+        """Start to read a unit's master weights and states from disk, if a step follows the backward and no delayed
+        update is in progress.
+        """
         if self.callbacks.is_step_next() and not self._update_in_progress():
             self.masters.read_ahead(slot.unit)
 
@@ -868,7 +896,7 @@ class ShardedModel:
     # Steps and delayed updates.
 
     def _await_result(self) -> Exception | None:
-        """Wait for a delayed update in progress. Return the error that makes it unusable on this rank, or None."""
+        """Wait for a delayed update in progress. Return this rank's error that makes the result unusable; or None."""
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return None
         self.delayed_update.wait()
@@ -879,10 +907,10 @@ class ShardedModel:
         return self.delayed_update is not None and self.delayed_update.in_progress
 
     def _drop_result(self) -> None:
-        """Drop the result of a delayed update in progress, because a failed disk made it incomplete. Collective.
+        """Drop the result of a delayed update in progress, after a disk transfer or an update failed. Collective.
 
         Raises:
-            StorageError: an update was in progress. The update is applied in part, so the state is lost.
+            StorageError, UpdateError: an update was in progress. It is applied in part, so the state is lost.
         """
         if self.delayed_update is not None and self.delayed_update.in_progress:
             self.delayed_update.finish(use=False)
@@ -896,7 +924,9 @@ class ShardedModel:
             failed: Number of ranks with an error.
 
         Raises:
-            UpdateError: the update failed on some rank. Raised on all ranks.
+            UpdateError: the update failed on some rank. Raised on all ranks, except those that raise ModelError.
+            ModelError: a parameter was changed in place on this rank during the update.
+            StorageError: a transfer to or from NVMe failed on some rank. Raised on all ranks.
         """
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return
@@ -918,7 +948,8 @@ class ShardedModel:
 
         Raises:
             StorageError: a transfer to or from NVMe failed on some rank. Raised on all ranks.
-            Exception: the optimizer raised on this rank. Other ranks raise at their next step.
+            UpdateError: the model has data on NVMe, and the update of some rank failed in part. Raised on all ranks.
+            Exception: the optimizer raised on this rank. The other ranks raise at their next step.
         """
         updated: dict[int, Unit] = {}
         written: list[Pending] = []
@@ -939,7 +970,7 @@ class ShardedModel:
             failed = self.disk_health.update_error = error
             # Without sharded states all ranks update the same elements. Other ranks may have succeeded, so the replicas
             # may differ although this rank changed nothing.
-            # An update of whole parameters raises at its end, after all batches.
+            # An update of full parameters raises only after all batches, so `updated` does not show if it has begun.
             has_begun = self.update.has_stepped if self.update.needs_whole_parameters else bool(updated)
             self.disk_health.update_changed_nothing = not has_begun and bool(
                 self.policy.state or self.mesh.world.size == 1
@@ -973,7 +1004,7 @@ class ShardedModel:
     def _gather_updated(self, units: list[Unit]) -> None:
         """Publish the updated shards to peers, and all-gather the units that are never resharded. Collective.
 
-        Sharded units are gathered at their next use.
+        The other units are gathered at their next use.
         """
         pending = []
         for unit in units:
@@ -986,7 +1017,7 @@ class ShardedModel:
                 pending.append(unit.transport.all_gather(unit.buffer, elements=unit.numel))
         for one in pending:
             one.wait()
-        for unit in units:  # the caller may change parameters in place, but not while a peer still reads them
+        for unit in units:  # the caller may change parameters in place, which peers must not be reading then
             if not unit.reshards and self.policy.state:
                 unit.transport.wait_until_read(unit.buffer)
 

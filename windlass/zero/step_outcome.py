@@ -11,7 +11,8 @@ class StepOutcome:
 
     Attributes:
         norm: Norm of the full unclipped gradient, without the loss scale.
-        applied: The parameters were updated. If False, the gradient was not finite and is dropped.
+        applied: The parameters were updated, or their delayed update was started. If False, the gradient was not finite
+            and is dropped.
         clip: Clipping factor of the gradient.
         flags: Sums over ranks of the caller's numbers.
         bad: First parameter with a non-finite gradient; empty if there is none or the check did not run.

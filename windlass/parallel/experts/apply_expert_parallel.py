@@ -28,7 +28,7 @@ class ExpertLayerShard:
         name: name of the module that holds the experts.
         class_name: class of that module.
         num_experts: number of experts on all ranks.
-        local_experts: `[first, end)` of the experts on this rank.
+        local_experts: range `[first, end)` of the experts on this rank.
     """
 
     name: str
@@ -59,10 +59,10 @@ def apply_expert_parallel(
 ) -> ExpertParallelPlan:
     """Keep only this rank's experts in every layer, and make the layers dispatch tokens to the ranks of their experts.
 
-    Changes `model` in place. Layers of `MoE` drop the experts of other ranks. Expert modules of transformers, and
-    classes registered with `register_experts`, keep some rows of their tensors, recorded by `set_placement`, and get a
-    new forward. Routers do not change. Not collective; works on the meta device. Nothing changes on an axis of one
-    rank. Tensor parallelism may shard other dimensions before or after.
+    Changes `model` in place. `MoE` layers drop the experts of other ranks. Expert modules of transformers, `StackedMLP`
+    and classes registered with `register_experts` keep the rows of this rank's experts, recorded by `set_placement`,
+    and get a new forward. Routers do not change. Not collective; works on the meta device. Nothing changes on an axis
+    of one rank. Tensor parallelism may shard other dimensions before or after.
 
     Args:
         axis: mesh axis over which the experts are distributed.
@@ -70,7 +70,8 @@ def apply_expert_parallel(
         required: raise if the model has no experts. False for a stage of a pipeline.
 
     Raises:
-        ModelError: there are no experts, experts of an unknown class, or experts that are distributed already.
+        ModelError: there are no experts, experts of an unknown class, experts that are distributed already, or a tensor
+            that cannot be divided into equal parts for its experts.
         ConfigError: fewer experts than ranks, or a `MoE` layer with a different `ep_size`.
     """
     layers = list(_expert_modules(model, replicated))
@@ -117,7 +118,7 @@ def get_requested_ep_size(model: nn.Module) -> int:
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name and the parameter of every expert parameter that is, or can be, sharded along ep."""
+    """Yield name and parameter of every expert parameter that is, or can be, sharded along ep."""
     for name, module, spec, _ in _expert_modules(model, ()):
         if spec is None:
             yield from ((f"{name}.{inner}", parameter) for inner, parameter in module.named_parameters())

@@ -34,7 +34,7 @@ def drop_over_capacity(
         priority: order in which slots are accepted. "position": first choices of all tokens, then second choices,
             earlier tokens first (GShard); "random": random order (random token selection, arXiv:2109.10465); "score":
             highest `scores` first (batch prioritized routing, arXiv:2106.05974).
-        scores: `[tokens, k]`, scores of the slots.
+        scores: `[tokens, k]`, scores of the slots; required by "score", else unused.
     """
     tokens, k = index.shape
     if priority == "position":

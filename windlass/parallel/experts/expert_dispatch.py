@@ -25,7 +25,7 @@ local expert to output rows `[rows, hidden]`.
 
 
 def compute_expert_spans(num_experts: int, axis: MeshAxis) -> list[tuple[int, int]]:
-    """Return the `[first, end)` of the experts on each rank of the axis."""
+    """Return the range `[first, end)` of the experts on each rank of the axis."""
     return [compute_shard_range(num_experts, axis.size, rank) for rank in range(axis.size)]
 
 
@@ -42,7 +42,7 @@ def dispatch_and_combine(
     """Send each token to its experts, and sum the expert outputs by weight.
 
     Collective along `axis` in forward and backward, independent of the routing: a rank whose experts receive no rows
-    runs them on zero rows. Received rows are sorted by expert, then by source rank, then by their order there.
+    runs them on zero rows. Received rows are sorted by expert, then by source rank, then by token.
     Synchronizes with the device once, to read the counts. On an axis of one rank with `dropless`, only
     `run_local_experts` may synchronize.
 
@@ -74,7 +74,7 @@ def _dispatch_remote(
     axis: MeshAxis,
     run_local_experts: RunLocalExperts,
 ) -> torch.Tensor:
-    """Return the output rows of the experts of all ranks, in the order of the sorted slots."""
+    """Return the expert output rows of this rank's tokens, in the order of sorted slots. Collective along `axis`."""
     spans = compute_expert_spans(num_experts, axis)
     here = spans[axis.index][1] - spans[axis.index][0]
     slots = permutation.sorted_slots.shape[0]

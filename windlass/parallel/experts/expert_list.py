@@ -45,9 +45,9 @@ class Experts(nn.Module):
     """Copies of one module.
 
     All copies are on this rank until `shard`. An expert without tokens runs on zero rows, so its parameters get zero
-    gradients, as in DeepSpeed. Plain PyTorch would leave the gradients None and an optimizer would skip them. Thus
-    momentum and weight decay of an expert do not depend on the routing of a batch, and each rank runs the same modules
-    in the same order. An expert must therefore accept `[0, hidden]`.
+    gradients, as in DeepSpeed. If the expert did not run, its gradients would be None and an optimizer would skip them.
+    Thus momentum and weight decay are applied to every expert in every step, and each rank runs the same modules in the
+    same order. An expert must therefore accept `[0, hidden]`.
 
     Args:
         expert: the module; it maps `[rows, hidden]` to the same shape, or to a tuple whose first element has the shape.
@@ -100,8 +100,7 @@ class Experts(nn.Module):
 
 
 def sharded_expert_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield each module inside of experts that are distributed over ranks. Other ranks have other experts instead of
-    these."""
+    """Yield each module inside the `Experts` that are distributed over ranks. Other ranks hold different experts."""
     seen: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, Experts) and module.axis.size > 1:

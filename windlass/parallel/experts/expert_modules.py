@@ -37,7 +37,7 @@ class ExpertModuleSpec:
     read_routing: Callable[..., TokenRouting] | None = None
 
     def sharded_parameters(self, module: nn.Module) -> list[str]:
-        """Return the names of the parameters that are sharded."""
+        """Return the names of the parameters to shard, relative to `module`."""
         if self.parameter_names is not None:
             return list(self.parameter_names)
         return [name for name, _ in module.named_parameters(recurse=False)]
@@ -54,7 +54,7 @@ def register_experts(
     """Register how modules of a class hold experts, so that `apply_expert_parallel` can distribute them.
 
     Args:
-        class_name: class of the module that holds the tensors of all experts of a layer.
+        class_name: name of the class, or of a base class, of the module that holds all experts of a layer.
         count_attribute, parameter_names, run_rows, read_routing: see `ExpertModuleSpec`.
     """
     _registry[class_name] = ExpertModuleSpec(count_attribute, parameter_names, run_rows, read_routing)

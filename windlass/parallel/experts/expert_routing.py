@@ -12,7 +12,7 @@ from windlass.base.errors import ConfigError
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 GateNoise = Literal["RSample", "Jitter"]
-JITTER = 1e-2  # as in Switch Transformer (arXiv:2101.03961, 2.2)
+JITTER = 1e-2  # as in Switch Transformer (arXiv:2101.03961)
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class RoutingRule:
             probability; "Jitter" multiplies the router's input by a factor in 1 +- 0.01 (Switch Transformer). Applied
             in training only.
         sample_second_expert: with k = 2, sample the second expert by its probability among the others (GShard,
-            arXiv:2006.16668, 2.2). Applied in training only.
+            arXiv:2006.16668, 2.2). Applied in training only, and not with "RSample".
         num_expert_groups, num_limited_groups: experts form `num_expert_groups` equal groups, and a token's experts are
             chosen from its `num_limited_groups` best groups. Groups are ranked by the score of their best expert
             (DeepSeek-V2, arXiv:2405.04434, 2.2.2), with sigmoid scores by the sum of their two best (DeepSeek-V3).
-        normalize_weights: True if the weights of a token's experts sum to 1. None: True if k > 1.
-        routed_scaling_factor: factor by which the weights are multiplied.
+        normalize_weights: True to normalize the weights of a token's experts to sum to 1. None: True if k > 1.
+        routed_scaling_factor: factor by which the weights are then multiplied.
 
     Raises:
         ConfigError: the values are inconsistent.
@@ -76,12 +76,12 @@ class RoutingRule:
 
     @property
     def normalizes_weights(self) -> bool:
-        """True if the weights of a token's experts sum to 1."""
+        """True if the weights of a token's experts are normalized, with the default applied."""
         return self.k > 1 if self.normalize_weights is None else self.normalize_weights
 
 
 def compute_router_scores(logits: torch.Tensor, routing_rule: RoutingRule) -> torch.Tensor:
-    """Compute the scores `[tokens, experts]`, between 0 and 1."""
+    """Compute the scores, between 0 and 1, from the logits. Both are `[tokens, experts]`."""
     return logits.sigmoid() if routing_rule.score_function == "sigmoid" else functional.softmax(logits, dim=-1)
 
 
@@ -99,6 +99,7 @@ def choose_experts(
         logits: `[tokens, experts]`.
         scores: `[tokens, experts]`, computed from `logits`.
         bias: `[experts]`, added to the scores for the comparison only (arXiv:2408.15664).
+        training: if False, nothing is sampled.
     """
     with torch.no_grad():
         compared = scores if bias is None else scores + bias

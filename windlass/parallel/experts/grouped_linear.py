@@ -69,7 +69,7 @@ def grouped_linear(
 
 
 def grouped_linear_loop(rows: torch.Tensor, matrices: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """Compute the products one expert at a time: the reference for `grouped_linear`.
+    """Compute the products one expert at a time: the fallback of `grouped_linear`.
 
     Args:
         rows: `[rows, in]`.

@@ -18,12 +18,12 @@ from windlass.parallel.experts.top_k_gate import CapacityLimit, TopKGate
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture of experts, which are copies of a module. Each token is processed by `k` experts.
+    """Mixture of experts, which are copies of a module or a `StackedMLP`. Each token is processed by `k` experts.
 
-    The signature is that of `deepspeed.moe.layer.MoE`.
+    The signature is that of `deepspeed.moe.layer.MoE`, with more keyword arguments.
 
-    The layer is built with all experts; `apply_expert_parallel` keeps each rank's own. Names in the state dict are
-    DeepSpeed's.
+    The layer is built with all experts; `apply_expert_parallel` drops the experts of other ranks. Names in the state
+    dict are DeepSpeed's.
 
     Args:
         hidden_size: width of a token, in and out.
@@ -41,12 +41,12 @@ class MixtureOfExperts(nn.Module):
         use_rts: with `k` = 1, drop a random subset of an expert's tokens when it is over capacity; False: drop the last
             ones. With `k` = 2 the last ones are dropped, second choices first; with larger `k`, those of lowest score.
             This is DeepSpeed's behaviour.
-        use_tutel: no effect; rows are sorted here without it.
+        use_tutel: no effect; rows are always sorted by expert.
         enable_expert_tensor_parallelism: tensor parallelism also shards each expert. False: each rank along tp holds
-            whole experts, which all these ranks run on the same tokens. The residual and the shared expert are sharded
-            in either case. Experts that are also distributed over ranks must be a `StackedMLP` for this.
+            full experts, which all these ranks run on the same tokens. The residual and the shared expert are sharded
+            in either case. If True, experts that are distributed over ep ranks must be a `StackedMLP`.
         top2_2nd_expert_sampling: with `k` = 2, sample the second expert, in training only (DeepSpeed also samples in
-            evaluation). No effect if a bias balances the router.
+            evaluation). No effect if `expert_bias_update_rate` is set.
         score_function, num_expert_groups, num_limited_groups, normalize_weights, routed_scaling_factor: see
             `RoutingRule`.
         z_loss_weight: weight of the z-loss in the returned loss, where the balance loss has weight 1.
@@ -139,7 +139,8 @@ class MixtureOfExperts(nn.Module):
 
         Args:
             hidden_states: `[..., hidden_size]`.
-            used_token: `[...]`, 0 for tokens without an expert, whose output is 0 (except from shared experts).
+            used_token: `[...]`, 0 for tokens without an expert, whose output is 0 (except from residual and shared
+                experts).
 
         Returns:
             The output, of the shape of `hidden_states`; the load-balancing loss of this rank's tokens, to be added to

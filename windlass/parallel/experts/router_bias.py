@@ -112,8 +112,8 @@ def enable_router_bias_updates(model: nn.Module, expert_bias_update_rate: float,
 
 
 def update_router_biases(model: nn.Module, axes: Sequence[MeshAxis]) -> int:
-    """Update the bias of each router with bias updates, from the number of tokens that chose each expert on all ranks
-    since the last update. Collective along `axes`.
+    """Update each `RouterBias` of the model from the number of tokens that chose each expert on all ranks since the
+    last update. Collective along `axes`.
 
     An engine does this after each applied step, and drops the counts of other steps. Without an engine, call it once
     after each optimizer step, with the axes that together form the data-parallel group of dense parameters.
@@ -127,7 +127,7 @@ def update_router_biases(model: nn.Module, axes: Sequence[MeshAxis]) -> int:
 
 
 def update_biases(biases: Sequence[RouterBias], axes: Sequence[MeshAxis]) -> None:
-    """Update the given biases, as `update_router_biases` does for a model."""
+    """Update these biases, as `update_router_biases` does for a model. Collective along `axes`."""
     if not biases:
         return
     requested = torch.cat([balance.pop_counts() for balance in biases])
@@ -138,7 +138,7 @@ def update_biases(biases: Sequence[RouterBias], axes: Sequence[MeshAxis]) -> Non
 
 
 def find_router_biases(model: nn.Module) -> list[RouterBias]:
-    """Return the bias of every router with bias updates."""
+    """Return the `RouterBias` of every router that has one."""
     found = (getattr(module, "_balance", None) for module in model.modules())
     return [one for one in found if isinstance(one, RouterBias)]
 

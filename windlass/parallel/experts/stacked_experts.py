@@ -65,7 +65,7 @@ class ExpertParallelForward:
         return found + _zero_dependency(rows, self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallelForward:
-        """Deep-copy the forward. The copy runs the copied module's tensors over the same mesh axis."""
+        """Deep-copy the forward and its module. The copy shares the mesh axis."""
         return deepcopy_on_axis(self, self.axis, memo)
 
 
@@ -76,7 +76,8 @@ def shard_stacked_experts(module: nn.Module, name: str, spec: ExpertModuleSpec, 
         name: name of the module, for errors.
 
     Raises:
-        ModelError: a tensor cannot be divided into as many equal parts as there are experts.
+        ModelError: a tensor cannot be divided into as many equal parts as there are experts, or another axis shards its
+            first dimension.
     """
     experts = int(getattr(module, spec.count_attribute))
     first, end = compute_expert_spans(experts, axis)[axis.index]

@@ -13,8 +13,8 @@ from windlass.parallel.experts.expert_modules import run_interface_rows
 
 
 class StackedMLP(nn.Module):
-    """Stack of feed-forward experts, passed to `MoE` instead of one module. Many small experts run as fast as one large
-    network.
+    """Stack of feed-forward experts, passed to `MoE` instead of one module. All experts of a rank run in one grouped
+    kernel per matrix, if torch has one (`grouped_linear`).
 
     It implements transformers' experts interface, so it is sharded like the expert modules of transformers.
 
@@ -63,8 +63,8 @@ class StackedMLP(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *, dropless: bool = False
     ) -> torch.Tensor:
-        """Run tokens `[tokens, hidden]` through their experts (`dispatch_and_combine`). All experts are on this rank:
-        `apply_expert_parallel` replaces this method."""
+        """Run tokens `[tokens, hidden]` through their experts (`dispatch_and_combine`). Used while all experts are
+        on this rank; `apply_expert_parallel` replaces this method."""
         return dispatch_and_combine(
             hidden,
             index,

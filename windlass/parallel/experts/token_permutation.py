@@ -50,7 +50,7 @@ def permute_tokens(tokens: torch.Tensor, permutation: TokenPermutation, used_slo
 
 
 def unpermute_tokens(rows: torch.Tensor, weights: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
-    """Return `[tokens, hidden]`, the weighted sum of the rows of each token's slots, accumulated in fp32 or wider.
+    """Return `[tokens, hidden]`, the weighted sum of the rows of each token's slots, in fp32 or wider.
 
     Args:
         rows: `[used_slots, hidden]`, sorted by expert. Unused slots count as zeros.

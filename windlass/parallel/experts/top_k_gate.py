@@ -72,7 +72,7 @@ class RoutingResult:
     Attributes:
         expert_index: `[tokens, k]`, expert numbers; the number of experts marks an unused slot.
         expert_weights: `[tokens, k]`, fp32.
-        loss: the load-balancing loss, a scalar.
+        loss: the load-balancing loss, plus the weighted z-loss if it has a weight; a scalar.
         tokens_per_expert: `[experts]`, number of these tokens that chose each expert, before any was dropped.
     """
 

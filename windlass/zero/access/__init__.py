@@ -1,1 +1,1 @@
-"""Access to full values and shards of single parameters."""
+"""Access to a sharded model: full values, shards, averages, `.grad` and `.data`, generation, unfreezing."""

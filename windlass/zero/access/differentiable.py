@@ -9,16 +9,16 @@ from torch import nn
 
 
 class UseFullParameter(torch.autograd.Function):
-    """Identity function from a sharded parameter to its full value, for the autograd graph.
+    """Autograd function whose output is the full value of a parameter.
 
-    Its backward adds the gradient of the full value to the parameter's gradient, so that both are reduced together.
+    Its backward returns the gradient of the full value, cast to the parameter's dtype, as the parameter's gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, whole: list[torch.Tensor]) -> torch.Tensor:
         ctx.dtype = parameter.dtype
         # `whole` is in a list, because autograd turns an input tensor that `forward` returns into a view, and the
-        # caller could not change that in place.
+        # caller could not change this view in place.
         return whole[0]
 
     @staticmethod

@@ -2,6 +2,9 @@
 
 All functions are collective: every rank that has a part or a copy of the parameter calls them for the same parameters
 in the same order. For experts that are separate modules, each rank calls them for the experts that it holds.
+
+All functions raise ModelError if the parameter belongs to no engine, except `full_param` of a parameter constructed
+under `zero.Init`.
 """
 
 from __future__ import annotations
@@ -45,7 +48,11 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """Return the full optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...). Collective.
 
     Returns:
-        A tensor; a state that is a plain number becomes one. None before the first step, or if there is no such state.
+        A tensor, even if the optimizer's state is a plain number. None before the first step, or if there is no state
+        `key`.
+
+    Raises:
+        ModelError: the state exists per shard (e.g. the scales of 8-bit states) and cannot be assembled.
     """
     state = full_states(parameter, key).get(key)
     return state if state is None or isinstance(state, torch.Tensor) else torch.tensor(state)
@@ -55,6 +62,9 @@ def full_states(parameter: nn.Parameter, *keys: str) -> dict[str, Any]:
     """Return the full optimizer states with the names `keys`, or all states if no name is given. Collective.
 
     Values that are not tensors (a number, a string, a list) are returned unchanged.
+
+    Raises:
+        ModelError: a state exists per shard (e.g. the scales of 8-bit states) and cannot be assembled.
     """
     place = require(parameter)
     return {key: _whole(place, value) for key, value in shard_values.part_states(parameter, *keys).items()}
@@ -71,6 +81,9 @@ def set_full_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         value: Tensor of the full parameter's shape, equal on all ranks.
+
+    Raises:
+        ModelError: `value` has another shape.
     """
     shard_values.set_part_param(parameter, _part(parameter, value))
 
@@ -91,8 +104,8 @@ def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
     """Set the full optimizer state `key`. Collective.
 
     Args:
-        value: Tensor that is equal on all ranks. If it has the full parameter's shape, each rank keeps its fragments
-            of it. Any other tensor (e.g. a step count) is kept unchanged.
+        value: Tensor that is equal on all ranks. If it has the full parameter's shape, each rank stores its
+            fragments of it. Any other tensor (e.g. a step count) is stored unchanged.
     """
     placement = _placement(require(parameter))
     part = value

@@ -21,7 +21,7 @@ from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import ShardedInit
 
 T = TypeVar("T")
-_open: set[int] = set()  # ids of the parameters that are inside a context
+_open: set[int] = set()  # ids of the sharded parameters that are inside a context
 
 
 class GatheredParameters:
@@ -31,11 +31,11 @@ class GatheredParameters:
     context:
 
     - With `modifier_rank=None`, changes of the copy are lost.
-    - With a rank, the values of that rank are broadcast and set on all ranks, also in the master weights. Parameters
-      keep their dtype and strides. This includes parameters of the engine that are not sharded. After an exception in
-      the context nothing is broadcast.
-    - Under tp and ep, a parameter is this rank's part of it. Changes of a part come from the rank that has this part at
-      the data-parallel position of `modifier_rank`, so all of these ranks must make their changes.
+    - With a rank, the values of that rank are broadcast and set on all ranks, also in the master weights, even for
+      parameters of the engine that are not sharded. Parameters keep their dtype and strides. After an exception in the
+      context nothing is broadcast.
+    - Under tp and ep, a parameter is only this rank's part of the full parameter. Changes of a part come from the rank
+      that has this part at the data-parallel position of `modifier_rank`, so all these ranks must make their changes.
 
     Parameters that are neither sharded nor part of an engine are not touched, except while a model is being built under
     `zero.Init`: then the values of `modifier_rank` are broadcast for them too.
@@ -48,7 +48,7 @@ class GatheredParameters:
         enabled: If False, the context does nothing.
 
     Raises:
-        GatherError: a parameter is inside another `GatheredParameters` already.
+        GatherError: a sharded parameter is inside another `GatheredParameters` already.
         ModelError: a parameter was resized inside the context. Its change is lost. With a `modifier_rank`, all ranks
             that have the parameter raise if any rank resized it, and the other parameters are set. Without one, only
             the rank that resized it raises.
@@ -145,7 +145,7 @@ class GatheredParameters:
         """Shard the values that `rank` gave to parameters constructed under `zero.Init`. Collective.
 
         Returns:
-            The parameters that some rank resized, with the new shape, equal on all ranks. Their values are lost.
+            The parameters that some rank resized, with the new shape, equal on all ranks. Their changes are lost.
         """
         given = _exchanged([(init_shard.group, p.shape) for p, init_shard in self._init_shards])
         resized = []
@@ -184,7 +184,7 @@ class GatheredParameters:
                 continue
             data = place.unit.dp_group.mesh.data
             source = data.ranks.index(_modifier(place, rank))
-            # The value has the dtype that `rank` gave the parameter, e.g. the dtype of the master weights.
+            # The script may have given the parameter another dtype, e.g. that of the master weights.
             value = torch.empty(own, dtype=of_ranks[source][1], device=place.unit.full.device)
             if data.index == source:
                 value.copy_(parameter.detach())
@@ -221,10 +221,9 @@ def _exchanged(local: list[tuple[RankGroup, T]]) -> list[tuple[T, ...]]:
 
 
 def _modifier(place: ParameterLocation, rank: int) -> int:
-    """Return the rank of the parameter's data-parallel group whose changes are kept.
+    """Return the global rank in the parameter's data-parallel group whose changes are kept.
 
-    This is `rank` if it is in the group. Otherwise `rank` holds another part or copy of the parameter, and the rank at
-    the same data-parallel position in this group is used.
+    This is `rank` if it is in the group; else the rank of the group at the same data-parallel position as `rank`.
     """
     data, grid = place.unit.dp_group.mesh.data, place.model.mesh.grid
     if rank in data.ranks:

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 class ExponentialMovingAverage:
     """Exponential moving average of a model's master weights: `average = decay * average + (1 - decay) * parameter`.
 
-    The first `update()` copies the parameters. The values are bit-identical to those of
-    `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`. Methods are collective.
+    The first `update()` copies the master weights. The values are bit-identical to those of
+    `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`. `update`, `applied`,
+    `full_param` and `part_param` are collective.
 
-    Each rank keeps the average of its shard of the master weights, on the same tier: `4 / ranks` bytes per parameter
-    with float32 master weights. The average of a frozen parameter is its value. The average of a parameter that is
-    unfrozen or added later starts with the value at that time.
+    Each rank stores the average of its span of the master weights, on the same tier: with float32 master weights,
+    `4 / ranks` bytes per element (4 bytes at stage 0). The average of a frozen parameter is its value. The average of a
+    parameter that is unfrozen or added later starts with the value at that time.
 
     Checkpoints contain the average. A load restores it if an average of the same name was created before the load.
 
@@ -38,7 +39,7 @@ class ExponentialMovingAverage:
         name: Name in checkpoints, unique among the averages of the model.
 
     Attributes:
-        updates: Number of calls of `update`.
+        updates: Number of calls of `update`. A load sets it to the number in the checkpoint.
 
     Raises:
         ConfigError: `decay` is out of range.
@@ -62,7 +63,11 @@ class ExponentialMovingAverage:
         place.model.averages[name] = self
 
     def update(self) -> None:
-        """Add the current parameters to the average. Call it after each `engine.step()` that updated parameters."""
+        """Add the current master weights to the average. Call after each `engine.step()` that updated parameters.
+
+        Raises:
+            ModelError: the call is inside `applied()`, or the engine was destroyed.
+        """
         self.refuse_applied("update()")
         model = self._model
         model.finish_update()
@@ -84,7 +89,7 @@ class ExponentialMovingAverage:
         At its end the parameters have their previous values again.
 
         Raises:
-            ModelError: there is no average yet, or the averages are applied already.
+            ModelError: there is no average yet, the averages are applied already, or the engine was destroyed.
         """
         self.refuse_applied("applied()")
         if not self.updates:
@@ -101,6 +106,10 @@ class ExponentialMovingAverage:
         """Return the full average of a parameter as a new tensor. For a frozen parameter, return its value.
 
         Collective.
+
+        Raises:
+            ModelError: the parameter has no average yet or belongs to no engine, the call is inside `applied()`, or the
+                engine was destroyed.
         """
         place = parameter_registry.require(parameter)
         return gather_full_with_grad(
@@ -108,7 +117,13 @@ class ExponentialMovingAverage:
         )
 
     def part_param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the average like `full_param`, but of the part of the parameter that this rank computes with."""
+        """Return the average of the part of the parameter that this rank computes with.
+
+        Collective.
+
+        Raises:
+            ModelError: see `full_param`.
+        """
         self.refuse_applied("full_param()")
         place = parameter_registry.require(parameter)
         if not self.updates:
@@ -118,7 +133,7 @@ class ExponentialMovingAverage:
         return assemble(place, self._slots[place.unit.index].read())
 
     def add_units(self, units: list[Unit]) -> None:
-        """Start the averages of newly trainable `units` from their current values, if other units have averages."""
+        """Start the averages of newly trainable `units` from their current values, if `update` was called before."""
         if not self.updates:
             return
         requested = {unit.index for unit in units}
@@ -183,7 +198,7 @@ class ExponentialMovingAverage:
         self._begun.add(unit.index)
 
     def _exchange(self) -> None:
-        """Swap the parameters and their averages, without rounding. A second call restores both."""
+        """Swap the master weights and their averages, without rounding. A second call restores both. Collective."""
         model = self._model
         for unit, slot in [(unit, slot) for unit, slot in self._units() if unit.index in self._begun]:
             with model.editing_parameters([unit]):

@@ -1,19 +1,20 @@
-"""`.grad` and `.data` of sharded parameters, as a script sees them between a backward and a step.
+"""`.grad` and `.data` of an engine's parameters, as a script reads and sets them between a backward and a step.
 
 [Note: gradients that a script sees] The hooks on parameters move each gradient out of `.grad` during the backward, so
 the attribute that autograd fills does not have the gradient that a step would use. While an engine exists, `.grad` and
 `.data` of `torch.nn.Parameter` are Python properties, for all parameters of the process. torch has no hook for access
 to these attributes. A subclass would change `type(parameter)`, which torch.compile and `nn.Parameter(other)` examine.
 Autograd writes the attribute in C++ and bypasses the properties. The hot path bypasses them too, through `raw_grad`,
-`put_grad` and `put_data`. For parameters without an engine the properties pass through.
+`put_grad` and `put_data`. For parameters without an engine the properties behave like the original attributes.
 
 - Setting `.grad` to None drops the parameter's gradient of the current step. All of torch's ways to drop gradients
   (`Optimizer.zero_grad`, `Module.zero_grad`) are loops over this.
 - Reading `.grad` returns a `ShardedGradient` if the step has a gradient. It has shape and dtype and can be zeroed.
-  Every other use raises and names the function to use instead.
-- Setting `.grad` to a tensor raises. Engines of `import deepspeed` drop the tensor with a warning instead.
-- Reading `.data` is recorded if the master weights are separate memory from the parameter. A change through `.data`
-  does not increment the parameter's version, so the next step compares values.
+  Reading or changing its values raises an error that names the function to use instead.
+- Setting `.grad` of a trainable parameter to a tensor raises. Engines of `import deepspeed` drop the tensor with a
+  warning instead.
+- Reading `.data` is recorded if the unit is resharded, or if the master weights are separate memory from the parameter.
+  A change through `.data` does not increment the parameter's version, so the next reshard or step compares values.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GradientStore(Protocol):
     """Gradients of one model, by parameter."""
 
     def has(self, place: ParameterLocation, *, anywhere: bool) -> bool:
-        """Return True if the current step has a gradient of the parameter.
+        """Return True if this rank has a gradient of the parameter in the current step.
 
         Args:
             anywhere: Return True for every parameter of a unit with a gradient, because the parameter may have a
@@ -66,9 +67,9 @@ class GradientStore(Protocol):
 
 
 class ShardedGradient(torch.Tensor):
-    """Placeholder for the gradient of a sharded parameter, with shape, dtype and device.
+    """Placeholder for the gradient of an engine's parameter, with shape, dtype and device.
 
-    `zero_()` zeroes the gradient. Reading or changing values raises.
+    `zero_()` zeroes the gradient. Reading or changing values raises GradientAccessError.
     """
 
     place: ParameterLocation
@@ -131,11 +132,11 @@ def _gradients_in(values: Any) -> list[ShardedGradient]:
 
 def _read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     raw: torch.Tensor | None = raw_grad(parameter)
-    # `.grad` may have a tensor of its own, e.g. during a backward or for parameters without an engine.
+    # The original attribute may have a tensor, e.g. during a backward or for parameters without an engine.
     if raw is not None or not is_registered(parameter) or (place := find(parameter)) is None:
         return raw
     caller = sys._getframe(1).f_code.co_name
-    # `zero_grad` skips parameters whose `.grad` is None, so show it gradients that only peers have, too.
+    # `zero_grad` skips parameters whose `.grad` is None, so return placeholders for peers' gradients too.
     zeroing = caller == "zero_grad"
     store = place.model.script_gradients
     if caller in _TRACING or (store.hides() and not zeroing) or not store.has(place, anywhere=zeroing):
@@ -161,7 +162,7 @@ def _delete_gradient(parameter: nn.Parameter) -> None:
 
 
 def _read_data(parameter: nn.Parameter) -> torch.Tensor:
-    copies = sys._getframe(1).f_code is _DEEPCOPY  # deepcopy keeps no view of the data, so it cannot change it
+    copies = sys._getframe(1).f_code is _DEEPCOPY  # deepcopy keeps no view through which the data could change
     if not copies and is_registered(parameter) and (place := find(parameter)) is not None:
         place.model.track_data_edits(place)
     data: torch.Tensor = raw_data(parameter)
@@ -172,9 +173,9 @@ _users = 0
 
 
 def install(model: object) -> finalize[[], object]:
-    """Make `.grad` and `.data` properties while `model` lives. The returned finalizer removes them earlier."""
+    """Make `.grad` and `.data` properties while `model` exists. The returned finalizer ends this earlier."""
     global _users
-    # Several engines share the properties; the last one removes them.
+    # Several engines share the properties, which are removed with the last of these engines.
     _users += 1
     if _users == 1:
         setattr(nn.Parameter, _GRAD, property(_read_gradient, _set_gradient, _delete_gradient))

@@ -19,7 +19,7 @@ class ScriptGradientCallbacks:
 
     Attributes:
         hides_gradients: Returns True if `.grad` reads as None, as in DeepSpeed at stages 1 to 3. Functions named
-            `zero_grad` still see the gradient.
+            `zero_grad` still read the placeholder.
         refuses_external_gradients: Returns True if setting a gradient raises at once.
         keeps_accumulated: Returns True if drops are ignored now, because the engine accumulates gradients of
             micro-batches.
@@ -65,7 +65,7 @@ class ScriptGradients:
         self._gradients.drop_gradient(number, place.index, zero=zero)
 
     def drop_all(self, parameters: Iterable[nn.Parameter], *, zero: bool) -> None:
-        """Drop the gradients of `parameters`, of any engine, and their `.grad`."""
+        """Drop or zero the gradients of `parameters`, of any engine or none, and their `.grad`."""
         for parameter in parameters:
             raw = raw_grad(parameter)
             if raw is not None and zero:
@@ -79,7 +79,8 @@ class ScriptGradients:
         """See `GradientStore`.
 
         Raises:
-            ModelError: unless the engine drops such gradients at the step, with a warning.
+            ModelError: the parameter's unit is trainable, and the engine raises at once instead of dropping the
+                gradient at the step with a warning.
         """
         if self._callbacks.refuses_external_gradients() and self._number(place) is not None:
             raise ModelError(format_foreign_gradients([place.name]))

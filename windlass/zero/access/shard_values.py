@@ -4,12 +4,14 @@ The functions read and set the weight, the gradient and optimizer states, at any
 
 Two groups of functions differ in how much of the parameter they read or set:
 
-- `part_*` and `set_part_*`: the whole tensor that this rank computes with. ZeRO's sharding is undone. With tensor
-  parallelism this is the rank's part of the model's parameter; `full_values` has the functions for the full one. These
-  functions are collective over the data-parallel ranks, which call them for the same parameters in the same order. For
-  an expert that is a separate module, these are the ranks that hold the expert. Other ranks may hold another number of
-  experts.
-- `local_*` and `set_local_*`: this rank's ZeRO fragment, flat.
+- `part_*` and `set_part_*`: the unsharded tensor that this rank computes with. Under tensor or expert parallelism this
+  is the rank's part of the model's parameter; `full_values` has the functions for the full parameter. These functions
+  are collective over the data-parallel ranks, which call them for the same parameters in the same order. For an expert
+  that is a separate module, these are the ranks that hold the expert. Other ranks may hold another number of experts.
+- `local_*` and `set_local_*`: this rank's ZeRO fragment, flat. Only `set_local_param` is collective.
+
+All functions of a parameter raise ModelError if it belongs to no engine, except `part_param` of a parameter constructed
+under `zero.Init`.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     group.all_reduce(facts)
     if facts[1] == 0:
         return None
-    # Reduce what is not reduced yet. Without a gradient in this group, another replica has one: reduce zeros here.
+    # Reduce unreduced gradients. If only another replica (MiCS) has a gradient, reduce zeros in this replica.
     if facts[0] > 0 or not slot.has_reduced:
         requested = [other is slot for other in model.slots]
         model.reducer.reduce_units(requested)
@@ -107,7 +109,7 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
         Tensors, or other values that the optimizer keeps (a number, a string, a list). Empty before the first step.
 
     Raises:
-        ModelError: a state belongs to the fragments of the ranks and cannot be assembled.
+        ModelError: a state exists per shard (e.g. the scales of 8-bit states) and cannot be assembled.
     """
     place = _finished(parameter)
     with place.model.masters.resident([place.unit], among=_ranks_with_parameter(place)):
@@ -121,7 +123,7 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
 def _checked_state(kept: dict[str, StateFormat], state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
     """Return the entries of one fragment's state to send to peers: the requested ones, or all if none is requested.
 
-    "All" leaves out the scales of quantized states. Tensors are copied to the CPU.
+    The scales of quantized states are returned only if requested. Tensors are copied to the CPU.
     """
     scales = [f"{key}_scale" for key in kept]
     read = {key: _read(kept, state, key) for key in wanted or state if key in state and (wanted or key not in scales)}
@@ -133,6 +135,9 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
 
     Args:
         found: For each rank a list of `(start of the fragment in the parameter, its states)`.
+
+    Raises:
+        ModelError: the state exists per shard and cannot be assembled.
     """
     of_ranks = [[(at, values[key]) for at, values in entry if values.get(key) is not None] for entry in found]
     parts = sorted((part for entry in of_ranks for part in entry), key=lambda part: part[0])
@@ -149,7 +154,7 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
     if not _steps_segments(place.model.update):  # the owner rank keeps the state for all elements
         is_single = not shape and first.shape == (1,)  # see `OwnedParameter.stepped_shape`
         return (first.view(()) if is_single else first).to(place.model.device)
-    if not place.model.policy.state:  # every rank has the whole state
+    if not place.model.policy.state:  # every rank has the state for all elements
         parts = of_ranks[0]
     if sum(value.numel() for _, value in parts) != shape.numel():
         raise ModelError(
@@ -164,6 +169,9 @@ def set_part_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         value: Tensor of the parameter's shape, equal on all data-parallel ranks.
+
+    Raises:
+        ModelError: `value` has another shape.
     """
     place = require(parameter)
     _check_shape(place, value)
@@ -193,7 +201,7 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     assert number is not None
     slot = place.model.slots[number]
     flat, gradient = value.detach().reshape(-1), slot.read()
-    # The step sums the gradient over the extra groups, so each rank of them stores an equal part of it.
+    # The step sums the gradient over the extra groups, so each of their ranks stores an equal fraction of `value`.
     factor = place.model.callbacks.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
     if place.model.reducer.keeps_local_gradients:  # equal on all ranks, so their mean over ranks is `value` too
         place.unit.parameter_view(gradient, place.index).copy_(value).mul_(factor)
@@ -209,8 +217,8 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
     """Set the optimizer state `key` of the part that this rank computes with. Collective.
 
     Args:
-        value: Tensor that is equal on all data-parallel ranks. If it has the parameter's shape, each rank keeps its
-            fragments of it. Any other tensor (e.g. a step count) is kept unchanged.
+        value: Tensor that is equal on all data-parallel ranks. If it has the parameter's shape, each rank stores its
+            fragments of it. Any other tensor (e.g. a step count) is stored unchanged.
     """
     place = _finished(parameter)
     shape, on, update = place.unit.shapes[place.index], _step_device(place), place.model.update
@@ -226,7 +234,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
             else:
                 now = state.get(key)
                 is_single = update is not None and not shape and value.shape == shape
-                if isinstance(now, torch.Tensor):  # the state distinguishes a value per element from a count
+                if isinstance(now, torch.Tensor):  # the shape of `now` distinguishes a value per element from a count
                     is_single = is_single and now.shape == (1,)
                 _write(place, state, key, (value.view(1) if is_single else value).detach().to(on, copy=True))
 
@@ -251,7 +259,9 @@ def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
 
 
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's fragment of the master weight, flat. It is empty if other ranks have all elements.
+    """Return this rank's fragment of the master weight, flat.
+
+    It is empty if other ranks have all elements, or if the parameter is frozen.
 
     The result is a view of the master weight, or a copy if that is on NVMe or is updated in several chunks.
     """
@@ -269,6 +279,9 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     Returns:
         A view of the gradient, or a copy if it is on NVMe. Empty if other ranks have all elements. None if there is no
         reduced gradient.
+
+    Raises:
+        ModelError: the update reduces local gradients itself, so there is no shard of a reduced gradient.
     """
     place = require(parameter)
     number = _slot_number(place)
@@ -288,7 +301,7 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """Return this rank's fragment of the optimizer state `key`, or None if the rank has no such state.
 
-    The result is a view of the state, or a copy if that is on NVMe, is updated in several chunks, or is kept in 8 bits.
+    The result is a view of the state, or a copy if that is on NVMe, is updated in several chunks, or is quantized.
     """
     place = _updated(parameter)
     with place.model.masters.resident([place.unit], alone=True):
@@ -312,7 +325,11 @@ def local_state_names(parameter: nn.Parameter) -> list[str]:
 
 
 def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's fragment of the weight. Collective: every rank sets its own fragment, which may be empty."""
+    """Set this rank's fragment of the weight. Collective: every rank sets its own fragment, which may be empty.
+
+    Raises:
+        ModelError: `value` has another number of elements than the fragment.
+    """
     place = require(parameter)
     masters = place.model.masters
     with place.model.editing_parameters([place.unit], experts_only=is_expert_only(place)):
@@ -323,7 +340,12 @@ def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's fragment of the reduced gradient. `value` is multiplied by the loss scale already."""
+    """Set this rank's fragment of the reduced gradient. `value` is multiplied by the loss scale already.
+
+    Raises:
+        ModelError: there is no reduced gradient, see also `local_grad`, or `value` has another number of elements than
+            the fragment.
+    """
     place = require(parameter)
     piece = local_grad(parameter)
     if piece is None:
@@ -340,7 +362,11 @@ def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-    """Set this rank's fragment of the optimizer state `key`; a scalar `value` (a step count) is set unchanged."""
+    """Set this rank's fragment of the optimizer state `key`; a scalar `value` (a step count) is set unchanged.
+
+    Raises:
+        ModelError: `value` has another number of elements than the current state.
+    """
     place = _updated(parameter)
     on = _step_device(place)
     with place.model.masters.resident([place.unit], changes=True, alone=True):
@@ -382,7 +408,7 @@ def _ranks_with_parameter(place: ParameterLocation) -> RankGroup | None:
 
 
 def _updated(parameter: nn.Parameter) -> ParameterLocation:
-    """Return the location of `parameter`, after this rank has waited for a delayed update. It does not communicate."""
+    """Return the location of `parameter`, after this rank has waited for a delayed update. Not collective."""
     place = require(parameter)
     place.model.wait_for_update()
     return place
@@ -426,9 +452,7 @@ def _refuse_local_gradients(place: ParameterLocation) -> None:
 
 
 def _steps_segments(update: Update | None) -> bool:
-    """Return True if each rank has the states of its own flat segments; False if an owner has those of the whole
-    parameter.
-    """
+    """Return True if each rank steps flat segments; False if an owner rank steps the unsharded parameter."""
     return update is not None and not update.needs_whole_parameters
 
 

@@ -26,12 +26,12 @@ _SHARE = 0.5  # maximum fraction of the free memory for parameters; the rest is 
 
 
 class ShardedGenerate:
-    """Replacement for the method `generate` of a model at stage 3, as transformers' models have it. Collective.
+    """Replacement for the method `generate` of a model at stage 3, e.g. a transformers model. Collective.
 
-    All units are unsharded before the first token and resharded after the last one. Between them the ranks need no
+    All units are unsharded before the first token and resharded after the last one. In between, the ranks need no
     collectives, so prompts and answers may differ in length between ranks.
 
-    If the unsharded units need too much memory on some rank, each forward gathers them as in training. Then
+    If the unsharded units need too much memory on some rank, each forward gathers units as in training. Then
     `synced_gpus=True` is passed to the original method if it has that argument: transformers continues the forwards of
     finished ranks until all ranks have finished.
     """
@@ -64,7 +64,7 @@ class ShardedGenerate:
             del vars(model)["generate"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the original method of the class, bound to the copied model."""
+        """Return the class's method bound to the copied model, or this object if the model is not part of the copy."""
         copied = memo.get(id(self._model()))
         return self if copied is None else MethodType(self._own, copied)
 
@@ -77,8 +77,8 @@ def unsharded_for_generation(sharded: ShardedModel) -> Iterator[bool]:
     """Unshard all parameters for forwards without collectives, and reshard them afterwards. Collective.
 
     Yields:
-        False if they do not fit in the memory of some rank. Then they stay sharded, and all ranks need the same number
-        of forwards.
+        True; or False if the parameters do not fit in the memory of some rank. Then they stay sharded, and all ranks
+        need the same number of forwards.
     """
     units = [unit for unit in sharded.units if unit.reshards]
     if not units:
@@ -100,8 +100,8 @@ def attach_generation(model: nn.Module, sharded: ShardedModel) -> list[ShardedGe
     """Replace the method `generate` of `model`, if it has one, by a `ShardedGenerate`.
 
     Returns:
-        The replacement, whose `remove` restores the method. Empty if the model has no such method, or if `generate` of
-        the instance is replaced already.
+        A list with the replacement, whose `remove` restores the method. Empty if the model has no method `generate`, or
+        if that of the instance is replaced already.
     """
     if not callable(getattr(type(model), "generate", None)) or "generate" in vars(model):
         return []

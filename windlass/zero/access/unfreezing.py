@@ -45,12 +45,13 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
         parameters: The same parameters on all ranks.
 
     Raises:
-        StorageError: some rank has too little disk space for master weights and states. The model is unchanged.
+        StorageError: some rank has too little disk space for master weights and states, and the model is unchanged; or
+            a write of the new master weights failed, and the model's state is lost.
     """
     requested = {id(parameter): parameter for parameter in parameters}
     model.scheduler.sync(SyncPoint.STATE_CHANGE)
     model.finish_update()
-    model.reducer.finish()  # a step may have gradients in flight
+    model.reducer.finish()  # reductions of the last backward may be in flight
     model.recapture_parameters()
     model.runtime.reshard_all()
     units = [u for u in model.units if not u.trainable and any(id(p) in requested for p in u.parameters)]
@@ -62,7 +63,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     assert model.update is not None
     for unit in units:
         if model.settings.trained_codec is None and unit.gather_codec is not None:
-            unit.use_gather_codec(None)  # a codec would round away updates smaller than its step
+            unit.use_gather_codec(None)  # a codec would round away updates below its quantization step
         span = unit.read_local_shard() if unit.reshards else unit.local_span(unit.full)
         model.masters.create(unit, span)
     model.update.add_chunks(chunks)
@@ -85,8 +86,8 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
 def _unfrozen_tier(model: ShardedModel) -> Tier:
     """Return the tier of master weights and states of unfrozen parameters.
 
-    This is the configured tier if the states of all trainable units are on it. Otherwise it is the device. Where tiers
-    were chosen for each unit, it is the slowest of them.
+    Without sharded states this is the device. If tiers were chosen for each unit, it is the slowest of them. Otherwise
+    it is the configured tier if that holds the states of all trainable units, else the device.
     """
     if not model.policy.state:
         return Tier.DEVICE
@@ -119,10 +120,10 @@ def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[UpdateCh
 
 
 def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
-    """Allocate buffers for gradients that peers can read. Collective.
+    """Allocate gradient buffers that peers can read, and add `slots` to the reducer. Collective.
 
-    Units that are never resharded but have sharded states also move to such a buffer, because each rank updates a shard
-    and the ranks gather the result.
+    Units that are never resharded but have sharded states also move to buffers that peers can read, because each rank
+    updates a shard and the ranks gather the result.
     """
     own: dict[int, TransportBuffer] = {}  # gradient buffer, by id of its unit
     held = 0

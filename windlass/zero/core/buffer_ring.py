@@ -10,7 +10,7 @@ from windlass.comm.transport import BufferRequest, Transport, TransportBuffer
 
 
 class BufferRing:
-    """Buffers of the size of the largest unit, each lent to one unit at a time.
+    """Buffers of the size of the largest unit of a data-parallel group, each lent to one unit at a time.
 
     Args:
         count: Number of buffers.
@@ -33,18 +33,17 @@ class BufferRing:
         self._free = deque(range(len(buffers)))
 
     def borrow(self, numel: int) -> tuple[int, TransportBuffer] | None:
-        """Borrow the buffer that was returned longest ago.
+        """Borrow the buffer that was returned longest ago, and wait until peers have finished reading it.
 
-        Return its index in the ring and its first `numel` elements, or None if all are lent.
-
-        The buffer still has the values of the unit that borrowed it before.
+        Return its index in the ring and its first `numel` elements, or None if all buffers are lent. The elements still
+        have the values of the previous borrower.
         """
         if not self._free:
             return None
         # The oldest returned buffer is the one that peers have most likely finished reading.
         place = self._free.popleft()
         full = self._buffers[place]
-        # Peers may still read the last reduction from it.
+        # Peers may still be reading the buffer for the reduction of its previous borrower.
         self._transport.wait_until_read(full)
         return place, full.first(numel)
 

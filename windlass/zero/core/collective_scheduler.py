@@ -1,33 +1,36 @@
 """Collective scheduler: all ranks start the collectives of a model in one order, even if they run different modules.
 
-[Note: agreed order] A gather over a wire transport or through shared-memory windows, and every reduction, needs all
-ranks in one order. Ranks may run different modules (e.g. an expert chosen per rank, or a tower that has no input in a
-batch), or different numbers of micro-batches. So this module alone starts the collectives of forwards and backwards.
+[Note: agreed order] All ranks must start the gathers over a wire transport or through shared-memory windows, and all
+reductions, in one order. Ranks may run different modules (e.g. an expert chosen per rank, or a tower that has no input
+in a batch), or different numbers of micro-batches. So only this module starts the collectives of forwards and
+backwards.
 
 *Phases.* Each forward and each backward is a phase. Each rank records, in program order, which units it gathered and
-which it reduced in each phase. The rank expects the same list in this phase of the next step. At the start of a
-phase the ranks exchange a hash of their lists. A rank that still waits for the other hashes continues with local work.
-If all hashes are equal, all ranks start the collectives of the list in its order, and exchange nothing more until the
-phase ends. If they differ, the ranks exchange the lists themselves and all follow the merged list. A rank that skips a
-unit of the list still joins the unit's collective, when it needs a later unit or when its phase ends: it gathers and
-reshards the unit, or it reduces zeros.
+which it reduced in each phase. The rank expects the same list in the same phase of the next step. At the start of a
+phase the ranks exchange a hash of their lists, and continue with local work until the hashes arrive. If all hashes are
+equal, all ranks start the collectives of the list in its order, and exchange nothing more in this phase unless a rank
+needs another collective. If the hashes differ, the ranks exchange the lists themselves and all follow the merged list.
+A rank that skips a unit of the list still joins the unit's collective, when it needs a later unit or when its phase
+ends: it gathers and reshards the unit, or it reduces zeros.
 
 *Agreement rounds.* A rank that needs a collective that is not on the rest of the list first joins the rest of the list,
-then requests the collective in an agreement round. In a round every rank sends its position, and all ranks join every
-requested collective, in rank order. A rank that begins a phase or reaches a sync point (e.g. a step) repeats rounds
-until all ranks are there, and so joins the collectives that other ranks request. Ranks wait for peers only in rounds
-and in collectives of the agreed list. So a rank waits forever only if another rank never arrives.
+then requests the collective in an agreement round. In a round every rank sends a request, the start of a phase, a sync
+point (e.g. a step), or a request to share failures, and all ranks join every requested collective, in rank order. A
+rank that begins a phase repeats rounds until each other rank begins a phase or is at a sync point. A rank at a sync
+point repeats rounds until all ranks are at one, and joins the phases of other ranks meanwhile. Ranks wait for peers
+only in rounds and in collectives that all ranks start. So a rank waits forever only if another rank never arrives.
 
-*Experts.* Ranks along ep hold different experts, and may hold different numbers of them. An access to an expert's
-parameters needs only the ranks that hold the same expert. So all ranks sync at the first such access after a step or a
-phase, to ensure that no rank is inside a phase. Later accesses do not sync.
+*Experts.* Ranks along `ep` hold different experts, and may hold different numbers of them. An access to an expert's
+parameters needs only the ranks that hold the same expert. All ranks sync at the first such access after a step or the
+start of a phase, to ensure that no rank is inside a phase. Later accesses do not sync.
 
 *Flat calls.* Only public methods start collectives. The methods that choose the collectives are generators, which yield
-the codes of collectives: a generator is not on the stack while its caller starts a collective. So the number of calls
-between a hook and a collective is equal in an agreement round and on the agreed list (tests/dist/test_call_depth.py).
+the codes of collectives (see `_code`): a generator is not on the stack while its caller starts a collective. So the
+number of calls between a hook and a collective is equal in an agreement round and on the agreed list
+(tests/dist/test_call_depth.py).
 
-*Completion order.* A rank that waits for a collective first finishes all collectives that it started earlier. So every
-rank has started the oldest unfinished collective, and no rank that could finish it waits for something else.
+*Completion order.* A rank that waits for a collective first finishes all collectives that it started earlier. So no
+rank waits for a later collective while a peer waits for this rank in an earlier one.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class _Message(IntEnum):
 
 class _Operation(IntEnum):
     GATHER = 0
-    REGATHER = 1  # all-gather in a backward, from the secondary shards of nearby ranks if there are any
+    REGATHER = 1  # all-gather in a backward, from the secondary shards of nearby ranks if these are up to date
     REDUCE = 2
 
 
@@ -88,10 +91,10 @@ class SchedulerCallbacks:
         start_reduction: Starts the reduction of the trainable unit with this number, with this rank's gradient or
             zeros.
         is_gradient_ready: Returns True if this rank's gradient of the trainable unit with this number is complete and
-            not reduced yet.
-        reshard_unused: Reshards a unit that was gathered for peers, unless this rank uses it.
+            not reduced yet, and the running backward reduces.
+        reshard_unused: Reshards a unit that was gathered for peers, unless this rank uses it now or soon.
         has_local_failure: Returns nonzero if this rank has a failure that all ranks must raise.
-        raise_failure: Raises that failure on all ranks. Collective.
+        raise_failure: Raises an error with the failures of all ranks, on all ranks. Collective.
     """
 
     start_reduction: Callable[[int], None]
@@ -102,16 +105,16 @@ class SchedulerCallbacks:
 
 
 class CollectiveScheduler:
-    """Scheduler of the collectives of one model. A single rank starts each collective when it needs it.
+    """Scheduler of the collectives of one model. Without peers, each collective starts when it is needed.
 
     Args:
         units: All units of the model.
         completion: Order in which collectives in flight finish.
         callbacks: Callables of the reducer, the runtime and the disk's health.
-        hoist_gathers: Start each gather before the reductions that precede it in the list.
+        hoist_gathers: Start gathers before the reductions that directly precede them in the list.
 
     Attributes:
-        paused: True while gathered units stay unsharded on every rank, so that forwards need no agreement.
+        paused: True while all units stay unsharded on every rank, so that forwards need no agreement.
         skips_agreement: Assume that all ranks agree and exchange nothing. Used by bench/collective_agreement.py as a
             baseline.
     """
@@ -129,9 +132,9 @@ class CollectiveScheduler:
         self._agreed: tuple[int, ...] = ()  # collectives that all ranks start, in order
         self._position = 0  # index in `_agreed` of the next collective to start
         self._phase: tuple[str, int] | None = None  # open phase of this rank: kind, number in the step
-        self._pending_begin: _PendingBegin | None = None  # announced start of the phase; replies outstanding
+        self._pending_begin: _PendingBegin | None = None  # announced start of the phase, until the replies are read
         self._interrupted_kind = ""  # kind of the phase that a sync point closed and that may resume
-        self._recorded: list[int] = []  # collectives of the open phase so far
+        self._recorded: list[int] = []  # collectives of the open phase that this rank needed so far
         self._previous: dict[tuple[str, int], _RecordedPhase] = {}
         self._begun_unsharded: frozenset[int] = frozenset()  # units that were unsharded at the open phase's beginning
         self._counts: Counter[str] = Counter()
@@ -139,7 +142,7 @@ class CollectiveScheduler:
 
     def use_board(self, board: AgreementBoard) -> None:
         """Use `board` to reach agreement with the peers."""
-        # Over a wire each gather is a collective, so its completion must follow the agreed order too.
+        # With peers, collectives must also finish in the agreed order.
         self._board, self._completion.is_active = board, True
         self._has_gathers = any(unit.frees_memory for unit in self._units)
 
@@ -151,9 +154,10 @@ class CollectiveScheduler:
     # phases
 
     def begin_phase(self, kind: str, *, reduces: bool) -> None:
-        """Begin a forward or backward on this rank. Collective over phases and sync points of all ranks.
+        """Begin a forward or backward on this rank. Each other rank must begin one too, or reach a sync point.
 
         Args:
+            kind: `FORWARD`, `EVALUATION` or `BACKWARD`.
             reduces: This phase reduces gradients.
         """
         self._synced_since_step = False
@@ -171,7 +175,7 @@ class CollectiveScheduler:
         )
         expected, what = known.without_first_gathers(self._begun_unsharded), f"the start of a {kind}"
         self._phase = (kind, number)
-        # The shift keeps the hash within the range of a signed 64-bit integer on the board.
+        # The board exchanges signed 64-bit integers; the shifted hash has 63 bits.
         local = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self._callbacks.has_local_failure())]
         # Only post here. The replies are read when they are first needed, to overlap the exchange with compute.
         self._pending_begin = _PendingBegin(
@@ -209,14 +213,14 @@ class CollectiveScheduler:
     def sync(self, point: SyncPoint, *, experts_only: bool = False) -> None:
         """Wait until all ranks reach the same sync point. Collective.
 
-        Meanwhile this rank joins the collectives that other ranks request.
+        Meanwhile this rank joins the collectives of other ranks.
 
         Args:
-            experts_only: The next operation needs only ranks that hold the same experts, and other ranks may skip it.
-                Do nothing if all ranks synced since the last step or phase.
+            experts_only: The next operation needs only ranks that hold the same experts. Do nothing if all ranks have
+                synced since the last step and the start of the last phase.
 
         Raises:
-            CommunicationError: all ranks are at sync points, but not at the same one.
+            CommunicationError: all ranks are at sync points, but not at the same sync point.
         """
         if self._board is None or (experts_only and self._synced_since_step):
             return
@@ -233,7 +237,7 @@ class CollectiveScheduler:
         self._synced_since_step = False
 
     def share_failures(self) -> None:
-        """Raise on all ranks if one of them failed. Collective, as part of a forward."""
+        """Call `raise_failure` if any rank has a failure. Collective, part of a forward. Without peers, do nothing."""
         if self._board is not None:
             for code in self._begun_and_remaining():
                 self._start(code)
@@ -268,7 +272,7 @@ class CollectiveScheduler:
             self._start(joined)
 
     def prefetch(self, unit: Unit, *, backward: bool) -> bool:
-        """Start to gather a unit that is needed soon if its gather is next in order. Return True if it was started."""
+        """Start to gather `unit` ahead of its use, if its gather is next in order. Return True if it was started."""
         if self._board is None:
             unit.unshard(backward=backward)
             return True
@@ -285,7 +289,7 @@ class CollectiveScheduler:
         return True
 
     def unshard_all(self, units: Sequence[Unit], point: SyncPoint, *, experts_only: bool = False) -> None:
-        """Start to unshard `units` on all ranks, at the same place of their programs (see `sync`). Collective."""
+        """Start to unshard `units` after all ranks have reached the sync point `point` (see `sync`). Collective."""
         if self._board is not None and any(unit.frees_memory for unit in units):
             self.sync(point, experts_only=experts_only)
         for unit in units:
@@ -302,7 +306,10 @@ class CollectiveScheduler:
     # reductions
 
     def gradient_complete(self, number: int) -> None:
-        """Reduce the complete gradient of trainable unit `number`, now or at its place in the agreed order."""
+        """Reduce the complete gradient of trainable unit `number`, now or at its place in the agreed order.
+
+        A reduction that is not on the list starts at the end of the backward.
+        """
         if self._board is None:
             self._callbacks.start_reduction(number)
             return
@@ -320,7 +327,7 @@ class CollectiveScheduler:
             self._start(joined)
 
     def reduce_remaining(self, numbers: Sequence[int], is_left: Callable[[int], bool]) -> None:
-        """Finish the reductions of a backward.
+        """Start the remaining reductions of a backward.
 
         Join the rest of the list, then request the reductions that are left on this rank.
 
@@ -342,14 +349,14 @@ class CollectiveScheduler:
                 self._start(joined)
 
     def advance(self) -> None:
-        """Start the next collectives of the agreed list, up to the first one that would cost time or memory now."""
+        """Start the next collectives of the agreed list that this rank can join early (see `_free_codes`)."""
         for code in self._free_codes():
             self._start(code)
 
     # internals
 
     def _resume_after_sync(self) -> None:
-        """Begin a new phase if a sync point ended the forward (or backward) that is still running."""
+        """Begin a new phase if a sync point ended the phase of a forward or backward that is still running."""
         if self._interrupted_kind:
             self.begin_phase(self._interrupted_kind, reduces=True)
 
@@ -366,20 +373,20 @@ class CollectiveScheduler:
     # codes of collectives to start, in order; see "Flat calls" in [Note: agreed order]
 
     def _next_codes(self, last: int | None = None) -> Iterator[int]:
-        """Yield the rest of the agreed list, or its part up to the position `last`."""
+        """Yield the rest of the agreed list, or its part up to and including the position `last`."""
         while self._position < (len(self._agreed) if last is None else last + 1):
             self._position += 1
             yield self._agreed[self._position - 1]
 
     def _begun_and_remaining(self) -> Iterator[int]:
-        """Finish the start of a phase, and yield the rest of the list."""
+        """Yield the collectives that peers request until the phase's start is agreed, then the rest of the list."""
         yield from self._finish_begin()
         yield from self._next_codes()
 
     def _free_codes(self) -> Iterator[int]:
-        """Yield the next collectives of the agreed list, up to the first one that would cost time or memory now.
+        """Yield the next collectives of the agreed list, up to the first one that this rank cannot join early.
 
-        Reductions of complete gradients, and gathers of units that are unsharded on this rank, cost nothing now.
+        It can join reductions of complete gradients, and gathers of units that are unsharded on this rank.
         """
         while self._position < len(self._agreed):
             code = self._agreed[self._position]
@@ -390,14 +397,14 @@ class CollectiveScheduler:
             if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
                 return
             # Two gathers of one unit in a row serve two blocks: the first block reshards the unit before the second one
-            # needs it. Here the unit is still unsharded for the first, so the second gather would do nothing.
+            # needs it. Here the unit is still unsharded for the first, so the second gather would start too early.
             if unit is not None and self._position and _unit_of(self._agreed[self._position - 1]) == unit:
                 return
             self._position += 1
             yield code
 
     def _codes_of_complete(self, code: int) -> Iterator[int]:
-        """Yield the reductions between the current position and `code`, then the codes of `_free_codes`.
+        """Yield the reductions before `code` in the rest of the list, if no gather precedes it, then `_free_codes`.
 
         This rank appears to have no gradients for the reductions before `code` in this phase. Until this rank joins
         them, its peers wait, and all its later collectives are held back.
@@ -418,13 +425,14 @@ class CollectiveScheduler:
         expected: tuple[int, ...] = (),
         posts: list[list[int]] | None = None,
     ) -> Iterator[int]:
-        """Exchange positions with all ranks, in rounds until this rank may continue.
+        """Exchange messages with all ranks, in rounds until this rank may continue.
 
         Args:
             posts: Posts of the first round, if they are exchanged already; None: exchange them.
 
         Yields:
-            The codes of the rest of the list, and of the requested collectives. A request ends with its own round.
+            The codes of the rest of the list, and of the requested collectives. A rank with a request, or one that
+            shares failures, takes part in one round.
         """
         assert self._board is not None
         while True:
@@ -460,7 +468,7 @@ class CollectiveScheduler:
         """Start a collective of the agreed list, or one that a rank requested in a round.
 
         Args:
-            wanted: This rank needs the unit now.
+            wanted: This rank needs the unit now or soon.
         """
         number = _unit_of(code)
         if number is None:
@@ -510,7 +518,7 @@ class _RecordedPhase:
     begun_unsharded: frozenset[int] = frozenset()
 
     def without_first_gathers(self, unsharded: frozenset[int]) -> tuple[int, ...]:
-        """Return the codes without the first gathers of the units `unsharded`, with which the new phase begins.
+        """Return the codes without the first gather of each unit that is in `unsharded` when the new phase begins.
 
         If a unit was also unsharded when the recorded phase began, its first gather is not in the record: all its
         recorded gathers are later ones, and stay.
@@ -565,8 +573,8 @@ def _unit_of(code: int) -> int | None:
 def merge_sequences(lists: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Merge the ranks' lists into one.
 
-    Collectives that several lists have in the same order occur once. Between them, each rank's own collectives
-    alternate, so that ranks that run different modules run them at the same time.
+    Collectives that several lists have in the same order occur once. Between them, the other collectives of the lists
+    are interleaved, so that ranks that run different modules run them at the same time.
     """
     result: tuple[int, ...] = ()
     for other in lists:
@@ -596,7 +604,7 @@ def _interleave(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=256)
 def hoist_gathers(codes: tuple[int, ...]) -> tuple[int, ...]:
-    """Move each gather ahead of the reductions between it and the preceding gather."""
+    """Move each run of gathers ahead of the run of reductions that directly precedes it."""
     result: list[int] = []
     held: list[int] = []  # reductions not yet placed
     gathers: list[int] = []  # gathers that follow the held reductions

@@ -8,7 +8,7 @@ from windlass.base.pending import Pending
 
 
 class CompletionOrder:
-    """Collectives of one model in flight. Before it waits for a collective, a rank finishes all earlier ones.
+    """Queue of a model's collectives in flight. Before it waits for a collective, a rank finishes all earlier ones.
 
     See "Completion order" in [Note: agreed order].
 

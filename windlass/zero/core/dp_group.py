@@ -1,4 +1,4 @@
-"""Data-parallel groups: ranks over which units are sharded and reduced. Experts have smaller ones than dense units."""
+"""Data-parallel groups: ranks over which units are sharded and reduced. Experts may have smaller groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class DataParallelGroup:
     """Ranks over which certain units are sharded and reduced.
 
     Attributes:
-        mesh: Ranks over which gradients are reduced.
+        mesh: Groups of the data ranks. Gradients are reduced over `mesh.data`.
         group: Ranks over which optimizer states are sharded; the ranks of `mesh.data` if states are not sharded.
         transport: Transport over `group`.
         transport_reason: Reason for the choice of this transport.
-        secondary_transport: Transport over the nearby ranks of hpZ (secondary shards); None without hpZ.
+        secondary_transport: Transport over the nearby ranks of hpZ; None without secondary shards.
     """
 
     mesh: DataMesh
@@ -31,8 +31,11 @@ class DataParallelGroup:
     def extra_reduce_groups(self, mesh: Mesh, kind: PlacementKey, *, is_sharded: bool) -> list[RankGroup]:
         """Return further groups over which a reduced shard is summed.
 
-        These are the other replicas of sharded states, ranks that compute only parts of a gradient, and pipeline stages
-        that share the parameter.
+        These are ranks that hold replicas of sharded states, ranks that compute only parts of a gradient, and pipeline
+        stages that share the parameter. Groups of one rank are left out.
+
+        Args:
+            is_sharded: Optimizer states are sharded.
         """
         groups = [self.mesh.replicate] if is_sharded else []
         groups += [mesh.axes[axis].group for axis in sorted(kind.partial_axes)]

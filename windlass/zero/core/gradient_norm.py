@@ -22,7 +22,7 @@ class StepStatus:
 
     Attributes:
         norm: Norm of the full gradient of the optimizer's parameters, including the loss scale; not finite if any
-            element is not finite.
+            element is not finite, or if the sum of squares overflows.
         used: For each trainable unit and parameter, True if any data rank had a gradient of it.
         unreduced: For each trainable unit, True if any data rank holds unreduced gradients of it.
         flags: Sums over ranks of the additional flags.
@@ -44,18 +44,18 @@ class StepStatus:
 
 
 class NormVector:
-    """Layout of the reduced vector: index of each unit's used-parameter flags.
+    """Layout of the flags of units and parameters in the reduced vector.
 
-    Experts that are separate modules differ between ranks along ep, also in number, so each expert has an index of its
-    own. Experts that are slices of one parameter share an index: the parameter is used if any of them is.
+    Experts that are separate modules differ between ranks along ep, also in number, so each expert has separate flags.
+    Experts that are slices of one parameter share a flag: the parameter is used if any of them is.
 
     Args:
         mesh: Mesh of all ranks.
         device: Device of the collectives.
 
     Attributes:
-        of: For each slot, the index in the vector of the flag of its first parameter.
-        size: Number of flags: one for each unit, then one for each parameter. Counts and hashes follow them.
+        of: For each slot, the index of the flag of its first parameter among the flags.
+        size: Number of flags: an unreduced flag for each unit, then a used flag for each parameter.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -64,9 +64,9 @@ class NormVector:
         self.size = 0
 
     def fit(self, slots: list[GradientSlot]) -> None:
-        """Rebuild the layout for `slots` if their number changed. Collective in that case.
+        """Rebuild the layout for `slots` if their number changed. Collective over the `ep` axis in that case.
 
-        The number of slots is equal on all ranks.
+        The number of slots is equal on all dense data ranks.
         """
         if len(slots) == len(self.of):
             return
@@ -115,6 +115,7 @@ def reduce_step_status(
         policy: Sharding policy of the gradients.
         mesh: Mesh of all ranks.
         vector: Layout of the reduced vector.
+        traffic: Counter of the elements sent.
         flags: Further numbers to sum over ranks in the same collective.
     """
     slots = gradients.slots
@@ -132,7 +133,7 @@ def reduce_step_status(
             )
     device = vector.device
     vector.fit(slots)
-    # Ranks of different replicas (MiCS) reduce in orders of their own.
+    # Replicas (MiCS) may reduce in different orders, so only the ranks of one replica are compared.
     replicas, replica = (mesh.dense.replicate.size, mesh.dense.replicate.index) if policy.state else (1, 0)
     # float64, so that counts and squares of hashes are exact.
     facts = torch.zeros(vector.size + 2 + 2 * replicas, dtype=torch.float64)
@@ -141,7 +142,7 @@ def reduce_step_status(
         for index in slot.used:
             facts[vector.of[number] + index] = 1.0
     backwards, events = gradients.backward_count, gradients.history_hash
-    # Sum and sum of squares show in one reduction if all ranks have the same value (see `_values_differ`).
+    # The sum and the sum of squares suffice to compare the values of all ranks (see `_values_differ`).
     facts[vector.size : vector.size + 2] = torch.tensor([backwards, backwards**2], dtype=torch.float64)
     facts[vector.size + 2 :].view(replicas, 2)[replica] = torch.tensor([events, events**2], dtype=torch.float64)
     none = torch.zeros((), dtype=torch.float64, device=device)
@@ -193,7 +194,7 @@ def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> 
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """Return the factor that clips a gradient to norm `limit`, as torch's `clip_grad_norm_`; `limit` 0: no clipping."""
+    """Return the factor that clips a gradient to norm `limit`, like torch's `clip_grad_norm_`; 1 if `limit` <= 0."""
     if limit <= 0:
         return 1.0
     coefficient = limit / (norm + 1e-6)

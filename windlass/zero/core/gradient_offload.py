@@ -32,8 +32,8 @@ class GradientOffloadCallbacks:
 class GradientOffload:
     """Output buffers of reductions, and the transfers from these to the gradients' tiers.
 
-    A shard on the device is reduced in place. A shard on the host or NVMe tier is reduced into a device buffer, which
-    is copied out while the backward continues, and is accumulated in its tier.
+    A shard on the device is reduced in place. A shard on the host or NVMe tier is reduced into a device buffer. The sum
+    is copied out while the backward continues, and replaces the content of the tier or is added to it.
 
     Args:
         dtype: Dtype of accumulated gradients.
@@ -72,7 +72,7 @@ class GradientOffload:
                 self._free, self._taken = [], {}  # the old buffers are too small now
 
     def account(self, slot: GradientSlot, numel: int) -> None:
-        """Record the elements of a unit's gradient that lie in device memory."""
+        """Record that `numel` elements of a unit's gradient are in device memory."""
         self._ledger.set_held_bytes(f"gradient of {slot.unit.names[0]}", numel * self._dtype.itemsize)
 
     def output_buffer(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -97,7 +97,7 @@ class GradientOffload:
         return self._free.pop()[: own.numel()], False
 
     def offload(self, slot: GradientSlot, out: torch.Tensor) -> None:
-        """Start the transfer of the complete sum in `out` to its tier."""
+        """Start the transfer of the complete sum in `out` to its tier. On the device tier there is nothing to do."""
         storage = slot.storage
         if storage is None:
             return

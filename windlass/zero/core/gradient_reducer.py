@@ -1,23 +1,24 @@
 """Gradient reducer: from a parameter's `.grad` to this rank's shard of the reduced gradient.
 
-[Note: reduction] The first gradient of a unit is copied into the unit's flat buffer, later ones are added, and `.grad`
-is set to None. Once the unit is complete, its buffer is reduced: `shard += sum over ranks`. The buffer then counts as
-empty again. So a unit may be reduced any number of times in a step, and a rank without a gradient for the unit takes
-part with zeros. The collective scheduler determines when each unit is reduced (see [Note: agreed order]). Gradients
-that are left at the end of a backward are reduced then: those of units with an unused parameter, and second gradients
-of the same parameter.
+[Note: reduction] The first gradient of a parameter is copied into its unit's flat buffer, later ones are added, and
+`.grad` is set to None. Once the unit is complete, its buffer is reduced: `shard += sum over ranks`. The buffer then
+counts as empty again. So a unit may be reduced any number of times in a step, and a rank without a gradient for the
+unit takes part with zeros. The collective scheduler determines when each unit is reduced (see [Note: agreed order]).
+Gradients that are left at the end of a backward are reduced then: those of units with an unused parameter, and second
+gradients of the same parameter.
 
 [Note: dropped gradients] A script may drop the gradient of any parameter between two backwards, or before a step. A
 gradient that is not reduced yet is dropped at once. A reduced gradient is zeroed in this rank's shard at its next use:
 before another reduction adds to it, or when it is read. A unit whose gradients were all dropped has no gradient any
 more. Every rank zeroes its own shard, so all ranks that shard a gradient must drop the same gradients, between the same
 reductions. At the agreement before a step, they compare a hash of the order of these events, which costs no extra
-message. Each replica (MiCS) reduces and drops on its own, before its sums are added to those of other replicas.
+message. Each replica (MiCS) reduces and drops independently, before the sums of all replicas are added.
 
-[Note: gradients that stay] As in plain PyTorch, a step leaves the gradient of a parameter that requires one and is in
-no group of the optimizer. It accumulates until a script drops it. Such parameters have units of their own
-(`Unit.unstepped`), whose slots the step neither reads nor resets. They do not count in the norm. A step that fails or
-is skipped drops all gradients. A parameter that joins a group later is stepped with all that has been accumulated.
+[Note: gradients that stay] As in plain PyTorch, a step leaves the gradient of a parameter that requires a gradient and
+is in no group of the optimizer. The gradient accumulates until a script drops it. These parameters have separate units
+(`Unit.unstepped`), whose slots the step neither reads nor resets. The norm does not include their gradients. A step
+that fails or is skipped drops all gradients. A parameter that joins a group later is stepped with all that has been
+accumulated.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class ReducerCallbacks:
         gradient_weight: Returns the factor of gradients of the running backward, usually 1 / accumulation steps.
         reduces_this_backward: Returns True if the running backward reduces gradients.
         on_gradient: Called with unit, index and gradient as each gradient arrives; None: not called.
-        on_reduced: Called with each slot whose reduction has finished. The sum may still be on its way to its tier.
+        on_reduced: Called with each slot whose reduction has finished. The transfer of the sum to its tier may still be
+            in flight.
         on_drop: Called with the name of each parameter whose gradient a script drops, and True if it is only zeroed.
     """
 
@@ -76,28 +78,29 @@ class ReducerCallbacks:
 
 
 class GradientReducer:
-    """Gradients of all units of one engine.
+    """Gradients of all trainable units of one model.
 
     Args:
         units: Trainable units, in model order.
         policy: Determines whether gradients are sharded.
         completion: Order in which reductions in flight finish.
         callbacks: Callables of the engine and the model.
-        accumulation_dtype: Dtype of the gradients that are kept.
+        accumulation_dtype: Dtype in which gradients are accumulated.
         reduce_dtype: Dtype in which gradients are sent.
-        lowered_reduce_dtype: Dtype in which gradients of lowered units are sent.
+        lowered_reduce_dtype: Dtype in which gradients of lowered units are sent; None: `reduce_dtype`.
         overlap: Let reductions run during the rest of the backward.
         predivide_factor: Factor of a gradient before the sum over ranks.
         postdivide_factor: Factor of the sum over ranks.
         contiguous: Move each gradient to the buffer as it arrives; else move all gradients of a unit together, once
-            each of its parameters has one.
-        local_factor: Factor of a gradient while `keeps_local_gradients`.
+            each of its parameters has one, or at the end of the backward.
+        local_factor: Factor of a gradient while `keeps_local_gradients` is True; replaces the other two factors.
         offload: Moves reduced gradient shards to their tier.
 
     Attributes:
+        slots: Gradient slots of the trainable units; a slot's index is the number of its unit.
         backward_count: Number of outermost backwards with gradients since the last step.
         keeps_local_gradients: Reduce nothing; each rank keeps its own full gradients, see [Note: local gradients].
-        dropped_names: Parameters whose reduced gradient was dropped since the last step, in order.
+        dropped_names: Names of parameters whose reduced gradient was dropped since the last step, in order.
         history_hash: Hash of the order of reductions and drops since the last step, without those of experts.
     """
 
@@ -164,7 +167,7 @@ class GradientReducer:
             self._rings[id(dp_group)].bind(buffers, dp_group.transport)
 
     def bind_buffers(self) -> None:
-        """Assign the buffers to the slots, and allocate the sharded gradients."""
+        """Allocate the shards if gradients are sharded, else assign the buffers to the slots."""
         for slot in self.slots:
             if self._shards_gradients:
                 self._offload.prepare(slot)
@@ -254,7 +257,7 @@ class GradientReducer:
         Return True if the unit's gradient is complete on this rank and is to be reduced now.
 
         Raises:
-            ModelError: the gradient has a graph of its own.
+            ModelError: the gradient has an autograd graph, or the parameter no longer has its original shape.
         """
         slot = self.slots[number]
         parameter = slot.unit.parameters[index]
@@ -284,7 +287,7 @@ class GradientReducer:
             return False
         if not self._contiguous:
             self._move_all_to_buffer(slot)
-        # During `no_sync` the gradient stays unreduced.
+        # In a backward that does not reduce (e.g. under `no_sync`) the gradient stays unreduced.
         return self._callbacks.reduces_this_backward()
 
     def _move_to_buffer(self, slot: GradientSlot, index: int) -> None:
@@ -335,7 +338,7 @@ class GradientReducer:
         return [bool(slot.written) for slot in self.slots]
 
     def reduce_units(self, wanted: list[bool]) -> None:
-        """Reduce the units marked in `wanted`, which is equal on all ranks. Collective."""
+        """Reduce the units marked in `wanted`, equal on all data ranks, and wait for them. Collective."""
         for number, wants in enumerate(wanted):
             if wants:
                 self.start_reduction(number)
@@ -376,10 +379,10 @@ class GradientReducer:
             transport.wait_until_read(buffer)
 
     def reset(self, *, keeps_unstepped: bool = False) -> None:
-        """Drop this step's gradients; their memory stays allocated.
+        """Drop this step's gradients. Buffers and sharded gradients stay allocated.
 
         Args:
-            keeps_unstepped: Keep the gradients of units that the optimizer does not step. They must be reduced.
+            keeps_unstepped: Keep the gradients of units that the optimizer does not step. They must be reduced already.
         """
         ended = [slot for slot in self.slots if not (keeps_unstepped and slot.unit.unstepped)]
         # Clear this first: all gradients are dropped anyway, so `finish` need not zero any of them.
@@ -411,10 +414,10 @@ class GradientReducer:
         return slot.has_reduced or bool(slot.written) or bool(slot.used)
 
     def drop_gradient(self, number: int, index: int, *, zero: bool) -> None:
-        """Drop the gradient of one parameter, or set it to zero. Local: needs no communication.
+        """Drop the gradient of one parameter, or set it to zero. Starts no collective.
 
         Args:
-            zero: The gradient counts as zero, so the optimizer updates the parameter; else as None.
+            zero: The gradient counts as zero, so the optimizer updates the parameter; else it counts as None.
         """
         if not self.unit_has_gradient(number):
             return
@@ -482,9 +485,12 @@ class GradientReducer:
         slot.write(values)
 
     def _update_history(self, slot: GradientSlot, event: int) -> None:
-        """Add an event to the history that all ranks of the unit's group share.
+        """Add an event to the history that must be equal on all ranks of the unit's group.
 
         Events of experts are left out, because not all ranks reduce the same experts.
+
+        Args:
+            event: 0 for a reduction, 1 + index for the drop of a parameter's gradient.
         """
         if not slot.unit.kind.is_expert:
             self.history_hash = hash((self.history_hash, self._numbers[slot.unit.index], event)) % _HISTORY_HASHES
@@ -566,19 +572,19 @@ class GradientReducer:
         for index in range(len(slot.unit.parameters)):
             if index not in slot.written:
                 slot.unit.parameter_view(flat, index).zero_()
-        if self._shards_gradients:  # the unit that used the buffer before had parameters where this unit has padding
+        if self._shards_gradients:  # the previous borrower may have had parameters where this unit has padding
             for first, last in layout.gaps(0, layout.padded):
                 flat[first:last].zero_()
 
     # reduction of a unit
 
     def is_gradient_ready(self, number: int) -> bool:
-        """Return True if the unit's gradient is complete on this rank and not reduced yet."""
+        """Return True if this rank's gradient of the unit is complete and unreduced, and this backward reduces."""
         slot = self.slots[number]
         return slot.complete and bool(slot.written) and self._callbacks.reduces_this_backward()
 
     def start_reduction(self, number: int) -> None:
-        """Start the reduction of a unit. Its buffer counts as empty afterwards."""
+        """Start the reduction of a unit. Its buffer counts as empty afterwards. Collective over the unit's group."""
         slot = self.slots[number]
         group, transport = slot.unit.dp_group.group, slot.unit.transport
         # A reduction adds to the shard, so the previous one must have written it.
@@ -592,7 +598,7 @@ class GradientReducer:
             self._keep_local(slot, slot.buffer.local)
             return
         own = local_shard(slot.buffer.local, group.index, group.size)
-        # Without sharded gradients the shard is the part of the unit's own buffer that the reduction writes.
+        # Without sharded gradients the shard is a view of the unit's buffer.
         if not self._shards_gradients and not slot.has_reduced:
             slot.shard = slot.unit.local_span(slot.buffer.local)
         out, add = self._offload.output_buffer(slot, own)

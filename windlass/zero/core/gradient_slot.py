@@ -18,21 +18,22 @@ class GradientSlot:
     """Gradient of one unit.
 
     Attributes:
-        buffer: `[padded]`, target of gradients: the unit's own, or borrowed from the ring.
+        buffer: `[padded]`, target of gradients: the unit's own, or borrowed from the ring; None: not borrowed yet.
         ring_index: Index of the borrowed buffer in the ring; None if none is borrowed.
         unreduced_copy: `[padded]`, private memory for gradients that cannot stay in the ring: under `no_sync`, or if
             all ring buffers are lent.
-        shard: `[state span]`, reduced, on the device. A view of `buffer` if that is the unit's own.
+        shard: `[state span]`, reduced, on the device; `[padded]` while gradients stay local. If `buffer` is the unit's
+            own, a view of it, or a copy once the buffer is written again.
         storage: Slot of the reduced shard, if that is offloaded to host or NVMe; `shard` is None then.
         spare_storage: Second storage, for the gradient that a delayed update uses.
         handed_over: True if `spare_storage` has a gradient that a running update uses, False if the running update has
             no gradient of the unit; None if no update runs.
         has_reduced: `shard` (or `storage`) has this step's gradient, or will have it once transfers in flight end.
         is_offloaded: A part of this step's gradient has been sent to `storage`.
-        written: Parameters with an unreduced gradient in `buffer` or `unreduced_copy`.
-        arrived: Parameters whose gradient arrived in this backward.
-        used: Parameters that had a gradient in this step.
-        dropped: Parameters whose reduced gradient the script dropped; zeroed before the next use.
+        written: Indices of the parameters with an unreduced gradient in `buffer` or `unreduced_copy`.
+        arrived: Indices of the parameters whose gradient arrived in this backward.
+        used: Indices of the parameters that have a gradient in this step.
+        dropped: Indices of the parameters whose reduced gradient the script dropped; zeroed before the next use.
         norm_squares: Sum of squares of this rank's part of the reduced shard; None if not computed yet.
     """
 
@@ -66,7 +67,7 @@ class GradientSlot:
 
     @property
     def stepped(self) -> Slot | torch.Tensor | None:
-        """Gradient for the optimizer: the reduced shard, or that of a delayed update; None: no gradient."""
+        """Gradient for the optimizer: the reduced shard, or the one in use by a delayed update; None: no gradient."""
         if self.unit.unstepped:
             return None
         if self.handed_over is not None:
@@ -78,7 +79,7 @@ class GradientSlot:
         return self.unit.names_in(self.unit.state_start + start, self.unit.state_start + stop)
 
     def hand_over(self) -> Pending:
-        """Start to move the reduced shard to a delayed update, which runs while the next gradient arrives."""
+        """Start to move the reduced shard to `spare_storage`, for an update that runs during the next backward."""
         moving: Pending = DONE
         assert self.spare_storage is not None
         if self.unit.unstepped:

@@ -69,7 +69,7 @@ class ObservedModules:
     """Modules inside one block whose outputs a forward hook of the script receives, and may use in a loss.
 
     The backward can begin at such an output, so a gradient that reaches the output must unshard the block's units. The
-    hooks of this class are registered on a module once the script has registered one there.
+    hooks of this class are registered on a module once it has a forward hook of the script.
 
     Args:
         block: The block.
@@ -100,7 +100,7 @@ class ObservedModules:
                 tensor.register_hook(lambda _: self._runtime.pre_backward_inside(call))
 
     def remove(self) -> None:
-        """Remove our hooks."""
+        """Remove the hooks of this class."""
         for handle in self._handles.values():
             handle.remove()
 
@@ -138,7 +138,7 @@ def register_block_hooks(
         call = runtime.post_forward(block, output)
         if call is not None and call.leaves:
             old = {id(through): leaf for through, leaf in call.leaves}
-            # A hook of the script may have given the module copies of the caller's containers.
+            # A hook of the script may have copied the caller's containers, so restore the originals (`call.given`) too.
             args, kwargs, _ = replace_tensors((args, kwargs, call.given), old, in_place=True)
             call.leaves, call.given = [], None
         if call is not None and torch.is_grad_enabled():
@@ -158,9 +158,9 @@ def _hook_inputs(
 ) -> tuple[Any, Any] | None:
     """Call the runtime at the end of the block's backward, through hooks on the block's inputs.
 
-    Only leaf tensors are replaced. torch forbids in-place changes of leaves that require gradients, so the caller
-    cannot miss such a change. If another tensor were replaced, the caller would not see the block's in-place changes to
-    it. The caller's lists and dicts have the leaves again once the block returns.
+    Only leaf tensors are replaced, because the block may change other inputs in place, and torch forbids in-place
+    changes of the outputs of `_Boundary`. Leaves that require gradients cannot be changed in place anyway. The caller's
+    lists and dicts have the leaves again once the block returns.
 
     Return the new `args` and `kwargs`; None if there is no leaf to replace.
     """
@@ -186,10 +186,11 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
     """Unshard again in the backward, when a gradient reaches a tensor that the block made.
 
     Such tensors are the block's outputs, tensors that it put into a container from its inputs, and tensors that it left
-    on its modules (e.g. a router loss). If there is none although something here requires a gradient, the graph may
-    continue where no search finds it (an iterator, a closure, a list of losses that the script keeps). The start of the
-    backward cannot be detected then, so the units stay unsharded until the step. A hidden tensor beside visible ones is
-    not detected: autograd raises if a backward reaches it first, see [Note: version of freed values].
+    on its modules (e.g. a router loss). If there is none although an input or a parameter requires a gradient, the
+    graph may continue where no search finds it (an iterator, a closure, a list of losses that the script keeps). The
+    start of the backward cannot be detected then, so the units stay unsharded until the step. If only some tensors are
+    found, the others are not detected: autograd raises if a backward reaches one of them first, see
+    [Note: version of freed values].
     """
     enter_backward = partial(runtime.pre_backward, call)
     given = {id(tensor) for tensor in call.inputs}
@@ -219,7 +220,7 @@ def register_gradient_hooks(
     """Pass each gradient to the reducer once it has been added to the parameter's `.grad`.
 
     Args:
-        places: Number of the trainable unit, index in the unit, and the parameter.
+        places: For each parameter, the number of its trainable unit, its index in the unit, and the parameter itself.
     """
     # torch holds these hooks in C++, invisible to Python's garbage collector. A strong reference to the model in a hook
     # would keep the model and its memory alive for ever.

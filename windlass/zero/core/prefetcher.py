@@ -12,15 +12,16 @@ class Prefetcher:
     """Trace of the units used by one forward and backward, and the current position in it.
 
     Args:
-        prefetch_numel: Number of elements to gather ahead of use (`stage3_prefetch_bucket_size`).
-        max_live_numel: Maximum number of unsharded elements (`stage3_max_live_parameters`).
-        max_reuse_distance: A unit that is used again within this number of elements stays unsharded
+        prefetch_numel: Maximum number of elements to gather ahead of use (`stage3_prefetch_bucket_size`).
+        max_live_numel: Number of unsharded elements above which no unit is prefetched or stays unsharded after its use
+            (`stage3_max_live_parameters`).
+        max_reuse_distance: A unit that is used again within this number of elements stays unsharded; 0: none
             (`stage3_max_reuse_distance`).
-        read_ahead_numel: Number of elements of this rank's shards to read from NVMe ahead of their gathers
+        read_ahead_numel: Maximum number of elements of this rank's shards to read from NVMe ahead of their gathers
             (`offload_param.buffer_count` times `buffer_size`).
     """
 
-    MAX_IN_FLIGHT = 2  # number of gathers: the current and the next one; more would only take memory
+    MAX_IN_FLIGHT = 2  # the unit in use and the next one: more gathers at a time would only take memory
 
     def __init__(
         self, prefetch_numel: int, max_live_numel: int, max_reuse_distance: int, read_ahead_numel: int
@@ -78,7 +79,7 @@ class Prefetcher:
             yield unit
 
     def units_to_read_ahead(self) -> Iterator[Unit]:
-        """Yield the units whose shards to read from NVMe now, beyond those that are gathered."""
+        """Yield the sharded units whose shards should be read from NVMe now, ahead of their gathers."""
         budget = self._read_ahead_numel
         for unit in self._previous_trace[self._position :] if self._trace_matches else ():
             if unit.shard_state is ShardState.SHARDED and unit.tier is Tier.NVME:

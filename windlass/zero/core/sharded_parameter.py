@@ -1,17 +1,17 @@
-"""Placeholder for a sharded parameter. Accessing it gathers it or raises.
+"""Placeholder for a sharded parameter. An access to its values gathers them or raises.
 
 [Note: parameters used elsewhere] A sharded parameter keeps its shape, dtype and place in its module, but its class is
 `ShardedParameter` and its data are one NaN expanded with zero strides. Every torch function that gets it as an argument
-passes through `__torch_function__`, which requests the values from the parameter's gather handler. Inside a forward, a
-unit is gathered and held by the block that runs, so a head that computes with `self.embed.weight` works. A parameter
-with sharded init is gathered while its model is still under construction. Every other access raises an error that names
-the ways to read the parameter. Code that bypasses torch functions (e.g. C++ that received the data) reads NaN. torch
-itself rejects in-place writes to the overlapping memory.
+passes through `__torch_function__`. If the function reads values, the parameter's gather handler must gather them.
+Inside a forward, the unit is gathered and stays unsharded until the end of the running block, so a head that computes
+with `self.embed.weight` works. A parameter constructed under `zero.Init` is gathered while its model is being built.
+Every other access to the values raises an error that names the ways to read the parameter. Code that bypasses torch
+functions (e.g. C++ that received the data) reads NaN. torch itself rejects in-place writes to the overlapping memory.
 
-[Note: version of freed values] Autograd saves aliases of a parameter's values, which are lost while its unit is
-resharded. A backward that no hook announced (the block left its graph where no search finds it) would read freed
-memory: zeros, garbage, or a crash. So the version counter of a parameter is raised by `FREED` when its values are
-freed, and lowered when they are back, and torch refuses to read an alias in between. `version_of` leaves this mark out.
+[Note: version of freed values] Autograd saves aliases of a parameter's values, which are freed while its unit is
+sharded. A backward whose start no hook detects (e.g. the block stored an output in a closure) would read freed memory:
+zeros, garbage, or a crash. So the version counter of a parameter is raised by `FREED` when its values are freed, and
+lowered when they are gathered again, and torch refuses to read an alias in between. `version_of` leaves this mark out.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class ShardedParameterCallbacks:
 
     Attributes:
         allows_stub: Returns True if a `StateDictStub` may represent a sharded parameter in `state_dict()`.
-        read_full_value: Gathers the values behind a stub, collectively on all ranks.
-        shape_substitute: Returns a tensor, for a sharded parameter and a frame: code in that frame reads the tensor's
-            shape in place of the parameter's. None: the code reads the parameter's own shape.
+        read_full_value: Gathers and returns the full value of a parameter. Collective over all ranks.
+        shape_substitute: Called with a sharded parameter and the frame that reads its shape. Returns a tensor whose
+            shape the frame receives instead; None: the frame receives the parameter's shape.
     """
 
     allows_stub: Callable[[nn.Parameter], bool]
@@ -107,7 +107,7 @@ _callbacks: ShardedParameterCallbacks | None = None
 
 
 def install_callbacks(callbacks: ShardedParameterCallbacks) -> None:
-    """Call `callbacks` for all sharded parameters of this process. Without callbacks no stub is made."""
+    """Use `callbacks` for all sharded parameters of this process. Without callbacks, `state_dict()` has no stubs."""
     global _callbacks
     _callbacks = callbacks
 
@@ -132,7 +132,10 @@ _OVERWRITES = frozenset(
 
 
 def call_name(function: Callable[..., Any]) -> str:
-    """Return the name of a torch function: the attribute's name for a getter, `set name` for a setter."""
+    """Return the name of a torch function: the attribute's name for a getter, `set name` for a setter or deleter.
+
+    Setters and deleters of `grad` and `requires_grad` are named like the getters, because they access no values.
+    """
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         accessor = getattr(function, "__self__", None)
@@ -142,14 +145,14 @@ def call_name(function: Callable[..., Any]) -> str:
 
 
 class ShardedParameter(nn.Parameter):
-    """Parameter whose full values are not on this rank."""
+    """Parameter whose full values are not available on this rank, because it is sharded."""
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = call_name(function)
-        # E.g. `module.to(device)` of a model with sharded parameters: the tiers are configured, so nothing moves.
+        # E.g. `module.to(device)` of a model with sharded parameters: the configuration sets the tier of the shards.
         if args and isinstance(args[0], ShardedParameter) and _is_no_op(name, args, kwargs or {}):
             return args[0]
         if _callbacks is not None and name in _SHAPE_CALLS:
@@ -195,9 +198,9 @@ class ShardedParameter(nn.Parameter):
 
 
 def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call only moves a sharded parameter, casts it to its own dtype, or assigns its own data to it.
+    """Return True if a call only moves a sharded parameter, casts it to its current dtype, or sets its data to itself.
 
-    Such calls (e.g. `module.cpu()` and `module.to(device)`) have no effect, because the configuration sets the tier of
+    These calls (e.g. `module.cpu()` and `module.to(device)`) have no effect, because the configuration sets the tier of
     the shards.
     """
     if name == "set data":
@@ -224,7 +227,7 @@ def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of a call's result if it is a `ShardedParameterCopy` of the first argument; else None."""
+    """Return the dtype of a call's result if a `ShardedParameterCopy` may represent this result; else None."""
     if name == "_weight_norm":
         dtype: torch.dtype = args[0].dtype
         return dtype
@@ -235,7 +238,7 @@ def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _create_like(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call one of `FACTORY_CALLS` for a tensor without values."""
     with torch._C.DisableTorchFunctionSubclass():
-        # A zero-stride tensor has the shape, dtype and device that the factory copies, without memory.
+        # A zero-stride tensor has the shape, dtype and device that the factory copies, with the memory of one element.
         like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
         return function(like, *args[1:], **kwargs)
 
@@ -268,12 +271,12 @@ class _StandIn(torch.Tensor):
 
 
 class ShardedParameterCopy(_StandIn):
-    """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, without values.
+    """Copy of a sharded parameter in another dtype or normalized by `weight_norm`, without values.
 
-    It is returned where the parameter cannot be gathered. Initialisers overwrite such a copy without reading it, and
-    the copy then becomes an ordinary tensor. Examples, whose callers drop the result: `init.normal_(weight.float())` in
-    transformers 5.8, and `init.normal_(conv.weight)` of a convolution with weight_norm. Any other use raises the error
-    of the parameter.
+    A cast or `weight_norm` returns this copy if the parameter cannot be gathered. An initializer overwrites the copy
+    without reading it, and the copy then becomes an ordinary tensor. Examples, whose callers drop the result:
+    `init.normal_(weight.float())` in transformers 5.8, and `init.normal_(conv.weight)` of a convolution with
+    weight_norm. A call that reads values raises the error of the parameter.
     """
 
     @classmethod
@@ -313,8 +316,8 @@ class StateDictStub(_StandIn):
     """Stub of a sharded parameter in a `state_dict()`, with shape and dtype.
 
     Callers often need only the names: transformers calls `state_dict()` while it loads, and peft on one rank while it
-    saves. An access to the values returns the result of `ShardedParameterCallbacks.read_full_value`. The values cannot
-    be changed.
+    saves. A call that reads values runs on the full value (`ShardedParameterCallbacks.read_full_value`, collective). An
+    in-place change raises `ShardedParameterError`.
     """
 
     _comes_from = "state_dict"
@@ -326,7 +329,7 @@ class StateDictStub(_StandIn):
 
     @classmethod
     def of(cls, parameter: ShardedParameter) -> StateDictStub:
-        """Return the stub of a sharded parameter."""
+        """Return a new stub of a sharded parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             stub = torch.Tensor._make_subclass(cls, raw_data(parameter), False)
         stub._parameter = parameter
@@ -355,12 +358,12 @@ def version_of(parameter: nn.Parameter) -> int:
 
 
 def mark_freed(parameters: Sequence[nn.Parameter]) -> None:
-    """Let autograd refuse to read aliases of these parameters' values. They must not be marked yet."""
+    """Make autograd refuse to read aliases of these parameters' values. The parameters must not be marked yet."""
     _shift_versions(parameters, FREED)
 
 
 def unmark_freed(parameters: Sequence[nn.Parameter]) -> None:
-    """Let autograd read aliases of these parameters' values again."""
+    """Let autograd read aliases of these parameters' values again. The parameters must be marked."""
     _shift_versions(parameters, -FREED)
 
 
@@ -384,10 +387,10 @@ def _shift_versions(parameters: Sequence[nn.Parameter], by: int) -> None:
 
 
 def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
-    """Remove the values of `parameter` and make it a `ShardedParameter`. A sharded parameter is unchanged."""
+    """Remove the values of `parameter` and make it a `ShardedParameter`. Do nothing if it is one already."""
     if isinstance(parameter, ShardedParameter):
         return
-    # A weak reference, because the handler (the unit) refers to its parameters.
+    # A weak reference, because a strong one in this global dict would keep the handler (the unit) alive.
     _sharded[id(parameter)] = ref(handler), type(parameter)
     put_data(parameter, nan_placeholder(parameter))
     # Change the class in place: modules and optimizers keep references to the parameter object.
@@ -395,10 +398,11 @@ def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
 
 
 def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor of a parameter's shape and device without memory of its own: every element is one NaN.
+    """Return a zero-stride tensor of a parameter's shape and device: every element is one shared NaN.
 
     Args:
-        dtype: By default the parameter's. Integers have no NaN: all bits of an element are 1 (-1, or the maximum).
+        dtype: Dtype of the tensor; None: the parameter's. Integers have no NaN: all bits of an element are 1 (-1, or
+            the maximum).
     """
     dtype = dtype or parameter.dtype
     key = (dtype, parameter.device)
@@ -421,7 +425,7 @@ def forget_sharded(identity: int) -> None:
 
 
 def handler_of(parameter: nn.Parameter) -> GatherHandler | None:
-    """Return the gather handler of a sharded parameter; None for any other tensor."""
+    """Return the gather handler of a sharded parameter; None for other tensors, or if the handler no longer exists."""
     entry = _sharded.get(id(parameter)) if isinstance(parameter, ShardedParameter) else None
     return entry[0]() if entry is not None else None
 

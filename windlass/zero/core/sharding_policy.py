@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """Kinds of slots that are sharded over the shard axis of the data mesh.
+    """Kinds of slots that are sharded over the data-parallel group of their unit.
 
     Attributes:
-        stage: ZeRO stage, for display only. No code branches on it.
+        stage: Configured ZeRO stage. On one rank without offload the other attributes are False at any stage.
         param: Each rank keeps only its shard of a parameter between uses; else every rank keeps full parameters.
-        grad: Gradients are reduced in every backward, and only the shard is kept; else they are reduced once, at the
-            accumulation boundary.
-        state: Master weights and optimizer states exist only for the shard.
+        grad: Gradients are reduced in every backward outside `no_sync`, and each rank keeps only its shard; else they
+            are reduced once, at the accumulation boundary.
+        state: Each rank keeps master weights and optimizer states only for its shard; else for full parameters.
     """
 
     stage: int
@@ -24,7 +24,9 @@ class ShardingPolicy:
 
     @property
     def can_keep_local_gradients(self) -> bool:
-        """Return True if the stage reduces gradients once per step, so that a rank can keep its local gradients until
-        then. The result does not depend on the number of ranks, so that a configuration is valid on every number of
-        ranks or on none."""
+        """Return True if each rank can keep its local gradients until the step, as at stages 0 and 1.
+
+        The result does not depend on the number of ranks, so that no configuration is valid only on some numbers of
+        ranks.
+        """
         return self.stage <= 1

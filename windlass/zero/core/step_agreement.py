@@ -24,17 +24,17 @@ T = TypeVar("T")
 
 
 class StepAgreement:
-    """Agreement of all ranks before a step, in one small reduction.
+    """Agreement of all ranks before a step, in one exchange of the step status.
 
-    A second reduction follows if some ranks still have unreduced gradients, or if replicas of a parameter are summed.
+    A second exchange follows if some ranks still have unreduced gradients, or if replicas of a parameter are summed.
     The constructor is collective over all ranks.
 
     Args:
         gradients: Gradient reducer of this rank.
         units: All units of the model, trainable or not.
-        policy: Sharding policy of the gradients.
+        policy: Sharding policy of the model.
         mesh: Mesh of all ranks.
-        traffic: Counter of the bytes sent.
+        traffic: Counter of the exchanged elements.
         device: Device of the collectives.
         has_local_failure: Returns 1 if a disk transfer or an update of this rank has failed, else 0.
     """
@@ -52,13 +52,13 @@ class StepAgreement:
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
         self._traffic, self._device, self._has_local_failure = traffic, device, has_local_failure
         self._norm_vector = NormVector(mesh, device)
-        # Over all ranks, so that either all of them agree twice or none does.
+        # Over all ranks, so that either all of them repeat the exchange or none does.
         self._has_replicas = any(mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units)))
-        self._replicas_summed = False  # gradients are summed over replicas
+        self._replicas_summed = False  # this step's gradients are summed over replicas already
         self._warned_uneven = False
 
     def agree(self, flags: list[float]) -> StepStatus:
-        """Reduce the remaining gradients, sum replicas, and exchange the step status. Collective over all ranks.
+        """Reduce the remaining gradients, sum replicas, and return the exchanged status. Collective over all ranks.
 
         Args:
             flags: Numbers to sum over ranks in the same exchange. `StepStatus.flags` has their sums, then the number of
@@ -71,7 +71,7 @@ class StepAgreement:
         again = self._has_replicas or status.flags.pop() > 0  # the last flag: some rank has unreduced gradients
         rest = status.unreduced
         used = [any(of_unit) for of_unit in status.used]
-        if self._has_replicas:  # another replica may have used a parameter that none of these ranks used
+        if self._has_replicas:  # if only other replicas used a parameter, reduce zeros here
             rest = [
                 left or (had and bool(slot.unit.extra_reduce_groups) and not slot.has_reduced)
                 for slot, left, had in zip(self._gradients.slots, rest, used, strict=True)
@@ -147,19 +147,23 @@ class StepAgreement:
         self._replicas_summed = False
 
     def local_part(self, unit: Unit, reduced: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a unit's reduced gradient `[state_stop - state_start]`, as a view."""
+        """Return this rank's shard of a unit's reduced gradient, as a view `[layout.padded / size of the group]`.
+
+        Args:
+            reduced: `[state_stop - state_start]`: the shard if states are sharded, else the full gradient.
+        """
         group = unit.dp_group.group
         return reduced if self._policy.state else local_shard(reduced, group.index, group.size)
 
     def sum_replicas(self, unit: Unit, part: torch.Tensor) -> torch.Tensor:
-        """Sum `part` in place over the unit's further groups, unless this step's agreement did so already.
+        """Sum `part` in place over the unit's `extra_reduce_groups`, unless this step's agreement did so already.
 
-        Collective over these groups.
+        Collective over these groups. Return `part`.
 
         Args:
-            part: The `local_part` of the unit.
+            part: `local_part` of the unit's gradient, or the full gradient while gradients stay local.
         """
-        # A gradient that stays after the step is never summed in place, because later gradients are added to it.
+        # The slot of an unstepped unit never holds a sum over replicas, because later gradients are added to it.
         if unit.unstepped or not self._replicas_summed:
             for group in unit.extra_reduce_groups:
                 group.all_reduce(part)
@@ -186,7 +190,7 @@ class StepAgreement:
         return min((bad for bads in of_ranks for bad in bads), default=(0, 0, 0, ""))[-1]
 
     def refuse_unused(self, used: list[list[bool]]) -> None:
-        """Raise if a parameter had no gradient. Collective if the mesh has other axes than data-parallel ones.
+        """Raise if a parameter had no gradient. Collective over all ranks if the mesh has more than data-parallel axes.
 
         Args:
             used: `StepStatus.used`.
@@ -234,7 +238,7 @@ class StepAgreement:
 
     def _sum_in_place(self, slot: GradientSlot) -> None:
         values, traffic = slot.read(), slot.unit.transport.traffic
-        local = self._gradients.keeps_local_gradients  # then each data rank has a whole gradient
+        local = self._gradients.keeps_local_gradients  # then each data rank has a full gradient
         part = self.sum_replicas(slot.unit, values if local else self.local_part(slot.unit, values))
         slot.write(values)
         for group in slot.unit.extra_reduce_groups:

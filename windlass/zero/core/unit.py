@@ -45,9 +45,9 @@ class UnitCallbacks:
     """Callables of the model that its units call.
 
     Attributes:
-        unshard_for_current_block: Unshards a unit for the running block, which then holds it. Returns False outside a
+        unshard_for_current_block: Unshards a unit until the end of the running block. Returns False if no block runs
             forward.
-        enqueue: Wraps an all-gather that was just started, so that it finishes after all earlier collectives.
+        enqueue: Returns an all-gather that was just started, wrapped to finish after all earlier collectives.
     """
 
     unshard_for_current_block: Callable[[Unit], bool]
@@ -57,11 +57,11 @@ class UnitCallbacks:
 class Unit:
     """Parameters of one unit, their layout, and the flat tensors that hold them.
 
-    [Note: sharded parameters] At stage 3 the full parameters exist only while a block that uses the unit runs. On
-    shared memory `full` is one buffer for all ranks: each rank owns its shard, and a gather only waits until the owners
-    have published their updates. On other transports, or if the parameters are offloaded, the memory of `full` is freed
-    and allocated again under the same tensor object. Views that autograd saved alias `full`, so they hold the right
-    values again after the gather before their backward. The memory of `full` is never reused for another unit. A
+    [Note: sharded parameters] At stage 3 parameters that are not persistent have values only while a block that uses
+    the unit runs. On shared memory `full` is one buffer for all ranks: each rank owns its shard, and a gather only
+    waits until the owners have published their updates. On other transports, or if the parameters are offloaded, the
+    memory of `full` is freed and allocated again under the same tensor object. Views that autograd saved alias `full`,
+    so they hold the right values again after the gather before their backward. No other unit uses the tensor `full`. A
     sharded parameter keeps its shape, but all its elements are one NaN (see sharded_parameter.py), so that every
     accidental use is visible.
 
@@ -72,17 +72,18 @@ class Unit:
         unstepped: No parameter is in a group of the optimizer now, so a step leaves the gradient: see [Note: gradients
             that stay].
         dp_group: Ranks over which the unit is sharded and reduced.
-        placements: Placement of each parameter: the part of the full parameter that lies on this rank.
+        placements: Placement of each parameter: the part of the full parameter that this rank holds.
         extra_reduce_groups: Further groups over which the reduced gradient shard is summed.
-        is_primary_replica: True on the one rank whose copy is counted when replicas are summed.
+        is_primary_replica: True on the first of the tensor-parallel ranks and pipeline stages that hold the unit; only
+            its copy is saved and hashed.
         norm_weight: Factor for the squares of the unit's elements in the norm.
         state_start, state_stop: State span: range of `full` whose master weights and optimizer states this rank keeps.
         shard_slot: This rank's shard of the parameters if `frees_memory`; else None, and the shard is part of `full`.
         tier: Tier of the parameters while they are sharded.
         state_tier: Tier of master weights and optimizer states.
         gradient_tier: Tier of the reduced gradient.
-        gather_codec: Codec of the all-gathers of `full`, whose values are then rounded; None: they are exact. A unit
-            that is never resharded has none.
+        gather_codec: Name of the lossy codec of the all-gathers of `full`; None: the gathered values are exact. Always
+            None for a unit that is never resharded.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Unit:
         self.is_primary_replica = True
         self.reshards = reshards
         self.shard_state = ShardState.UNSHARDED
-        self.users = 0  # number of running block calls and contexts that hold the unit unsharded
+        self.users = 0  # number of running block calls and contexts that keep the unit unsharded
         self.keep_unsharded = False  # a later backward may use the parameters at any time
         self.state_start, self.state_stop = 0, layout.padded
         self.tier, self.state_tier, self.gather_codec = tier, state_tier, gather_codec
@@ -120,8 +121,8 @@ class Unit:
         self.secondary_shard: torch.Tensor | None = None
         # Copies of the values of parameters when a script first read their `.data` since the unshard, by index.
         self.data_snapshots: dict[int, torch.Tensor] = {}
-        self.lost_edit_name = ""  # parameter that a script changed through `.data` before it was resharded
-        self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
+        self.lost_edit_name = ""  # first parameter that a script changed through `.data` before its reshard
+        self.privately_held: set[int] = set()  # indices of parameters with a private copy inside GatheredParameters
         self._freed: set[int] = set()  # indices of parameters marked `FREED`, see [Note: version of freed values]
         self.unsharded_for_peers = False  # gathered for peers before this rank needed it
         self._pending: Pending = DONE
@@ -172,11 +173,11 @@ class Unit:
         ledger: DeviceMemoryLedger,
         make_shard_slot: Callable[[Unit, int], Slot],
     ) -> None:
-        """Use `buffer` as `full`. The caller fills it afterwards through `views` and then calls `finish_init`.
+        """Use `buffer` as `full`. The caller then stores the values and calls `finish_init`.
 
         Args:
-            make_shard_slot: Returns a slot of the given number of elements, for the local shard of a unit that frees
-                `full`.
+            make_shard_slot: Returns a slot for the local shard of a unit that frees `full`. Called with the unit and
+                the number of elements.
         """
         self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees_memory = self.reshards and not buffer.shared
@@ -187,15 +188,16 @@ class Unit:
             self.shard_slot = make_shard_slot(self, self.local_shard.numel())
             self.shard_slot.set_content_description(self._names_in_shard)
         self._make_views()
-        # A second shard over nearby ranks saves traffic between nodes in the backward; it needs a `full` that is freed.
+        # A second shard over nearby ranks saves traffic between nodes in the backward, unless `full` is never freed.
         self._regather = self.dp_group.secondary_transport if self.frees_memory else None
         if self._regather is not None:
             near = self._regather.group
             self.secondary_shard = torch.empty_like(local_shard(self.full, near.index, near.size))
 
     def move_to(self, buffer: TransportBuffer) -> None:
-        """Copy the values of `full` to another `buffer` and use it from now on. Called for units that are never
-        resharded, after `recapture_parameters`.
+        """Copy the values of `full` to `buffer`, and use `buffer` as `full` from now on.
+
+        Called for units that are never resharded, after `recapture_parameters`.
         """
         buffer.local.copy_(self.full)
         self.buffer, self.full = buffer, buffer.local
@@ -214,11 +216,14 @@ class Unit:
         return local_shard(self.full, self.transport.group.index, self.transport.group.size)
 
     def read_local_shard(self) -> torch.Tensor:
-        """Return this rank's shard of the parameters in memory. Pass it to `write_local_shard` after a change."""
+        """Return this rank's shard of the parameters: a view of `full`, the tensor of the slot, or a copy from NVMe.
+
+        Pass the shard to `write_local_shard` after a change.
+        """
         return self.shard_slot.read() if self.shard_slot is not None else self.local_shard
 
     def write_local_shard(self, values: torch.Tensor) -> None:
-        """Store the shard that `read_local_shard` returned."""
+        """Store a changed shard that `read_local_shard` returned."""
         if self.shard_slot is not None:
             self.shard_slot.write(values)
 
@@ -232,7 +237,7 @@ class Unit:
         self.shard_slot.put(values).wait()
 
     def finish_init(self) -> None:
-        """Point the parameters at `full` and reshard if configured. Called once, after the local shard is filled."""
+        """Point the parameters at `full`, and reshard if `reshards`. Called once, after the local shard is filled."""
         self.point()
         if self.reshards:
             if not self.frees_memory:
@@ -241,11 +246,11 @@ class Unit:
             self.reshard()
 
     def read_ahead(self) -> bool:
-        """Start to read this rank's shard from NVMe for the next gather. Return False if there is no room for it."""
+        """Start to read this rank's shard from NVMe for the next gather. Return False if the staging pool is full."""
         return self.shard_slot is None or self.shard_slot.prefetch()
 
     def unshard(self, *, backward: bool = False) -> None:
-        """Start to unshard the parameters; `wait_for_unshard` finishes."""
+        """Start to unshard the parameters if they are sharded; `wait_for_unshard` finishes."""
         if self.shard_state is ShardState.SHARDED:
             self.join_unshard(backward=backward)
 
@@ -256,7 +261,7 @@ class Unit:
             self.wait_for_unshard()
         here = self.shard_state is ShardState.UNSHARDED  # then the gather receives the same values again
         if self.shard_slot is None:
-            # Shared buffer: `full` is always allocated, the gather only waits for the owners.
+            # Shared buffer: `full` is always allocated; the gather only waits until its owners have published it.
             self._pending = self.transport.all_gather(self.buffer, elements=self.numel)
         else:
             if not here:
@@ -289,12 +294,12 @@ class Unit:
         return [self.parameter_view(exact, index) for index in range(len(self.parameters))]
 
     def _choose_gather(self, slot: Slot, is_unsharded: bool, *, backward: bool) -> tuple[Transport, Pending]:
-        """Return the transport of the next all-gather, and the pending copy of this rank's shard to its place."""
+        """Return the transport of the next all-gather, and the pending copy of this rank's shard into `full`."""
         # All ranks must choose the same group, even if only some of them resharded the unit in between.
         if backward and self._regather is not None and self.secondary_shard is not None and self._all_ranks_gathered:
             if not is_unsharded:
                 group = self._regather.group
-                # With the secondary shard in place, only nearby ranks take part, which saves traffic between nodes.
+                # Only nearby ranks gather the secondary shards, which saves traffic between nodes.
                 local_shard(self.full, group.index, group.size).copy_(self.secondary_shard)
             return self._regather, DONE
         self._all_ranks_gathered = True
@@ -322,7 +327,7 @@ class Unit:
         # The memory must not be freed while a gather still writes to it.
         self._pending.wait()
         self._pending, self.unsharded_for_peers = DONE, False
-        # Copy the secondary shard while `full` is unsharded, before its memory is freed.
+        # Copy `full` to the secondary shard before the memory of `full` is freed.
         if self._regather is not None and self.secondary_shard is not None and not self._secondary_valid and not stale:
             near = self._regather.group
             self.secondary_shard.copy_(local_shard(self.full, near.index, near.size))
@@ -341,7 +346,7 @@ class Unit:
             self._account_memory(0)
 
     def snapshot_data(self, index: int) -> None:
-        """Copy the values of an unsharded parameter when a script reads `.data`, to detect changes at the reshard."""
+        """Copy the values of an unsharded parameter whose `.data` a script reads, so that a reshard detects changes."""
         if (
             self.shard_state is ShardState.UNSHARDED
             and index not in self.privately_held
@@ -371,9 +376,9 @@ class Unit:
         self._ledger.set_held_bytes(f"parameters of {self.names[0]}", nbytes)
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Unshard for the block that runs, which then holds the unit.
+        """Unshard the unit until the end of the running block.
 
-        Return False outside a forward. See `GatherHandler`.
+        Return False if no block runs forward. See `GatherHandler`.
         """
         return self._callbacks.unshard_for_current_block(self)
 
@@ -382,7 +387,7 @@ class Unit:
         return next((n for n, p in zip(self.names, self.parameters, strict=True) if p is parameter), "?")
 
     def point(self) -> None:
-        """Make the parameters views of `full`, and mark the unit unsharded."""
+        """Make the parameters without private copies views of `full`, and mark the unit unsharded."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if index in self.privately_held:
                 continue
@@ -400,7 +405,7 @@ class Unit:
         self._freed |= freed
 
     def unmark_freed(self, indices: Iterable[int]) -> None:
-        """Let autograd read these parameters again: they have the unit's values now, or a private copy."""
+        """Let autograd read the parameters at `indices` again: they have the unit's values now, or a private copy."""
         back = self._freed.intersection(indices)
         unmark_freed([self.parameters[index] for index in back])
         self._freed -= back
@@ -408,7 +413,7 @@ class Unit:
     def current_views(self) -> list[torch.Tensor]:
         """Return the values of all parameters: views of `full`, or the memory that a script gave a parameter.
 
-        Only a parameter of a unit that is never resharded keeps memory from a script. Its strides are arbitrary.
+        Only a parameter of a unit that is never resharded keeps memory from a script, of any strides.
 
         Raises:
             ModelError: a parameter was resized, or has another dtype.
@@ -417,8 +422,9 @@ class Unit:
         return [moved.get(index, view) for index, view in enumerate(self._views)]
 
     def moved_values(self) -> dict[int, torch.Tensor]:
-        """Return the values of parameters that a script gave other memory than `full`, by index in the unit. Only for
-        units that are never resharded.
+        """Return the values of parameters that a script gave other memory than `full`, by index in the unit.
+
+        Only for units that are never resharded.
 
         Raises:
             ModelError: a parameter was resized, or has another dtype.
@@ -440,7 +446,7 @@ class Unit:
         return moved
 
     def require_shape(self, index: int, shape: torch.Size) -> None:
-        """Raise ModelError if the parameter at `index`, or its gradient, no longer has its original shape."""
+        """Raise ModelError if `shape`, of the parameter at `index` or of its gradient, is not the original shape."""
         if shape != self.shapes[index]:
             raise ModelError(
                 f"{self.names[index]!r} had shape {tuple(self.shapes[index])} at initialize and has {tuple(shape)} "
@@ -448,7 +454,7 @@ class Unit:
             )
 
     def pieces(self) -> Iterator[LayoutPiece]:
-        """Return this rank's fragments of the parameters, within its state span."""
+        """Yield the pieces of the parameters in this rank's state span."""
         return self.layout.pieces(self.state_start, self.state_stop)
 
     def names_in(self, start: int, stop: int) -> Iterator[str]:
@@ -480,7 +486,7 @@ def recapture_parameters(units: Sequence[Unit]) -> None:
     moved = [(unit, index, given) for unit in units for index, given in unit.moved_values().items()]
     if not moved:
         return
-    # After `a.data, b.data = b.data, a.data` or `a.data = a.data.t()`, values lie in memory that is overwritten below.
+    # After `a.data, b.data = b.data, a.data` or `a.data = a.data.t()`, values are in memory that is overwritten below.
     spans = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.nbytes) for unit in units]
     moved = [
         (unit, index, given.clone() if any(start <= given.data_ptr() < stop for start, stop in spans) else given)

@@ -13,7 +13,7 @@ _ALIGN_FROM = 1024  # in elements: aligning smaller parameters has no benefit an
 
 @dataclass(frozen=True)
 class LayoutPiece:
-    """Part of one parameter that lies in a span: elements `[start, stop)` of the parameter, at `offset` in the span."""
+    """Part of parameter `index` inside a span: elements `[start, stop)` of the parameter, at `offset` in the span."""
 
     index: int
     start: int
@@ -27,10 +27,10 @@ class LayoutPiece:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Unit's parameters in model order, end to end, padded so that every rank's shard has the same size.
+    """Layout of a unit's parameters in model order, with padding to align large parameters and to equalize shards.
 
     Args:
-        numels: Elements of each parameter; zero is allowed.
+        numels: Number of elements of each parameter; zero is allowed.
         ranks: Maximum number of shards. The buffer can also be divided into any number of shards that divides `ranks`.
     """
 
@@ -39,7 +39,7 @@ class UnitLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Start of each parameter in the buffer."""
+        """Start of each parameter in the buffer, in elements."""
         offsets, end = [], 0
         for numel in self.numels:
             if numel >= _ALIGN_FROM:
@@ -55,7 +55,7 @@ class UnitLayout:
 
     @cached_property
     def padded(self) -> int:
-        """Number of elements of the buffer: a multiple of `ranks`, and each shard a whole number of cache lines."""
+        """Number of elements of the buffer, a multiple of `ranks * ALIGN`."""
         end = max((o + n for o, n in zip(self.offsets, self.numels, strict=True)), default=0)
         step = self.ranks * ALIGN
         return -(-end // step) * step
@@ -63,7 +63,8 @@ class UnitLayout:
     def shard_range(self, index: int, count: int) -> tuple[int, int]:
         """Return the range `[start, stop)` of the buffer that the `index`-th of `count` ranks owns.
 
-        `count` divides `ranks`.
+        Raises:
+            ValueError: `count` does not divide `ranks`.
         """
         if self.ranks % count:
             raise ValueError(f"a layout for {self.ranks} ranks cannot be divided into {count} shards; use a divisor")

@@ -21,11 +21,13 @@ class Block:
 
 @dataclass(eq=False)
 class UnitPlan:
-    """Plan of a unit.
+    """Plan of a unit. Its parameters agree in dtype, device, `trainable`, `kind`, and in the three flags below.
 
-    Its parameters have one dtype, are all trainable or all frozen, and all persistent or none. They are sharded and
-    reduced over the same ranks, in one dtype. Either none of them is in a group of the optimizer (`unstepped`), or all
-    that are trainable.
+    Attributes:
+        blocks: Blocks that use at least one of the parameters.
+        persistent: The parameters are never resharded.
+        lowered: Gradients are sent in the lowered reduce dtype of the settings.
+        unstepped: The parameters are trainable, but in no group of the optimizer.
     """
 
     names: list[str]
@@ -53,5 +55,5 @@ class UnitPlan:
 
     @property
     def full_numel(self) -> int:
-        """Number of elements of the full parameters: equal on all ranks, even if their parts differ in size."""
+        """Number of elements of the full parameters: equal on all ranks, even if the ranks' parts differ in size."""
         return sum(get_global_numel(p) for p in self.parameters)

@@ -1,4 +1,4 @@
-"""Unshard runtime: the only module that decides when units are unsharded and resharded."""
+"""Unshard runtime: unshards units before their uses in forward and backward, and reshards them afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BlockCall:
     block: Block
     units: list[Unit] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
-    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # pairs (input passed, leaf replaced)
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (view passed, leaf it replaces)
     given: Any = None  # (args, kwargs) as passed by the caller, if they have leaves; else None
     range_token: int | None = None  # token of the forward's range in a trace; None: not recorded
 
@@ -60,11 +60,12 @@ class UnshardRuntime:
     [Note: when a unit is resharded] A unit is resharded after a forward, unless the forward runs inside a backward
     (recomputation). It is resharded after the backward of a call, i.e. when the gradient of one of the block's inputs
     is complete: autograd runs ready nodes in reverse order of their creation, so every node of the block has run by
-    then. A block whose inputs need no gradient keeps its units to the end of the outermost backward. The arrival of a
-    block's own gradients is not sufficient: the backward of the layers below still needs frozen weights.
+    then. A block whose inputs need no gradient keeps its units to the end of the outermost backward. The arrival of the
+    gradients of a block's parameters is not sufficient: the gradients of its inputs may still need frozen weights. A
+    unit that is used again soon stays unsharded (`stage3_max_reuse_distance`).
 
     [Note: a backward that raised] torch does not call the end callback of a backward that raised, but frees it. So an
-    open backward whose callback is freed has raised, and so has any open backward while none runs. The next forward,
+    open backward whose callback is freed has raised, as has any open backward if no backward runs. The next forward,
     backward or step ends the failed backward, on this rank alone: nothing is reduced, and the gradients that arrived
     stay accumulated, as in plain PyTorch, unless the script drops them.
     """
@@ -86,7 +87,7 @@ class UnshardRuntime:
                     self._units_of_block[id(block)].append(unit)
         self._call_stack: list[BlockCall] = []
         self._depth = 0
-        self._open_backwards: dict[int, ref[Callable[[], None]]] = {}  # end callback of each, by backward id
+        self._open_backwards: dict[int, ref[Callable[[], None]]] = {}  # end callbacks, by backward id
         # Ids of the block calls whose backward runs, by unit index.
         self._calls_in_backward: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._had_backward = False
@@ -123,7 +124,7 @@ class UnshardRuntime:
             self.scheduler.end_phase(FORWARD, EVALUATION)
 
     def pre_forward(self, block: Block) -> BlockCall:
-        """Unshard the units of a block before its forward, and wait for them."""
+        """Unshard the units of a block before its forward, wait for them, and return the new call of the block."""
         call = BlockCall(block, list(self._units_of_block[id(block)]))
         self._call_stack.append(call)
         if trace_ranges.recorder is not None:
@@ -140,10 +141,11 @@ class UnshardRuntime:
     def post_forward(self, block: Block, output: object = None) -> BlockCall | None:
         """Reshard the block's units after its forward, unless they are still in use.
 
-        A unit is still in use if, for example, the output is a view of one of its parameters.
+        A unit is still in use if, for example, the output is a view of one of its parameters. Return the ended call;
+        None if `pre_forward` did not run.
         """
         if not self._call_stack or self._call_stack[-1].block is not block:
-            return None  # an error occurred before `pre_forward`, and torch calls forward hooks in any case
+            return None  # an error occurred before `pre_forward`, and torch calls this hook even so
         call = self._call_stack.pop()
         recomputing = current_backward_id() >= 0
         for unit in call.units:
@@ -163,7 +165,7 @@ class UnshardRuntime:
         return call
 
     def current_call(self, block: Block) -> BlockCall | None:
-        """Return the innermost call that runs, if it is one of `block`."""
+        """Return the innermost running call if it is a call of `block`; else None."""
         return self._call_stack[-1] if self._call_stack and self._call_stack[-1].block is block else None
 
     def pre_backward(self, call: BlockCall) -> None:
@@ -176,10 +178,10 @@ class UnshardRuntime:
             self._unshard(unit, backward=True)
 
     def pre_backward_inside(self, call: BlockCall) -> None:
-        """Do the same as `pre_backward` for a gradient that reaches an inner module's output.
+        """Run `pre_backward` when a gradient reaches an inner module's output, unless it has run for `call` already.
 
-        Most often the block's outputs were reached before. Then nothing is left to do, and the use is not recorded
-        again, so that the prediction of the prefetcher stays right.
+        Usually `pre_backward` has run, because a gradient reached the block's outputs first. A second run would record
+        the use twice in the trace of the prefetcher.
         """
         if not all(id(call) in self._calls_in_backward[unit.index] for unit in call.units):
             self.pre_backward(call)
@@ -191,16 +193,16 @@ class UnshardRuntime:
             self.reshard(unit)
 
     def unshard_for_current_block(self, unit: Unit) -> bool:
-        """Unshard `unit` for a running block that does not own it, and add it to that block.
+        """Unshard `unit` for the innermost running block, and add it to the units of this block.
 
-        Return False outside a forward.
+        Return False if no block runs forward.
         """
         if not self._call_stack:
             return False
         call = self._call_stack[-1]
         if unit in call.units:
             return True
-        # Later calls of the block then unshard the unit too.
+        # Later calls of the block will unshard the unit before their forward.
         self._units_of_block[id(call.block)].append(unit)
         unit.blocks.append(call.block)
         call.units.append(unit)
@@ -217,7 +219,8 @@ class UnshardRuntime:
     def register_backward(self) -> None:
         """Register the running backward, to detect its end.
 
-        Every hook in a backward calls this. A nested backward keeps the outermost one open until all have ended.
+        Called by each hook that may be the first in a backward. Nested backwards count as part of the outermost
+        one: `on_backward_end` is called when none of them is open.
         """
         number = current_backward_id()
         if number >= 0 and number not in self._open_backwards:
@@ -231,7 +234,7 @@ class UnshardRuntime:
             queue_end_of_backward(end)
 
     def end_failed_backwards(self) -> None:
-        """End the backwards that raised: see [Note: a backward that raised]. Local."""
+        """End the backwards that raised: see [Note: a backward that raised]. Not collective."""
         if self._forget_failed_backwards() and not self._open_backwards:
             self._reshard_after_backward()
             self._callbacks.on_backward_failed()
@@ -269,9 +272,8 @@ class UnshardRuntime:
         """Keep `units` unsharded inside the context. Collective, like the gathers.
 
         Args:
-            experts_only: `units` are experts, so only ranks that hold the same experts take part. Other ranks may have
-                none.
-            names: Parameters to name in reports of hangs; by default all of the first unit.
+            experts_only: `units` are experts, so only ranks that hold the same experts take part.
+            names: Parameters to name in reports of hangs; by default all parameters of the first unit.
         """
         # Counted first, because the sync may reshard units without users.
         for unit in units:
@@ -292,7 +294,9 @@ class UnshardRuntime:
     def exact_values(
         self, unit: Unit, *, experts_only: bool = False, names: Sequence[str] = ()
     ) -> Iterator[list[torch.Tensor]]:
-        """Yield the current values of a unit's parameters, exact also if its all-gathers round. Collective.
+        """Yield the exact values of a unit's parameters, in their shapes, even if its codec is lossy. Collective.
+
+        The values may be views of `full`, valid only inside the context.
 
         Args:
             experts_only, names: See `unsharded`.
@@ -339,7 +343,7 @@ class UnshardRuntime:
 
     def _end_backward(self, number: int) -> None:
         del self._open_backwards[number]
-        self._forget_failed_backwards()  # nested backwards that raised, if the script caught the error in this one
+        self._forget_failed_backwards()  # nested backwards whose error the script caught inside this backward
         if self._open_backwards:
             return
         # The next forward may then use this step's trace as its prediction.
@@ -357,7 +361,7 @@ class UnshardRuntime:
 
 
 def _is_view_of_unit(tensor: torch.Tensor, unit: Unit) -> bool:
-    """Return True if a tensor is a view into the memory of `full`."""
+    """Return True if a tensor is a view into the memory of the unit's `full`."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return tensor.untyped_storage().data_ptr() == unit.full.untyped_storage().data_ptr()

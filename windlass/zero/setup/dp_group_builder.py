@@ -1,4 +1,4 @@
-"""Data-parallel groups of a mesh, and the share of each rank in their norms."""
+"""Data-parallel groups of a mesh, and the weight of each rank's shard in the gradient norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLICA_AXES = ("tp",)
 def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
     """Return the weight of the squares of this rank's shard in the norm.
 
-    A parameter with copies outside its data ranks counts once in total.
+    A parameter with copies outside its data-parallel group counts once in total.
     """
     copies = mesh.grid.size(*(axis for axis in REPLICA_AXES if axis not in kind.sharded_axes))
     return 1.0 / (copies * max(1, len(kind.shared_stages)))

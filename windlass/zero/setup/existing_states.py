@@ -12,7 +12,7 @@ from windlass.zero.core.unit import Unit
 
 
 def select_local_states(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
-    """Replace states with one value for each element of a full parameter by this rank's part of them.
+    """Replace each state that has the shape of a full parameter by this rank's part of the state.
 
     States of an optimizer that was made after tp or ep sharded the model are parts already.
     """

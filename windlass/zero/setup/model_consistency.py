@@ -18,12 +18,12 @@ _Summary = tuple[str, tuple[int, ...], str, str]
 
 
 def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, data: RankGroup) -> None:
-    """Check that all data ranks have parameters of the same names, global shapes and dtypes, and train the same ones.
+    """Check that all data ranks have the same parameters (name, global shape, dtype, optimizer group, frozen or not).
 
-    Experts are left out, because they differ along their axis. Collective.
+    Experts that are separate modules are left out, because ranks along `ep` have different ones. Collective.
 
     Raises:
-        ModelError: the models differ. Raised on all ranks, with the first parameter that differs.
+        ModelError: the models differ. Raised on all ranks, with the first parameter that differs, if any.
     """
     if data.size == 1:
         return

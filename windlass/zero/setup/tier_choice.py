@@ -3,13 +3,13 @@
 [Note: choice of tiers] In model order, the first units are on NVMe, the next ones in host memory and the last ones on
 the device, with one pair of bounds for parameters and one for master weights and states. Gradients are on the tier of
 their states; those of states on NVMe may be in host memory too. All placements of that form are compared, so the result
-is the fastest of them that fits, every uniform setting is among them, and more memory never makes it slower. A model of
-many units is divided into `_MOST_GROUPS` groups of neighbours, each placed as a whole. Placements with a single bound,
-such as a `ratio` of the states, are compared with the bound at every unit.
+is the fastest of them that fits, every uniform setting is among them, and more memory never makes a step slower. A
+model of many units is divided into at most `_MOST_GROUPS` groups of neighbours, each placed as a whole. Placements with
+a single bound, such as a `ratio` of the states, are compared with the bound at every unit.
 
 The time of a placement is computed from the measured rates: the slowest of the transfers during forward and backward,
-plus the slowest part of the update. A share of every transfer is added, because no overlap is perfect. The time of the
-computation is unknown, so no transfer counts as hidden behind it.
+plus the update on the device, plus the slowest other part of the update. A share of every transfer is added, because no
+overlap is perfect. The time of forward and backward is unknown, so no transfer counts as hidden behind it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnitBytes:
 
     Attributes:
         parameters: Shard of the parameters.
-        gradient: Shard of the reduced gradient; 0 if gradients stay in whole buffers on the device.
+        gradient: Shard of the reduced gradient; 0 if gradients stay in full buffers on the device.
         masters: Master weights; 0 for a frozen unit.
         states: Optimizer states.
         can_move: The parameters are resharded, so that they can be on any tier; else they count in `FixedBytes`.
@@ -59,12 +59,13 @@ class FixedBytes:
     """Bytes that do not depend on the tier of single units.
 
     Attributes:
-        device: Whole parameters, gradient buffers, and units that are unsharded at the same time, unless ranks share
-            the memory of unsharded units.
+        device: Units that are never resharded, gradient buffers, and units that are unsharded at the same time, unless
+            ranks share the memory of unsharded units.
         device_if_params_offloaded: Units that are unsharded at the same time, if ranks share the memory of unsharded
             units: only units whose shards are off the device are then unsharded into memory of each rank.
-        device_if_offloaded: Buffers of gradients on their way, once the states of a unit are off the device.
-        host_if_offloaded: Buffers of an update on the host.
+        device_if_offloaded: Buffers of gradients and of reduction errors in transfer to or from another tier, once the
+            states of a unit are off the device.
+        host_if_offloaded: Buffers of an update on the host, once the states of a unit are off the device.
         host_if_on_disk: Staging of NVMe transfers, once anything is on NVMe.
     """
 
@@ -81,7 +82,7 @@ class TierMemory:
 
     Attributes:
         device: Device memory; on a CPU, host memory.
-        host: Host memory beside the device memory; None: the device is a CPU, so nothing is offloaded to the host.
+        host: Host memory, apart from device memory; None: the device is a CPU, so nothing is offloaded to the host.
         disk: Space on NVMe; None: nothing is offloaded to NVMe.
     """
 
@@ -159,7 +160,7 @@ def step_seconds(
     groups = _Groups(units, most=len(units))
 
     def bound(which: str, *of: Tier) -> int:
-        # Units that cannot move stand between the others with the tier DEVICE.
+        # Units that cannot move have the tier DEVICE, even between offloaded units.
         return max((number + 1 for number, one in enumerate(tiers) if getattr(one, which) in of), default=0)
 
     on_disk = all(one.gradient is Tier.NVME for one in tiers if one.state is Tier.NVME) and bound("state", Tier.NVME)
@@ -194,7 +195,7 @@ class _Compared:
         least = int(over.min())
         nearest = int(over.argmin())
         fastest = int(torch.where(over == 0, seconds, torch.inf).argmin())
-        self.row = nearest if over[fastest] else fastest  # `nearest` if no placement fits and takes a finite time
+        self.row = nearest if over[fastest] else fastest  # `nearest` if no placement that fits takes a finite time
         self.key = least, float(seconds[self.row])
 
     def choice(self) -> TierChoice:
@@ -203,7 +204,7 @@ class _Compared:
         return TierChoice(tiers, self.key[1], _row(self._used, self.row), self._memory)
 
     def explain(self) -> str:
-        """Return the error of a placement that does not fit."""
+        """Return the error message for the placement of `row`, which does not fit."""
         return _explain(self._groups, self._bounds, self._used, self._memory, self.row)
 
 
@@ -222,7 +223,7 @@ class _Bounds:
 
 
 class _Groups:
-    """Sums of bytes over the first groups of units: `[groups + 1]` each."""
+    """Prefix sums of the bytes of groups of units: `[groups + 1]` each."""
 
     def __init__(self, units: Sequence[UnitBytes], *, most: int = _MOST_GROUPS) -> None:
         self._units = units
@@ -310,7 +311,7 @@ class _Groups:
             repeats * 3 * reduced / rates.host,  # gradients of later micro-batches are added in host memory
             _disk(read, traffic.reductions * on_disk, rates),
         ]
-        # New parameters travel if they and the states are on different sides of the link.
+        # New parameters are transferred if either only they or only the states are on the device.
         down = self.moving_new[at.state_host] - self.moving_new[torch.minimum(at.param_host, at.state_host)]
         down = down + self.fixed_new[at.state_host]
         up = self.moving_new[at.param_host] - self.moving_new[torch.minimum(at.param_host, at.state_host)]

@@ -13,7 +13,7 @@ from windlass.zero.core.unit_plan import UnitPlan
 from windlass.zero.setup.tier_choice import FixedBytes, TierChoice, UnitBytes
 from windlass.zero.setup.zero_settings import ZeroSettings
 
-_LIVE = 2  # blocks that may be live by `max_live_numel`: the one in use, and the one that is gathered ahead of its use
+_LIVE = 2  # blocks that `max_live_numel` allows unsharded: the block in use and the prefetched block
 _BEYOND = 2  # more blocks at the peak: a backward unshards the next block before it reshards the one in use
 
 
@@ -55,8 +55,8 @@ def tier_sizes(
         plans: Plans of the units, with the parameters as the script built them.
         state_bytes: Bytes per element of optimizer states.
         separates_masters: Parameters never serve as master weights.
-        reduces_itself: The update takes local gradients, which are whole on every rank.
-        rank_states: Number of states of the update that each rank keeps for all elements, see [Note: per-rank
+        reduces_itself: The update takes local gradients, which are unsharded on every rank.
+        rank_states: Number of states of the update that each rank stores for all elements, see [Note: per-rank
             states]. Above stage 0 they are on the tier of the optimizer states, like errors of quantized reductions.
         shares_memory: Sharded parameters on the device are in memory that all ranks read.
         staging: Bytes of host memory that stage NVMe transfers.
@@ -102,7 +102,7 @@ def tier_sizes(
     temporary = max(widths) * settings.reduce_dtype.itemsize if casts else 0
     if accumulate < 4:
         temporary += 4 * max(spans)  # the optimizer receives float32 gradients
-    # A reduction and the last two stores use the errors of a unit on the device.
+    # A reduction and the last two stores each have the errors of one unit on the device.
     fetched_errors = 3 * max(error_widths) * torch.float32.itemsize
     param_width = max((unit.dtype.itemsize for unit in units), default=4)
     unsharded = (_LIVE + _BEYOND) * block

@@ -171,7 +171,8 @@ class UnitBuilder:
     def _place(self, unit: Unit, plan: UnitPlan) -> torch.Tensor:
         """Store a unit's initial values, and return this rank's state span of them. Collective.
 
-        Parameters constructed under `zero.Init` are exchanged between ranks in shards. Other values come from rank 0.
+        Parameters constructed under `zero.Init` are exchanged in shards if possible, else gathered. Other values come
+        from the first rank of the data-parallel group.
         """
         group, data = unit.dp_group.group, unit.dp_group.mesh.data
         if unit.reshards and group.size == data.size and unit.secondary_shard is None:

@@ -24,8 +24,8 @@ def find_blocks(model: nn.Module, rules: UnitRules) -> list[Block]:
     By default a block is an element of a ModuleList, ModuleDict or Sequential (e.g. one transformer layer), or a child
     without such a container (e.g. an embedding, a head, a final norm). A parameter held directly by a module with
     deeper blocks belongs to that module's own block. The model itself is always a block, at least to detect when it
-    runs. Modules that `torch.jit` compiled accept no hooks, so their parameters are in no block: `plan_units` assigns
-    them to the model's own block.
+    runs. A module that `torch.jit` compiled accepts no hooks, so it is never a block. If no enclosing block lists its
+    parameters, `plan_units` assigns them to the model's own block.
     """
     blocks = [Block("", model, list(model.parameters(recurse=False)))]
     if rules.blocks:
@@ -67,7 +67,9 @@ def _has_container(module: nn.Module) -> bool:
 
 
 def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
-    """Return the blocks with these module or class names. Each other parameter belongs to a block of its module."""
+    """Return one block for each module whose name or class name is in `wanted`, with all parameters inside it, and one
+    for each other module that holds parameters directly.
+    """
     blocks: list[Block] = []
 
     def visit(module: nn.Module, name: str) -> None:
@@ -93,7 +95,8 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     Parameters share a unit if the same blocks use them and they agree in dtype, device, trainability, persistence, the
     ranks over which they are sharded and reduced, the dtype of the reduction, and in whether an optimizer steps them.
     Small neighbouring units are then merged, also across blocks: persistent ones into buckets, others below
-    `merge_below` elements. A parameter that several pipeline stages hold is a unit of its own, equal in all stages.
+    `merge_below` elements. Units of experts are not merged. A parameter that several pipeline stages hold is a unit of
+    its own, equal in all stages.
     """
     blocks = find_blocks(model, rules)
     users: dict[int, list[Block]] = {}
@@ -144,9 +147,9 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
 
 
 class _MergedPlan:
-    """Plan that absorbs the parameters of other plans, with running counts of its elements and blocks.
+    """Plan that absorbs the parameters of other plans, with a running count of its elements and a set of its blocks.
 
-    Counting again for each absorbed plan would take quadratic time.
+    Computing both again for each absorbed plan would take quadratic time.
 
     Attributes:
         full_numel: Number of elements of the plan's full parameters.

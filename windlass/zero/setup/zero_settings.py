@@ -25,7 +25,7 @@ class UnitRules:
         merge_below: Neighbouring units of fewer elements are merged; 0: never.
         split_above: A block of more elements is split into its children, if it has any.
         blocks: Names of the modules, or of their classes, that become blocks; empty: found automatically.
-        lowered: ids of parameters whose gradients are sent in `lowered_reduce_dtype`.
+        lowered: ids of parameters whose gradients are sent in `ZeroSettings.lowered_reduce_dtype`.
         unstepped: ids of parameters that are in no group of the optimizer: see [Note: gradients that stay].
     """
 
@@ -55,14 +55,14 @@ class Placements:
         param: Tier of the shards of sharded parameters.
         state: Tier of master weights and optimizer states.
         gradient: Tier of reduced gradients of units whose states are offloaded.
-        ratio: Fraction of elements whose states are in tier `state`; the others stay on the device.
+        ratio: Fraction of trained elements whose states are in tier `state`; the others stay on the device.
         pin: Page-lock host memory.
         disk: Disk tier for NVMe slots.
         staging: Pool of host memory for transfers to and from NVMe.
         max_update_numel: Maximum number of elements in one batch of an update on NVMe.
-        read_ahead_numel: Number of parameter elements to read from NVMe ahead of their gathers.
-        of_units: Tiers of each unit, in model order; empty: the tiers above are those of all units. If it is given, the
-            tiers above are the slowest that any unit has.
+        read_ahead_numel: Maximum number of elements of this rank's shards to read from NVMe ahead of their gathers.
+        of_units: Tiers of each unit, in model order; empty: the tiers above are those of all units. If `of_units` is
+            not empty, the tiers above are the slowest that any unit has.
     """
 
     param: Tier = Tier.DEVICE
@@ -82,18 +82,22 @@ class ZeroSettings:
     """Settings of the ZeRO core. `initialize` fills them from the configuration.
 
     Attributes:
-        param_dtype: Dtype that floating-point parameters are cast to; None: each keeps its own.
-        accumulation_dtype: Dtype of kept gradients.
+        param_dtype: Dtype that floating-point parameters are cast to; None: each keeps its dtype.
+        accumulation_dtype: Dtype in which gradients are accumulated.
         reduce_dtype: Dtype in which gradients are sent.
         lowered_reduce_dtype: Dtype in which gradients of `UnitRules.lowered` are sent; None: `reduce_dtype`.
         master_dtype: Dtype of master weights; None: float32, or float64 for float64 parameters.
-        state_dtype: Dtype in which the optimizer computes and keeps its states; None: that of the master weights.
+        state_dtype: Dtype in which the optimizer computes and stores its states; None: that of the master weights.
         predivide_factor, postdivide_factor: Factors of a gradient before and after the sum over ranks.
+        overlap_comm: Reductions run during the rest of the backward; else the backward waits for each.
         wire_options: Options of wire transports.
-        contiguous_gradients: Gradients leave `.grad` as they arrive; else when their unit is complete.
-        ignore_unused_parameters: A parameter without gradient is not updated; else it is an error.
-        sub_group_size: Number of elements that are updated at once.
+        contiguous_gradients: Each gradient is moved from `.grad` to the unit's buffer as it arrives; else all gradients
+            of a unit are moved together, once each parameter has one or at the end of the backward.
+        ignore_unused_parameters: A parameter without gradient is not updated; else a step raises.
+        sub_group_size: Maximum number of elements that are updated at once.
         prefetch_numel, max_live_numel, max_reuse_distance: See `Prefetcher`.
+        transport: Name of the transport, or "auto"; see `choose_transport`.
+        timeout: Time-out of waits for a peer.
         tiers: Tiers of the slots.
         trained_codec, frozen_codec: Codecs of the all-gathers of trained and frozen parameters; None: exact.
         delayed_update: Updates may run during the next forward and backward; see [Note: delayed update].
@@ -126,7 +130,7 @@ class ZeroSettings:
 
     @property
     def keeps_quantization_errors(self) -> bool:
-        """True if quantized reductions over more than one rank keep errors on every rank, `zeropp_loco_param`."""
+        """True if each rank stores the errors of quantized reductions over more than one rank (`zeropp_loco_param`)."""
         gradients = self.wire_options.gradients
         return gradients is not None and gradients.loco is not None
 

@@ -39,18 +39,19 @@ class Init:
     """Context that shards the parameters of a model while the model is constructed.
 
     Collective: all ranks construct the same model. Inside the context, access to a parameter unshards it, so that
-    initialisers of any kind work. After the context the parameters are sharded. `initialize`, `GatheredParameters` and
-    `full_param` gather them.
+    initialisers of any kind work. After the context the parameters are sharded: pass the model to `initialize`, or
+    gather them with `GatheredParameters` or `full_param`.
 
     The values come from rank 0. They are bit-identical to those of a plain construction with rank 0's seed. Code that
-    only some ranks run on parameters must use `GatheredParameters`. Buffers are not sharded. A nested `Init` has no
-    effect of its own.
+    only some ranks run on parameters must be inside a `GatheredParameters` that all ranks enter. Buffers are not
+    sharded. A nested `Init` does nothing: the outermost one shards the parameters.
 
     Args:
         module: Module that exists already. It is sharded at once, without a `with` statement.
         data_parallel_group: Process group that contains all ranks. Default: the default group.
         remote_device: Tier of the shards until `initialize`. "none": the device of this rank; "cpu": host memory;
-            "nvme": a file in `offload_param.nvme_path`. None: `offload_param.device` of the configuration.
+            "nvme": a file in `offload_param.nvme_path`. None: `offload_param.device` of the configuration, or "cpu" if
+            the configuration has `offload`.
         pin_memory: Pin shards in host memory, if there is an accelerator.
         config_dict_or_path, config: Configuration that `initialize` will get. `offload_param` is used, and
             `weight_quantization.quantized_initialization`; see [Note: packed from the start].
@@ -180,7 +181,7 @@ class Init:
         ]
 
     def _shard_now(self) -> list[nn.Module]:
-        """Shard all unsharded parameters, also those added without a hook, and return the modules. Collective."""
+        """Shard all unsharded parameters, also those added without a hook. Return the context's modules. Collective."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
         if self._site is not None:
             for module in modules:
@@ -244,7 +245,10 @@ class Init:
         return full
 
     def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Register the parameters of a module that was constructed outside, or copied: no hook was called for them."""
+        """Register the parameters inside `child`, and pack its linear layers; see [Note: packed from the start].
+
+        No parameter hook was called for the parameters if `child` was constructed outside the context, or copied.
+        """
         if not self._here() or child is None:
             return
         if self._weight_format is not None and module is not child:
@@ -257,7 +261,7 @@ class Init:
                     self._site.register(parameter, _label(inner, own))
 
     def _pack_remaining(self) -> None:
-        """Pack the embeddings and the layers of the outermost modules. Collective."""
+        """Pack the linear layers and embeddings that are not packed yet. Collective."""
         if self._weight_format is None:
             return
         form, self._weight_format = self._weight_format, None
@@ -268,7 +272,10 @@ class Init:
                 pack_fitting(module, form)
 
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
-        """Return a parameter for a deferred tensor, e.g. of a file. If it is sharded, its full value never exists."""
+        """Return a parameter for a deferred tensor. If the context shards, get only this rank's shard of the values.
+
+        Collective if the tensor has no source.
+        """
         if self._site is None:
             created = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
         else:

@@ -1,4 +1,4 @@
-"""Tensors without values, which are read from a file or received from rank 0 when they become parameters."""
+"""Tensors whose values are read from a file or received from rank 0 only when the tensors become parameters."""
 
 from __future__ import annotations
 

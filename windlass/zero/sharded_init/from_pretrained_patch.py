@@ -1,9 +1,9 @@
-"""Patch of transformers, so that `from_pretrained` inside `zero.Init` reads only this rank's bytes.
+"""Patch of transformers, so that `from_pretrained` inside `zero.Init` reads only the bytes of this rank's shards.
 
 transformers constructs the model on the meta device and then fills it from the files, tensor by tensor, with `setattr`
 on the modules. The patch passes deferred tensors (deferred.py) to it instead of the tensors of the files. Each becomes
-a sharded parameter as soon as it is set on a module, and its full value never exists. The patch also disables the path
-of transformers for DeepSpeed's ZeRO-3, which reads every file on every rank.
+a sharded parameter as soon as it is set on a module. Only tensors that transformers converts are read in full, by rank
+0. The patch also disables the path of transformers for DeepSpeed's ZeRO-3, which reads every file on every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FromPretrainedPatch:
         """
         module = sys.modules.get(MODULE)
         if self._before or module is None or not hasattr(module, "PreTrainedModel"):
-            return  # not imported, or still being imported
+            return  # already replaced, not imported, or still being imported
         model = module.PreTrainedModel
         _fit_biases_by_shape(model)
         absent = [] if LOADER in vars(model) else [f"PreTrainedModel.{LOADER}"]
@@ -118,8 +118,9 @@ class FromPretrainedPatch:
 def _fit_biases_by_shape(model: Any) -> None:
     """Let `PreTrainedModel` skip the padding of a sharded bias that already fits its weight. Idempotent.
 
-    Tying weights pads the head's bias to the number of rows of the weight. It reads the bias even if there is nothing
-    to pad, which would gather it or raise. Weights are also tied after the context, so the replacement stays.
+    Tying weights pads the head's bias to the number of rows of the weight. The original reads the bias even if there is
+    nothing to pad, which would gather it or raise. Weights are also tied after the context, so `undo` does not restore
+    the original.
     """
     original = vars(model).get(FIT_BIAS)
     if original is None or getattr(original, "fits_by_shape", False):

@@ -1,9 +1,9 @@
-"""Registry of the parameters that are unsharded while a model is constructed: the most recently used ones.
+"""Registry of the parameters of a model under construction, of which only the most recently used are unsharded.
 
 [Note: unsharded while recent] Initialisers need full values. So a parameter stays unsharded after its construction, and
 is unsharded again when it is used, until newer parameters need the memory. Then the oldest parameters are sharded, from
-the values of rank 0. Besides the parameters of the running call, at most about one parameter of the largest size is
-kept unsharded.
+the values of rank 0. Besides the parameters of the running call, about as many bytes stay unsharded as the largest
+parameter has, or 1 MiB if that is more.
 
 A parameter whose memory is referenced elsewhere (a view, `.data` in a variable) stays unsharded, because a write
 through that reference must not be lost. References differ between ranks, because the garbage collector runs at
@@ -55,7 +55,10 @@ class InitRegistry:
         self._alone = _uses(torch.empty(1))
 
     def register(self, parameter: nn.Parameter, label: str) -> None:
-        """Register an unsharded parameter that was constructed, or added to the model from outside. Collective."""
+        """Register an unsharded parameter that was constructed, or added to the model from outside. Collective.
+
+        Does nothing if the parameter is registered already, or cannot be sharded.
+        """
         if self.is_registered(parameter) or not _can_be_sharded(parameter):
             return
         self._note(parameter, label)
@@ -79,7 +82,12 @@ class InitRegistry:
         return entry is not None and entry[0]() is parameter
 
     def unshard(self, parameter: nn.Parameter, init_shard: ShardedInit, together: Sequence[torch.Tensor]) -> bool:
-        """Unshard a parameter that is used, without sharding the tensors in `together`. Return True. Collective."""
+        """Unshard `parameter`, after older ones are sharded to make room, and return True. Collective.
+
+        Args:
+            init_shard: The parameter's shard.
+            together: Tensors of the running call, which stay unsharded.
+        """
         size = init_shard.numel * init_shard.dtype.itemsize
         self._make_room(together, size)
         full = init_shard.full_value()
@@ -94,7 +102,7 @@ class InitRegistry:
             pass
 
     def _number(self, parameter: nn.Parameter, label: str) -> int:
-        """Return the parameter's number, in the order of construction, which is equal on all ranks."""
+        """Return the parameter's number, equal on all ranks. A new parameter gets the next number."""
         if not self.is_registered(parameter):
             number = len(self._labels)
             self._numbers[id(parameter)] = ref(parameter), number
@@ -113,14 +121,14 @@ class InitRegistry:
                 pass
 
     def _agree(self, limit: int, together: Sequence[torch.Tensor], *, force: bool) -> bool:
-        """Shard parameters that rank 0 selects, until at most `limit` bytes are unsharded. Collective.
+        """Shard the oldest parameters, selected by rank 0, until at most `limit` bytes are unsharded. Collective.
 
         Args:
             together: Tensors of the running call, which stay unsharded.
             force: Shard all parameters, also referenced ones.
 
         Returns:
-            True if more parameters may have to be sharded, because the message was full.
+            True if more parameters may have to be sharded, because the message from rank 0 was full.
         """
         received = torch.zeros(2 + 3 * _MESSAGE_ENTRIES, dtype=torch.int64)
         if self.group.index == 0:
@@ -187,5 +195,5 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Return the number of references to the tensor's storage, plus a constant. 0 if torch does not provide it."""
+    """Return the number of references to the tensor's storage, plus a constant; 0 if torch has no such count."""
     return int(_USES(tensor.untyped_storage()._cdata)) if _USES is not None else 0

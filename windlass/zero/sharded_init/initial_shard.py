@@ -50,12 +50,12 @@ class ShardedInit:
     """This rank's shard of one parameter constructed under `zero.Init`.
 
     Args:
-        label: Name for errors, because the parameter's name in the model is not known yet.
+        label: Name for error messages, because the parameter's name in the model is not known yet.
         like: Tensor of the parameter's shape, strides, dtype and device.
         group: Ranks over which the parameter is sharded.
         store_shard: Stores this rank's shard on its tier.
         number: Index among the parameters constructed under `zero.Init`, equal on all ranks.
-        provides_stub: True if `state_dict()` may contain a stub for it (see `StateDictStub`).
+        provides_stub: True if `state_dict()` may contain a stub for the parameter (see `StateDictStub`).
     """
 
     def __init__(
@@ -141,11 +141,14 @@ class ShardedInit:
             self.dtype = dtype
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Gather through the builder while a model is constructed; else return False. See `GatherHandler`."""
+        """Gather `parameter` if this thread is constructing a model under `zero.Init`, and return True; else False.
+
+        See `GatherHandler`. Collective.
+        """
         return _builder is not None and _builder(parameter, self, together)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the label, for errors. See `GatherHandler`."""
+        """Return the label. See `GatherHandler`."""
         return self.label
 
 
@@ -160,14 +163,14 @@ def set_builder(builder: Callable[[nn.Parameter, ShardedInit, Sequence[torch.Ten
 
 
 def is_building() -> bool:
-    """Return True while a model is being built under `zero.Init`."""
+    """Return True while a model is being built under a `zero.Init` that shards parameters."""
     return _builder is not None
 
 
 def find(parameter: nn.Parameter) -> ShardedInit | None:
     """Return this rank's shard of `parameter`.
 
-    None if the parameter was not constructed under `zero.Init`, or after `finish_parameter`.
+    None if the parameter was not constructed under `zero.Init`, is not sharded yet, or after `finish_parameter`.
     """
     entry = _sharded_inits.get(id(parameter))
     return entry[1] if entry is not None and entry[0]() is parameter else None
@@ -208,7 +211,7 @@ def scatter(
     Args:
         group: Ranks over which the tensors are sharded.
         source: Index in `group` of the rank that sends.
-        items: `(flat tensor, elements, dtype)`; the tensor is None on the other ranks.
+        items: `(flat tensor, elements, dtype)`; on the other ranks the tensor is ignored and may be None.
         device: Device on which the shards are received.
     """
     parts, sends, receives = [], [], []

@@ -29,6 +29,9 @@ def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch
     """Gather parameters constructed under `zero.Init` into `places`, one at a time, and free their shards. Collective.
 
     Other parameters are skipped.
+
+    Args:
+        places: One tensor of its shape for each parameter, which becomes the parameter's data.
     """
     for parameter, place in zip(parameters, places, strict=True):
         init_shard = initial_shard.find(parameter)
@@ -43,11 +46,11 @@ def local_shard_values(
 ) -> torch.Tensor | None:
     """Return this rank's shard of the unit of `parameters`, and free the shards of `zero.Init`. Collective.
 
-    In one exchange, each rank sends the parts of its shards of parameters that belong to other ranks' unit shards.
+    In one exchange, each rank sends the fragments of its parameter shards that belong to other ranks' unit shards.
 
     Returns:
-        `[padded / ranks]`, with zeros as padding. None if the fragments cannot be exchanged, because a parameter was
-        not constructed under `zero.Init` or is not in memory in the order of its indices. Nothing is changed then.
+        `[layout.padded / ranks]`, with zeros as padding. None if the fragments cannot be exchanged, because a parameter
+        was not constructed under `zero.Init` or is not in memory in the order of its indices. Nothing is changed then.
     """
     init_shards = [init_shard for parameter in parameters if (init_shard := initial_shard.find(parameter)) is not None]
     if len(init_shards) < len(parameters) or not all(init_shard.row_major for init_shard in init_shards):

@@ -1,4 +1,4 @@
-"""Deferred tensors of safetensors files. Each rank reads only the bytes of its own shards, with `pread`.
+"""Deferred tensors of safetensors files. A rank reads only the elements that it needs, with `preadv`.
 
 Format: https://github.com/huggingface/safetensors (8 bytes of length, a JSON header, then the tensors).
 """
@@ -72,7 +72,7 @@ def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, D
         computes: True on the rank that computes with full values (rank 0).
 
     Raises:
-        CheckpointError: a file is missing, truncated, or not a safetensors file.
+        CheckpointError: see `header`.
     """
     tensors: dict[str, DeferredTensor] = {}
     _log_unchecked()
@@ -92,7 +92,8 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
     """Return the shape and span of each tensor in one file, by name.
 
     Raises:
-        CheckpointError: the file is missing, truncated, empty, or not a safetensors file.
+        CheckpointError: the file is missing, truncated, not a safetensors file, or without tensors; or a tensor has an
+            unsupported dtype.
     """
     try:
         with open_regular(path) as file:

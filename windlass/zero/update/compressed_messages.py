@@ -1,13 +1,12 @@
-"""Compressed messages of an update: local gradients to the owners of shards, and their answers.
+"""Compressed messages of an update: local values to the owners of elements, and the answers of the owners.
 
-[Note: owners of elements] Every rank owns the elements of its state span of each unit, at every stage; at stage 0 the
-spans are those of stage 1. A rank sends each owner the owner's part of the local gradient, as one message for a batch
-of units ([Note: error feedback]); each parameter in the message has its own scales. The owner's answer is compressed
-too, and every rank, the owner included, uses the decoded answer, so that all ranks keep the same bits.
+[Note: owners of elements] Every rank owns one shard of each unit (`UnitLayout.shard_range`), also at stage 0, where it
+steps all elements. A rank sends each owner the owner's part of the local values (gradients or changes), as one message
+for a batch of units ([Note: error feedback]); each parameter in the message has separate scales. The owner's answer is
+compressed too, and every rank, the owner included, uses the decoded answer, so that all ranks have the same bits.
 
 [Note: messages in flight] Units are divided into small batches. While the message of one batch travels, the next
-message is encoded and the previous one is decoded. So a rank is idle only while it waits for the last message. All
-ranks start the transfers in one order.
+message is encoded and the previous one is decoded. All ranks start the transfers in the same order.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
 
-_BATCH_NUMEL = 1 << 22  # elements of a message's units, so that transfers and codecs of batches overlap
+_BATCH_NUMEL = 1 << 22  # maximum elements of a batch of several units, so that transfers and codecs of batches overlap
 
 
 @dataclass(frozen=True)
 class UnitMessage:
-    """Part of a unit that takes part in an exchange.
+    """Values of one unit in an exchange.
 
     Attributes:
-        flat: `[padded]` in float32: the values to send, and then the answer.
+        flat: `[unit.layout.padded]` in float32: the values to send. The exchange overwrites them with its result.
         chosen: for each parameter of the unit, True if it takes part; equal on all ranks.
     """
 
@@ -50,7 +49,7 @@ class UnitMessage:
                 yield piece, start + piece.offset
 
     def own_views(self, span: torch.Tensor, rank: int, ranks: int) -> list[torch.Tensor]:
-        """Return the views of a rank's fragments in a tensor of its span of the unit."""
+        """Return the views of a rank's fragments in `span`, a tensor of only the elements that the rank owns."""
         start, _ = self.unit.layout.shard_range(rank, ranks)
         return [span.narrow(0, offset - start, piece.numel) for piece, offset in self.pieces(rank, ranks)]
 
@@ -60,9 +59,10 @@ class UnitMessage:
 
 
 class CompressedMessages:
-    """Exchanges over the data-parallel ranks. The first exchange also creates the channel, which is collective.
+    """Compressed exchanges over the data-parallel ranks. The first exchange creates the channel.
 
     Args:
+        dp_group: ranks of the exchanges, and the transport whose kind the channel has.
         codec: registered name of the codec.
         timeout: maximum wait for a peer in shared memory.
     """
@@ -74,7 +74,7 @@ class CompressedMessages:
         self._lists: CompressedLists | None = None
 
     def lists(self, device: torch.device) -> CompressedLists:
-        """Return the collectives for tensors on `device`. Collective at the first call."""
+        """Return the collectives for tensors on `device`. The first call for a group creates them: collective."""
         if self._lists is None:
             requested = "auto" if self.group.size == 1 else self._transport
             channel = choose_channel(
@@ -84,7 +84,10 @@ class CompressedMessages:
         return self._lists
 
     def use_group(self, group: RankGroup) -> None:
-        """Send later messages over this group of the same ranks. Collective if the group changes."""
+        """Send later messages over another group of the same ranks. The next exchange creates a channel for it.
+
+        All ranks must call it between the same exchanges.
+        """
         if group is not self.group:
             self.group, self._lists = group, None
 
@@ -102,7 +105,7 @@ class CompressedMessages:
         several ranks contains, and sets them to zero.
 
         Args:
-            errors: for each message the error feedback of this rank, `[padded]` in float32.
+            errors: for each message the error feedback of this rank, `[padded]` in float32; updated in place.
 
         Returns:
             A function that waits for the result.
@@ -125,8 +128,8 @@ class CompressedMessages:
         """Start to replace all fragments of each message by the values that their owners send. Collective.
 
         Args:
-            errors: for each message the error feedback of this rank as an owner, `[span]` in float32; None: no error
-                feedback.
+            errors: for each message the error feedback of this rank as an owner, `[span]` in float32, updated in place;
+                None: no error feedback.
 
         Returns:
             A function that waits for the result.
@@ -148,7 +151,11 @@ Batch = list[UnitMessage]
 
 
 def in_flight(started: Iterable[tuple[Batch, Callable[[], None]]]) -> Iterator[Batch]:
-    """Yield each batch when its transfer has ended. The transfer of the next batch is started before that wait."""
+    """Yield each batch once its transfer has ended. Start the transfer of the next batch before waiting for it.
+
+    Args:
+        started: starts the transfer of a batch when it is iterated; yields the batch and a function that waits.
+    """
     previous: tuple[Batch, Callable[[], None]] | None = None
     for item in started:
         if previous is not None:
@@ -177,15 +184,17 @@ def _ignore(result: object) -> None:
 
 
 def in_kinds(units: Sequence[Unit]) -> list[Unit]:
-    """Return units grouped by the axes over which they are sharded. Units that have a replica on ranks along tp or pp
-    then follow each other, so that replicas travel in equal messages and keep equal bits.
+    """Return units grouped by `kind`. Replicas of units on ranks along tp or pp are then sent in equal messages, and
+    keep equal bits.
     """
     kinds = list(dict.fromkeys(unit.kind for unit in units))
     return sorted(units, key=lambda unit: kinds.index(unit.kind))
 
 
 def batches_of(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Divide units into batches of one message: of one kind, equal on all ranks, and of bounded size."""
+    """Divide units into batches, one message each. All units of a batch have the same `kind`. A batch has at most
+    `_BATCH_NUMEL` elements, or one unit. Equal on all ranks.
+    """
     batch: list[Unit] = []
     for unit in units:
         numel = sum(one.layout.padded for one in batch) + unit.layout.padded
@@ -202,7 +211,8 @@ def owner_rows(unit: Unit, index: int, rows: torch.Tensor, ranks: int) -> torch.
 
     Args:
         index: index of the parameter in the unit.
-        rows: `[saved ranks, n]`, zeros where a rank is not the owner.
+        rows: `[saved ranks, n]` for the n elements of the parameter, zeros where a rank is not the owner.
+        ranks: new number of ranks.
 
     Returns:
         `[ranks, n]`.

@@ -1,4 +1,4 @@
-"""Compressed steps of an optimizer: exchange of local gradients with the owners of elements, with error feedback."""
+"""Compressed steps of an optimizer: exchange of local values with the owners of elements, with error feedback."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ class CompressedPhase:
     Args:
         chunks: chunks of the update. The caller may append to the list.
         keys: names of the per-rank states.
-        codec: registered name of the codec of messages; None: one bit for each element, with a scale for every 2048
-            elements at stage 0, and for every 256 at stages 1 and 2. There the messages have gradients in place of
-            momenta, and the elements of gradients differ more in size.
+        codec: registered name of the codec of messages; None: `sign` at stage 0; at stages 1 and 2 `fine_sign`, with
+            smaller blocks, because messages contain gradients there, whose magnitudes differ more than momenta do.
     """
 
     def __init__(
@@ -76,15 +75,15 @@ class CompressedPhase:
         return self._messages.group
 
     def use_group(self, group: RankGroup) -> None:
-        """Send later messages over this group of the same ranks. Collective if the group changes."""
+        """See `CompressedMessages.use_group`."""
         self._messages.use_group(group)
 
     def use_codec(self, codec: str) -> None:
-        """Encode later messages with this codec. Collective if the codec changes after the first exchange."""
+        """See `CompressedMessages.use_codec`."""
         self._messages.use_codec(codec)
 
     def set_key(self, key: str, *, kept: bool) -> None:
-        """Keep a per-rank state, or drop it. It is saved from `begin` on."""
+        """Add a per-rank state, with zeros, or remove it. Does nothing if `kept` does not change."""
         if kept == (key in self._keys):
             return
         self._keys = (*self._keys, key) if kept else tuple(one for one in self._keys if one != key)
@@ -98,7 +97,7 @@ class CompressedPhase:
     def state(self, key: str, unit: Unit) -> torch.Tensor:
         """Return a per-rank state of a unit in float32, zeros at first.
 
-        Its shape is `[padded]`, but `[span]` for `SERVER_ERROR`, which owners keep.
+        Its shape is `[padded]`, or for `SERVER_ERROR` `[span]`: the elements that this rank owns.
 
         At stages 1 and 2, where states may be offloaded, call `fetch` and `put` instead.
         """
@@ -109,7 +108,7 @@ class CompressedPhase:
         return self._memory.fetch(key, unit, self._numel(key, unit))
 
     def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
-        """Store a state that `fetch` returned."""
+        """Start to store a state that `fetch` returned. `values` must not change afterwards."""
         self._memory.put(key, unit, values)
 
     def _numel(self, key: str, unit: Unit) -> int:
@@ -117,7 +116,7 @@ class CompressedPhase:
         return stop - start
 
     def _owned_range(self, unit: Unit) -> tuple[int, int]:
-        """Return the elements of a unit that this rank owns; see [Note: owners of elements]."""
+        """Return the range of elements of a unit that this rank owns; see [Note: owners of elements]."""
         return unit.layout.shard_range(self.group.index, self.group.size)
 
     def forget(self, *keys: str) -> None:
@@ -126,7 +125,7 @@ class CompressedPhase:
             self._memory.zero(key)
 
     def forget_unsent(self) -> None:
-        """Reset error feedback, local changes and sums to zero."""
+        """Reset error feedback, local changes and sums of local gradients to zero."""
         self.forget(*_UNSENT)
 
     def options(self) -> Options:
@@ -148,12 +147,15 @@ class CompressedPhase:
         weighted: bool = True,
         fetched: Sequence[str] = (WORKER_ERROR,),
     ) -> Iterator[Batch]:
-        """Yield the local gradients of each batch of units, as messages of one exchange.
+        """Yield the local gradients of each batch of units, divided by `divisor`, as messages of one exchange.
+
+        When the next batch is requested, this rank's span of each message becomes the reduced shard of the unit's
+        gradient slot, as a view: the update reads the result of the exchange there.
 
         Args:
             used, divisor: see `Update.run`.
-            weighted: multiply the gradients by `1 - beta1`.
-            fetched: names of the states that the caller fetches for each batch.
+            weighted: also multiply the gradients by `1 - beta1`.
+            fetched: names of the states that the caller fetches for each batch. They are prefetched.
         """
         self.begin()
         slots = {chunk.unit.index: chunk.slot for chunk in self._chunks if chunk.slot.has_reduced}
@@ -195,17 +197,26 @@ class CompressedPhase:
         return in_flight((messages, self.start_answer(messages)) for messages in averaged)
 
     def start_exchange(self, batches: Iterable[Batch]) -> PendingExchange:
-        """Start an exchange and do not wait for any part of it. Its messages need memory of their own. Collective."""
+        """Start an exchange at stage 0 without waiting for messages. All of them are in flight at once, so they must
+        not share memory. Collective.
+        """
         return PendingExchange(self, batches)
 
     @torch.no_grad()
     def start_answer(self, messages: Batch) -> Callable[[], None]:
-        """Start to send the means of this rank's elements to all ranks: stage 0. Collective."""
+        """Start to send the means of this rank's elements to all ranks, at stage 0. Collective. Return a function that
+        waits for the means of all owners.
+        """
         return self._messages.start_send(messages, [self.state(SERVER_ERROR, one.unit) for one in messages])
 
     @torch.no_grad()
     def start_average(self, messages: Batch, fragments: Fragments | None = None) -> Callable[[], None]:
-        """Start to bring the mean of local values to the owners of elements. Collective."""
+        """Start to average local values on the owners of elements. Collective. Return a function that waits for the
+        means and stores the error feedback.
+
+        Args:
+            fragments: see `exchange`.
+        """
         for message in messages if fragments is not None else ():
             assert fragments is not None
             for index, start, values, factor in fragments(message.unit):
@@ -250,7 +261,7 @@ class CompressedPhase:
         return messages
 
     def rank_states(self) -> Iterator[RankState]:
-        """See `Update.rank_states`. Empty before the first compressed step."""
+        """See `Update.rank_states`. Empty before `begin`, unless a checkpoint with per-rank states was loaded."""
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         units = {chunk.unit.index: chunk.unit for chunk in self._chunks}
         for key in self._held:
@@ -292,14 +303,14 @@ class CompressedPhase:
         )
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
-        """See `Update.open_rank_states`. A checkpoint from before the first compressed step has none."""
+        """See `Update.open_rank_states`. A checkpoint from before the first compressed step has no such states."""
         self._memory.drop()
         self._held = tuple(key for key in self._keys if key in saved)
         return frozenset(saved) - set(self._keys)
 
 
 def warn_of_late_parameter(name: str) -> None:
-    """Log a warning that a parameter had its first gradient when the variance was frozen."""
+    """Log a warning that a parameter had its first gradient after the variance was frozen."""
     logger.warning(
         f"{name!r} had no gradient in the steps before the freeze, so its variance is 0 and it is not trained; "
         "unfreeze it before freeze_step, or continue with AdamW"

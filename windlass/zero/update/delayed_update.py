@@ -1,8 +1,8 @@
 """Optimizer update on a background thread, during the next forward and backward.
 
 [Note: delayed update] With `offload_optimizer.delayed_update`, a step passes its gradient to a background thread and
-returns. The next step writes the thread's result to the parameters. So each gradient belongs to parameters that are
-one update old. With w[-1] = w[0], the initial weights,
+returns. The next step, or `finish_update`, writes the result to the parameters. So each gradient belongs to parameters
+that are one update old. With w[-1] = w[0], the initial weights,
 
     w[t + 1] = w[t] - update(gradient(w[t - 1]))
 

@@ -1,18 +1,19 @@
 """Update of `DiLoCo` at stage 0.
 
-After `start_step` each rank moves its own parameters with AdamW and states of its own, and nothing is sent. The master
-weights keep the values of the last outer step, equal on all ranks; the parameters of a rank are the master weights
-minus its `local_change`. An outer step of a unit sends the changes of all ranks through the compressed all-reduce of
-two phases ([Note: error feedback]), and moves the master weights by SGD with Nesterov momentum on the mean change. A
-save between two outer steps holds the master weights of the last outer step and, as per-rank states, the changes of
-each rank since then.
+After `start_step` steps, each rank steps its parameters by AdamW with its local gradients and per-rank states: inner
+steps, which send no gradients. The master weights keep the values of the last outer step, equal on all ranks; the
+parameters of a rank are the master weights minus its `local_change`. An outer step of a unit sends the changes of all
+ranks through the compressed all-reduce of two phases ([Note: error feedback]), and moves the master weights by SGD with
+Nesterov momentum on the mean change. A save between two outer steps holds the master weights of the last outer step
+and, as per-rank states, the changes of each rank since then.
 
 [Note: overlapped outer steps] With `overlap_steps` T a unit's changes are sent after the step s in which they are due,
 and the outer step is taken with their mean after step s + T; inner steps continue meanwhile. The first phase of the
-all-reduce ends after step s + T / 2, at the same step on all ranks. Messages have a process group of their own: the
-all-reduce of a step's gradient norm would wait behind them otherwise. The changes of the steps in between are a part of
-the next message: parameters become the mean, weighted by `mixing`, of the local ones and of the new master weights. A
-save completes the transfer and keeps the mean as a state, so that a resumed run is exact.
+all-reduce ends after step s + T // 2 (s + T if T is 1), at the same step on all ranks. Messages use a separate process
+group: the all-reduce of a step's gradient norm would wait behind them otherwise. After the outer step, parameters are
+`mixing` times the local ones plus `1 - mixing` times the new master weights, so the next message contains a part of the
+changes of the steps in between. A save completes the transfer and contains the mean as a per-rank state, so that a
+resumed run is exact.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     """Update of `DiLoCo`.
 
     States: `step` and `outer_momentum`, and for each rank `local_exp_avg`, `local_exp_avg_sq`, `local_change` and the
-    error feedback. With overlapped outer steps also `sent`, 1 while a parameter's change is on its way, and for each
-    rank `mean_change`, the memory of the message.
+    error feedback. With overlapped outer steps also `sent`, 1 from the send of a parameter's change to its outer step,
+    and for each rank `mean_change`, the memory of the message.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
@@ -77,17 +78,17 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     @property
     def takes_local_gradients(self) -> bool:
-        """True after `start_step`."""
+        """True once `start_step` steps have been applied."""
         return applied_steps(self.optimizer) >= int(self.optimizer.param_groups[0]["start_step"])
 
     @property
     def publishes_itself(self) -> bool:
-        """True after `start_step`."""
+        """True once `start_step` steps have been applied."""
         return self.takes_local_gradients
 
     @property
     def keeps_local_weights(self) -> bool:
-        """True after `start_step`."""
+        """True once `start_step` steps have been applied."""
         return self.takes_local_gradients
 
     def publish(self, units: list[Unit]) -> None:
@@ -95,7 +96,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         self._publish_local(units)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """See `Update.run`. Collective in steps with outer steps."""
+        """See `Update.run`. Collective in steps that send or receive changes, and in the first with `overlap_steps`."""
         # A load may have changed these options since the construction.
         self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
         if self._overlap:
@@ -121,7 +122,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         step = applied_steps(self.optimizer) + 1
         local = self._phase.local_messages(used, divisor, options, weighted=False)
         moved = (self._moved(messages, options) for messages in local)
-        outer: dict[int, torch.Tensor] = {}  # mean change of an outer step, by unit index
+        outer: dict[int, torch.Tensor] = {}  # mean changes of the outer steps taken now, by unit index
         if self._overlap:
             for _ in moved:
                 pass
@@ -141,7 +142,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         """Yield the changes to send after a step, of all units whose outer step is due.
 
         Args:
-            moved: the messages with local gradients, whose memory is used again.
+            moved: the messages with local gradients, whose memory is reused.
         """
         rest = {unit.index: unit for unit in self._due_units(step)}
         for messages in moved:
@@ -155,7 +156,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
             yield [self._changed(unit, flat, options) for unit, flat in zip(batch, flats, strict=True)]
 
     def _due_units(self, step: int) -> list[Unit]:
-        """Return the units that take an outer step after step `step`, in the order of messages."""
+        """Return the units whose changes are sent after step `step`, in the order of messages."""
         group, by_index = self.optimizer.param_groups[0], {chunk.unit.index: chunk.unit for chunk in self.chunks}
         units = [by_index[index] for index in sorted(by_index, reverse=True)]
         return [unit for unit in units if outer_step_due(step, unit, group)]
@@ -195,12 +196,13 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     # Overlapped outer steps.
 
     def _move_transfers(self, step: int, options: Options) -> dict[int, torch.Tensor]:
-        """Take the outer steps that are due, continue the transfers half way, and start new ones. Collective.
+        """Take the outer steps that are due, begin the second phase of the transfer that is half over, and send the
+        changes that are due. Collective.
 
         All ranks do the same in the same step, so that transfers between two ranks keep their order.
 
         Returns:
-            The mean change of all ranks, by index of the units that took an outer step.
+            The mean changes of all ranks, by unit index, of the units that took an outer step.
         """
         overlap = self._overlap
         due = self._due_units(step - overlap) if step > overlap else []
@@ -251,7 +253,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         return super().open_rank_states(saved)
 
     def _changed(self, unit: Unit, flat: torch.Tensor, options: Options) -> UnitMessage:
-        """Return the message of a unit's changes since its last outer step, of all parameters that took a step.
+        """Return the message of a unit's changes since its last outer step, of all parameters that took a step. Reset
+        these changes to zero, or mark them as sent if outer steps overlap.
 
         Args:
             flat: `[padded]` in float32, the memory of the message.
@@ -278,9 +281,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
 
 def outer_step_due(step: int, unit: Unit, group: dict[str, Any]) -> bool:
-    """Return True if a unit takes an outer step after step `step`.
+    """Return True if a unit's changes are sent after step `step`.
 
-    A parameter that several pipeline stages hold is in units of different indices, so it takes its outer steps as unit
-    0 does.
+    A parameter that several pipeline stages hold is in units of different indices, so it follows the steps of unit 0.
     """
     return fragment_due(step, 0 if unit.kind.shared_stages else unit.index, group)

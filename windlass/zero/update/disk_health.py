@@ -26,14 +26,16 @@ class DiskHealth:
     """Failures of the disk and of the updates of one model, combined over the ranks that train it.
 
     Args:
-        disk: Disk tier of this rank. None if no rank keeps data on NVMe; then nothing is exchanged.
+        disk: Disk tier of this rank. None if no rank keeps data on NVMe; `check` then exchanges nothing.
         staging: Staging pool, which tracks asynchronous writes.
-        data: All data ranks.
+        data: All ranks that train the model.
+        device: Device of the flags that `check` exchanges.
         temporary_extents: Returns the extents of per-step data (gradients), whose loss does not damage the state.
 
     Attributes:
-        loss_reason: Reason why training cannot continue from the model's state; empty if it can. Equal on all ranks.
-        update_error: Exception of a partial update on this rank, until all ranks have received it.
+        loss_reason: Reason why training cannot continue from the model's state; empty if it can. Equal on all ranks,
+            unless `check_local` or a `check` among some ranks has set it.
+        update_error: Exception of a failed update on this rank, until all ranks have received it.
         update_changed_nothing: The update of `update_error` raised before any part of it was complete. Training
             continues if this is so on all ranks.
         frozen_are_intact: With a `loss_reason`: parameters that are not trained have kept their values.
@@ -55,7 +57,9 @@ class DiskHealth:
         self.update_changed_nothing = False
 
     def has_local_failure(self) -> float:
-        """Return 1 if this rank has a failed transfer or update that not all ranks have received yet, else 0."""
+        """Return 1 if this rank has lost data, or has a failed transfer or partial update that not all ranks have
+        received yet; else 0.
+        """
         if self.update_error is not None and not self.update_changed_nothing:
             return 1.0
         return float(
@@ -63,17 +67,18 @@ class DiskHealth:
         )
 
     def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None) -> None:
-        """Raise on all ranks if a transfer of any rank failed. Collective if the model keeps data on NVMe.
+        """Raise on all ranks if a transfer or update of any rank failed. Collective if the model keeps data on NVMe.
 
         Args:
             what: Operation that failed or cannot run, for the message.
             then: Consequence for the model, for the message.
             loses: The failure damages the state. This is always so if states or parameters were not written, or were
                 damaged on disk.
-            among: Exchange only over these ranks (which hold the same experts).
+            among: Exchange only over these ranks, e.g. those of one pipeline stage; None: all ranks.
 
         Raises:
             StorageError: a transfer failed. Raised on all ranks, with the messages of the ranks where it failed.
+            UpdateError: no transfer failed, but the update of a rank did. Raised on all ranks.
         """
         if self._disk is None:
             return
@@ -85,7 +90,7 @@ class DiskHealth:
     def raise_failures(
         self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None
     ) -> None:
-        """Raise the error of `check`, after all ranks have received that a transfer failed. Collective.
+        """Exchange the failures and raise them, as `check` does once any rank has a failure. Collective.
 
         Raises:
             StorageError: a transfer failed. Raised on all ranks.
@@ -148,12 +153,16 @@ class DiskHealth:
             raise StorageError(f"{what} is refused: {self.loss_reason}; {LOST}")
 
     def mark_partly_loaded(self, reason: str, frozen_are_intact: bool) -> None:
-        """Record that a load failed after it began to overwrite the model. Called on all ranks."""
+        """Record that a load failed after it began to overwrite the model. Called on all ranks.
+
+        Args:
+            frozen_are_intact: The load did not overwrite frozen parameters.
+        """
         self.frozen_are_intact = frozen_are_intact and (self.frozen_are_intact or not self.loss_reason)
         self.loss_reason = f"a checkpoint was loaded in part ({reason})"
 
     def mark_reloaded(self) -> None:
-        """Record that the whole model was loaded again. Collective if the model keeps data on NVMe.
+        """Record that the full model was loaded again. Collective if the model keeps data on NVMe.
 
         Raises:
             StorageError: lost data were not loaded, or could not be written. Raised on all ranks.
@@ -164,7 +173,7 @@ class DiskHealth:
     def _lost_extent_error(self) -> StorageError | None:
         """Return the error of a lost part of the state: a failed write or damage on the disk. None if all is intact."""
         if self._staging is not None:
-            self._staging.has_room(0)  # updates the list of finished writes
+            self._staging.has_room(0)  # polls the writes in flight, which records their failures
         if self._disk is None or not self._disk.damaged_extents:
             return None
         passing = self._temporary_extents()

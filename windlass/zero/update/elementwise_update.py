@@ -36,8 +36,8 @@ class ParameterSegment:
     Attributes:
         chunk: chunk that contains the fragment.
         piece: range of the fragment in its parameter, and offset in the chunk.
-        tensor: `[piece.numel]` in `chunk.state_dtype`: a view of the master weights, or empty while they are on NVMe or
-            need a wider copy for the update.
+        tensor: `[piece.numel]` in `chunk.state_dtype`: a view of the master weights, or of their wider copy if the
+            update makes one; empty while that memory does not exist.
     """
 
     def __init__(self, chunk: UpdateChunk, piece: LayoutPiece) -> None:
@@ -68,7 +68,7 @@ class ParameterSegment:
 
 
 def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class with the same attributes, but without states, groups and hooks."""
+    """Return an optimizer of the same class with the same attributes, but without states, groups and step hooks."""
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     clone.__dict__.update(optimizer.__dict__)
     clone.__dict__.pop("step", None)  # a scheduler may have set a wrapper here, which would step the original
@@ -99,7 +99,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         self.optimizer, self.chunks, self.state_offload, self._masters = optimizer, chunks, state_offload, masters
         self._inner = self._native() or clone_optimizer(optimizer)
         state_offload.states = self._inner.state
-        # `_on_device` steps chunks in a device's own memory, `_inner` those in host memory if it is native.
+        # A native `_inner` steps only float32 chunks in host memory, and `_on_device` steps the others.
         self._on_device = clone_optimizer(optimizer) if self._has_native_equivalent else self._inner
         self._on_device.state = self._inner.state
         self._scales: dict[int, bool] = {}  # by id of an optimizer: True if its step divides gradients by a scale
@@ -124,7 +124,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
         """Return True if master weights of this dtype on tier `tier` cannot be updated together with the existing ones.
 
-        This is so if the native kernel replaces the user's class: it updates only float32 in host memory.
+        This is so if the user's class is replaced by the native kernel, which updates only float32 in host memory.
         """
         return self._has_native_equivalent and (dtype != torch.float32 or tier is Tier.DEVICE)
 
@@ -148,10 +148,10 @@ class ElementwiseUpdate(OrdinaryUpdate):
         return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """Return an iterator that updates one batch of chunks after the other, and yields each once it is updated.
+        """Return an iterator that updates the chunks batch by batch, and yields each batch once it is updated.
 
-        Hyper-parameters are read in this call, so later changes of them do not affect the iterator. Between two
-        iterations, the master weights and states of the yielded batch are in memory.
+        This call runs the pre-step hooks and reads the hyper-parameters, so later changes of them do not affect the
+        iterator. Between two iterations, the master weights and states of the yielded batch are in memory.
 
         Args:
             used: one flag for each parameter of a unit, by unit index. False: the parameter has no gradient and is
@@ -194,7 +194,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
                 for segment in self._of_chunk[id(chunk)]:
                     group = group_of.get(id(segment.parameter))
                     if group is not None and used[chunk.unit.index][segment.piece.index]:
-                        # These values are at another address in every step. All others were set at construction.
+                        # These values are at another address in every step. Other tensors are views since construction.
                         if chunk.tier is Tier.NVME or values is not chunk.master:
                             segment.point_to(values)
                         segment.take_gradient(gradient)
@@ -240,7 +240,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         return native
 
     def _lower(self, inner: torch.optim.Optimizer, chunk: UpdateChunk) -> None:
-        """Prepare the 16-bit parameters of a chunk as output of the same pass, if the optimizer supports that.
+        """Let the optimizer call also write the chunk's 16-bit parameters, if the optimizer supports that.
 
         All segments of the chunk must be stepped.
         """
@@ -274,7 +274,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         if divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-            # `GradScaler` sets both attributes. Zero, because a step with non-finite gradients does not get here.
+            # `GradScaler` sets both attributes. Zero: the engine has decided already that the step is applied.
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         if self._page_sums:
             inner.page_sums = self._page_sums  # type: ignore[attr-defined]
@@ -331,7 +331,8 @@ def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: Upd
     """Return the dtype in which to keep an existing state of `dtype` that has one value per element.
 
     Optimizers create states in the dtype of the parameters. A state in a narrower param_dtype is therefore widened to
-    the dtype in which the chunk is updated. A `CPUOptimizer` chooses the dtype of its states itself, so they keep it.
+    the dtype in which the chunk is updated. A `CPUOptimizer` chooses the dtype of its states itself, so these keep
+    their dtype.
     """
     like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.state_dtype.itemsize
     return chunk.state_dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype

@@ -96,13 +96,13 @@ class MasterWeights:
         self._refuses_edits = False  # see `follow_edits`
         # Parameters whose `.data` a script has read, by id. Changes through `.data` do not increment the version, so
         # values are compared: by `copy_edits` with the master weights, by `first_edited` with this copy.
-        # A copy has the values at the start of the last delayed update; None: no update has started since the read.
+        # The copy is made by `copy_all_edits`, `follow_edits`, or a late `track_data_edits`; None: there is no copy.
         self._data_snapshots: dict[int, torch.Tensor | None] = {}
         # Master weights of each unit that are neither its parameters nor on NVMe.
         self._separate_masters: dict[int, torch.Tensor] = {}
 
     def add_slots(self, slots: list[GradientSlot]) -> list[UpdateChunk]:
-        """Add the chunks of these units and return them. `create` makes their master weights."""
+        """Add chunks for the units of `slots` and return them. `create` makes their master weights."""
         added = make_chunks(slots, self._limit)
         self.chunks += added
         for chunk in added:
@@ -173,10 +173,12 @@ class MasterWeights:
             check("changed master weights and optimizer states could not be stored", loses=True)
 
     def round_to_parameters(self, units: list[Unit]) -> None:
-        """Round master weights to the dtype of their parameters, so that both have the same values. Collective.
+        """Round master weights to the dtype of their parameters, so that both have the same values.
+
+        Collective if the model keeps data on NVMe.
 
         Raises:
-            StorageError: the master weights cannot be read or written on some rank. Raised on all ranks.
+            StorageError: as in `resident`.
         """
         for unit in units:
             with self.resident([unit], changes=True):
@@ -213,7 +215,8 @@ class MasterWeights:
         model keeps data on NVMe, over all ranks that have the unit or the ranks `among`.
 
         Raises:
-            StorageError: the master weights cannot be read on some rank. Raised on all ranks that take part.
+            StorageError: the master weights cannot be read on some rank, or training cannot continue from the model's
+                state. Raised on all ranks that take part.
         """
         self._health.require_intact("reading master weights")
         chunks = self.chunks_of(unit)
@@ -324,13 +327,13 @@ class MasterWeights:
             slot.keep_staged(lowered, chunk.start, written)
         else:
             self._staging.release(lowered, written)
-        return DONE  # the staging pool waits for the write, and raises its failure at a later call
+        return DONE  # the staging pool waits for the write; a failure surfaces at the next `DiskHealth.check`
 
     def lowered_output(self, chunk: UpdateChunk) -> torch.Tensor:
         """Return a host tensor `[stop - start]` in the param_dtype, to which an update writes a chunk's new parameters.
 
         Without delayed updates this is the shard itself on the host tier, and a staging buffer for the NVMe tier. In
-        all other cases it is new memory, so that the forward and backward can use the old values during the update.
+        all other cases it is new memory: during a delayed update, the forward and backward use the old values.
         """
         slot = chunk.unit.shard_slot
         if not self._delayed and slot is not None and slot.tier is Tier.HOST and slot.tensor is not None:
@@ -377,8 +380,8 @@ class MasterWeights:
         """Record that a script reads `.data` of a parameter. From now on every step checks its values for changes.
 
         Args:
-            late: a delayed update is in progress, so values cannot be compared with the master weights. The current
-                values are copied for the comparison.
+            late: a delayed update is in progress or replicas differ, so values cannot be compared with the master
+                weights. The current values are copied for the comparison.
         """
         parameter = unit.parameters[index]
         if unit.reshards:
@@ -388,9 +391,12 @@ class MasterWeights:
         self._data_snapshots[id(parameter)] = raw_data(parameter).clone() if late else None
 
     def copy_all_edits(self, units: list[Unit]) -> None:
-        """Run `copy_edits` for all chunks of `units`, before a delayed update or an async save starts.
+        """Run `copy_edits` for the edited units of `units`, e.g. before a delayed update or an async save starts.
 
         Changes after this call are found by `first_edited` or by the next `copy_edits`. Not collective.
+
+        Raises:
+            StorageError: as in `resident`, but on this rank only.
         """
         exposed = (
             [unit for unit in units if any(id(p) in self._data_snapshots for p in unit.parameters)]
@@ -485,7 +491,7 @@ class MasterWeights:
 
 
 def _copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
-    """Set the master weights that differ from the parameters `values` after rounding to their dtype."""
+    """Set those `masters` to `values` that differ from these after rounding to the dtype of `values`."""
     wide = values.to(masters.device, masters.dtype)
     torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)
 

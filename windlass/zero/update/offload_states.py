@@ -38,7 +38,7 @@ class _OffloadedTensors:
 
 
 class StateOffloader:
-    """Offload of a model's device slots, as `offload_states` and `reload_states` of the engine request it.
+    """Offload of a model's device tensors, for `offload_states` and `reload_states` of the engine.
 
     On CUDA the tensors stay and only their memory is freed, so that all views of them are valid again after `reload`.
     """
@@ -127,7 +127,7 @@ class StateOffloader:
                 if full is not None and unit.state_tier is Tier.DEVICE:
                     yield f"master weights of {unit.names[0]}", [full]
         elif kind == "gradients":
-            # With a buffer, the shard is a view of it and cannot be freed separately.
+            # With a buffer, the shard may be a view of it, which cannot be freed separately.
             for slot in self._slots:
                 if slot.shard is not None and slot.buffer is None:
                     yield f"gradient of {slot.unit.names[0]}", [slot.shard]

@@ -1,8 +1,8 @@
 """Update of `OneBitAdam` at stages 0 to 2.
 
 [Note: 1-bit phase] Until `freeze_step` the engine reduces gradients, and this is the elementwise update of AdamW, bit
-for bit. Afterwards the variance is constant and gradients stay on their ranks ([Note: local gradients]), also at stage
-2, where a rank then keeps whole gradients.
+for bit. In the compressed phase afterwards, the variance is constant and gradients stay on their ranks
+([Note: local gradients]), also at stage 2, where a rank then keeps full gradients.
 
 Stage 0 is the algorithm of the paper (arXiv:2102.02888, algorithm 1): each rank adds its gradient to the common
 momentum, `b1 m + (1 - b1) g`, and a compressed all-reduce of two phases with error feedback makes the new common
@@ -13,18 +13,19 @@ momentum of its elements, `b1 m` plus the mean of the messages, and steps its ma
 sends the difference between its master weights and the parameters, and the parameters of all ranks, which are equal,
 move by the decoded difference. Compression errors, and the rounding of 16-bit parameters, are a part of the next
 difference, so this direction needs no error feedback (DoubleSqueeze, arXiv:1905.05957; DORE, arXiv:1910.07561, sends
-such differences). `ShardedModel.finish_update`, and every step that `sync_interval` divides, make parameters equal to
-the master weights again.
+such differences). `ShardedModel.finish_update`, and every step that `sync_interval` divides, copy the master weights to
+the parameters of all ranks.
 
 The momentum has the bias correction of the current step, and the frozen variance has that of its last update. With
 `bias_correction` False this class also takes the steps before `freeze_step`, because torch's AdamW has no such option.
-Elements whose frozen variance is 0 have never had a gradient, and are not updated: the sign of a zero message would be
-divided by eps.
+Elements whose frozen variance is 0 have never had a gradient, and only their weight decay is applied: a message would
+give them a nonzero momentum, which would be divided by eps.
 
 [Note: bounded steps] A message gives all elements of a block one magnitude. If an element's variance was computed from
-few gradients, this magnitude divided by the variance's root may move the element by many times the learning rate. Adam
-never does this, because its variance includes each gradient that it divides. `max_update` bounds the quotient, on the
-rank that steps the element, so it changes no message; the error feedback contains only errors of the messages.
+few gradients, this magnitude divided by the variance's root may move the element by many times the learning rate. In
+Adam the variance includes every gradient of the momentum, so steps stay near the learning rate. `max_update` bounds the
+quotient on the rank that steps the element. Messages of gradients and momenta are not bounded, so the error feedback
+contains only errors of the messages.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PART = 1 << 17  # elements that are stepped at once, so that temporary tensors s
 class OneBitAdamUpdate(ElementwiseUpdate):
     """Update of `OneBitAdam`; see [Note: 1-bit phase].
 
-    States beside AdamW's: `variance_steps` (number of steps that updated the variance) and, for each rank,
+    States in addition to AdamW's: `variance_steps` (number of steps that updated the variance) and, for each rank,
     `worker_error` and at stage 0 `server_error`. The per-rank states exist from the first compressed step on.
     """
 
@@ -70,7 +71,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         )
         self._zeros: dict[ParameterSegment, tuple[tuple[int, int], bool]] = {}
         self._changes: dict[int, torch.Tensor] = {}  # master weights minus parameters of this rank's span, by unit
-        self._reduced_divisor: float | None = None  # divisor of reduced gradients; None: gradients are messages
+        self._reduced_divisor: float | None = None  # divisor of reduced gradients; None: no reduced gradients
         if self.takes_local_gradients:
             self._phase.begin()
 
@@ -119,7 +120,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def _run_reduced(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        """Update momentum and variance with gradients that the engine reduced."""
+        """Update momentum, variance and values with gradients that the engine reduced."""
         self._reduced_divisor = divisor
         try:
             yield from self._step_chunks(used, options)
@@ -135,7 +136,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         yield from self._step_chunks(used, options)
 
     def _step_chunks(self, used: dict[int, list[bool]], options: Options) -> Iterator[list[UpdateChunk]]:
-        """Update batch after batch with the gradient slots, which have the received values of this rank's span."""
+        """Update each batch with the gradient slots (reduced gradients, or results of an exchange), and yield it."""
         self._changes = {}
         for batch in self.state_offload.iterate_batches(self._batches):
             for chunk in batch:
@@ -147,7 +148,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor, float]]:
         """Yield the fragments of the common momentum, with their factor beta1.
 
-        Only at stage 0, where every rank has the whole momentum.
+        Called only at stage 0, where every rank has the full momentum.
         """
         for chunk in self._masters.chunks_of(unit):
             for segment in self._of_chunk[id(chunk)]:
@@ -172,7 +173,12 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def _step_segment(
         self, segment: ParameterSegment, values: torch.Tensor, received: torch.Tensor, options: Options
     ) -> None:
-        """Update a fragment with the momentum (stage 0) or the mean of messages (stages 1 and 2) in `received`."""
+        """Update a fragment.
+
+        Args:
+            received: momentum (stage 0) or mean of messages (stages 1 and 2) in the compressed phase; otherwise the
+                reduced gradient, not yet divided by `_reduced_divisor`.
+        """
         if self._reduced_divisor is not None:
             self._step_exactly(segment, values, received / self._reduced_divisor, options)
             return
@@ -194,7 +200,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         self._move(segment, values, options)
 
     def _opened(self, segment: ParameterSegment, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the states of a fragment, complete for a step of this class."""
+        """Return the states of a fragment. States that are missing are created."""
         state: dict[str, torch.Tensor] = self._inner.state[segment.tensor]
         if "exp_avg" not in state:
             self._create_state(segment, state, values)
@@ -232,7 +238,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return float(lr / (1 - given["betas"][0] ** float(self._inner.state[segment.tensor]["step"])))
 
     def _bound(self, segment: ParameterSegment, options: Options) -> float | None:
-        """Return the bound of a fragment's momentum over the root of its variance; None: no bound.
+        """Return the bound of |momentum| / `_root` for a fragment; None: no bound.
 
         See [Note: bounded steps].
         """
@@ -266,7 +272,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return (variance / correction).sqrt_().add_(given["eps"])
 
     def _note_change(self, chunk: UpdateChunk) -> None:
-        """Compute the difference between a chunk's master weights and the parameters, while the chunk is in memory."""
+        """Store the master weights of a chunk minus its parameters, for `publish`, while the chunk is in memory."""
         unit = chunk.unit
         if unit.index not in self._changes:
             span = unit.state_stop - unit.state_start
@@ -290,7 +296,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return flat.narrow(0, layout.offsets[piece.index] + piece.start, piece.numel)
 
     def _chosen(self, messages: Batch) -> Iterator[tuple[ParameterSegment, torch.Tensor]]:
-        """Yield the fragments that take part in messages, with their values there."""
+        """Yield the fragments that take part in messages, each with the view of its values in the message."""
         for message in messages:
             for segment in self._segments_of(message.unit):
                 if message.chosen[segment.piece.index]:
@@ -304,12 +310,12 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return segment.chunk.values().narrow(0, piece.offset, piece.numel)
 
     def _local_change(self, segment: ParameterSegment, options: Options) -> torch.Tensor:
-        """Return the difference between the master weights and this rank's parameters, where these differ by rank."""
+        """Return the master weights minus this rank's parameters, after local steps."""
         return self._own(LOCAL_CHANGE, segment)
 
     @torch.no_grad()
     def _publish_local(self, units: list[Unit]) -> None:
-        """Set this rank's parameters to the master weights minus its local change."""
+        """Set this rank's parameters to the master weights minus `_local_change`."""
         options = self._phase.options()
         for unit in units:
             for segment in self._segments_of(unit):

@@ -1,9 +1,9 @@
 """Update of `OneBitLamb` at stage 0: LAMB until `freeze_step`, then one bit for each element ([Note: 1-bit phase]).
 
-Momenta travel as at stage 0 of 1-bit Adam. Every data-parallel rank then has the whole common momentum, and steps its
-replica of each parameter, so that trust ratios need no further message among them. Each tensor-parallel rank steps its
-part of a sharded parameter; the trust ratio is that of the whole parameter, so these ranks exchange three numbers for
-it in a step.
+Momenta are exchanged as at stage 0 of 1-bit Adam. Every data-parallel rank then has the full common momentum and steps
+its replica of each parameter, so data-parallel ranks need no further message for trust ratios. Each tensor-parallel
+rank steps its part of a sharded parameter. The trust ratio is that of the full parameter, so in a compressed step these
+ranks exchange three numbers for each sharded parameter.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ELEMENT_STATES = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 class OneBitLambUpdate(WholeParameterUpdate):
     """Update of `OneBitLamb`.
 
-    States beside LAMB's: `coeff_freeze`; from the first compressed step on also `exp_avg_sq_fresh`, `variance_steps`
-    and `last_factor`, and for each rank `worker_error` and `server_error`.
+    States in addition to LAMB's: `coeff_freeze`; from the first compressed step on also `exp_avg_sq_fresh`,
+    `variance_steps` and `last_factor`, and for each rank `worker_error` and `server_error`.
     """
 
     reduces_itself: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
 
     @torch.no_grad()
     def _step_batch(self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options) -> None:
-        """Update the parameters of some chunks, in two passes with the exchange of parts' numbers between them."""
+        """Update the parameters of a batch in two passes, with `combine_parts` between them."""
         self.has_stepped = True
         # Parameters that are not stepped have a row too, so that ranks with other parts of them exchange equal rows.
         parts = [owned for chunk in batch for owned in self._of_chunk[id(chunk)]]
@@ -145,14 +145,15 @@ def combine_parts(
     largest: torch.Tensor,
     chunks: Sequence[UpdateChunk],
 ) -> None:
-    """Combine numbers of the parts of parameters into numbers of the whole parameters, in place. Collective over the
+    """Combine numbers of the parts of parameters into numbers of the full parameters, in place. Collective over the
     ranks with parts of a parameter.
 
     Args:
+        axes: axes of the mesh by name.
         placements: placement of the parameter of each row.
         sums: `[rows, n]`, numbers to sum.
         largest: `[rows]`, numbers whose maximum over the parts is taken.
-        chunks: chunks of the parameters.
+        chunks: chunks of the parameters, used only for the model's device.
     """
     for name in sorted({axis for placement in placements for axis in placement.sharded_axes}):
         rows = [row for row, placement in enumerate(placements) if name in placement.sharded_axes]

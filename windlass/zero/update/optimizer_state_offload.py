@@ -6,9 +6,9 @@ batches are written. The master weights of a chunk and all non-scalar tensors th
 are one contiguous record, so states of any optimizer can be on NVMe.
 
 [Note: prefetch of records] Only this file changes records on NVMe, so a record may be read at any time before its step.
-The read starts as soon as the gradient of the unit is reduced, while the backward continues. The last writes of a step
-continue in the next forward. The disk tier orders later reads of the same bytes after these writes. The staging pool
-limits the bytes in flight.
+If a step follows the backward, the read starts as soon as the gradient of the unit is reduced and the staging pool has
+room, while the backward continues. The last writes of a step continue in the next forward. The disk tier orders later
+reads of the same bytes after these writes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from windlass.storage.staging_pool import StagingPool
 from windlass.zero.update.update_chunk import UpdateChunk
 
 _ALIGN = 64  # bytes
-_SPARE = 0.25  # fraction of the staging memory that reads ahead leave free for parameters during a backward
+_SPARE = 0.25  # fraction of the staging memory that `read_ahead` leaves free for parameters during a backward
 _SLACK = 4 * _ALIGN  # bytes reserved for the alignment of the states of one fragment
 
 
@@ -79,9 +79,9 @@ class _StateRecord:
 
     Attributes:
         entries: its tensors, in order of their offsets.
-        nbytes: bytes up to the end of the last tensor, in whole pages. The extent may be larger.
+        nbytes: bytes up to the end of the last tensor, rounded up to full pages. The extent may be larger.
         extent: its location; None until the first write.
-        discarded: the record has no content until it is written again.
+        discarded: True if the record has no content until it is written again.
     """
 
     entries: list[_RecordEntry] = field(default_factory=list)
@@ -108,10 +108,10 @@ class _FetchedChunk:
     """Chunk from the start of its transfer to memory until it is stored or discarded.
 
     Attributes:
-        record: staging buffer with its record; None if the chunk is not on NVMe.
+        record: staging buffer with the chunk's record; None if the chunk is not on NVMe.
         pending: read of the record.
-        sums: checksums of the record, if the read did not compare them; None after `compare_pages`.
-        own: staging buffer with its gradient, if the gradient was read from NVMe.
+        sums: checksums of the record that are not compared yet; None if there are none.
+        own: staging buffer with the chunk's gradient; None unless the gradient was read from NVMe.
         gradient: chunk's part of the reduced gradient, `[chunk.numel]`; None if there is none or none was requested.
         gradient_pending: transfer of the gradient.
     """
@@ -139,7 +139,7 @@ class StateRecordOnDisk:
     _nbytes: int
 
     def read(self) -> dict[tuple[nn.Parameter | None, str], torch.Tensor]:
-        """Read the record into new memory, by parameter and key, with the master weights under `(None, "")`.
+        """Return the tensors of the record in new memory, by state key and name; the master weights by `(None, "")`.
 
         Raises:
             StorageError: the record cannot be read.
@@ -177,8 +177,8 @@ class OptimizerStateOffload:
         callbacks: callables of the model.
 
     Attributes:
-        states: the optimizer's states, by state key. Tensors of a chunk on NVMe are in it only while the chunk is in
-            memory.
+        states: the optimizer's states, by state key. Non-scalar tensors of a chunk on NVMe are included only while the
+            chunk is in memory.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class OptimizerStateOffload:
             self._staging.free_returned()  # the first step creates states, and later ones need larger buffers
 
     def _record_bytes(self, batches: list[list[UpdateChunk]]) -> int:
-        """Return the bytes of all records on NVMe."""
+        """Return the bytes of the records of these batches on NVMe."""
         return sum(self._records[id(chunk)].nbytes for batch in batches for chunk in batch if chunk.tier is Tier.NVME)
 
     @contextmanager
@@ -277,7 +277,7 @@ class OptimizerStateOffload:
             for chunk in offloaded:
                 (self._start_store if changes else self._discard_fetched)(chunk)
             if self._staging is not None:
-                self._staging.wait_all()  # raises if a write failed
+                self._staging.wait_all()  # raises if a write failed, unless the disk tier defers failures
 
     @contextmanager
     def overwritten(
@@ -287,11 +287,11 @@ class OptimizerStateOffload:
         *,
         on_resident: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Context with a chunk in memory, whose values the caller replaces. They are stored afterwards.
+        """Context with a chunk in memory, whose values the caller replaces. The new values are stored afterwards.
 
         Args:
-            states: the non-scalar states that the chunk has from now on, by state key and name, as tensors without
-                memory. Other non-scalar states are dropped. Missing states are created with zeros.
+            states: the non-scalar states that the chunk has from now on, by state key and name, as meta tensors. Other
+                non-scalar states are dropped. Missing states, and those of another shape or dtype, become zeros.
             on_resident: as in `resident`.
         """
         requested = [(state_key, key, like) for state_key, state in states.items() for key, like in state.items()]
@@ -311,7 +311,7 @@ class OptimizerStateOffload:
             yield
 
     def page_sums(self, chunk: UpdateChunk) -> PageSums | None:
-        """Return the checksums of a chunk's record in memory, if they are not compared yet."""
+        """Return the checksums of a chunk's record in memory that are not compared yet; None if there are none."""
         fetched = self._fetched.get(id(chunk))
         return None if fetched is None else fetched.sums
 
@@ -347,10 +347,7 @@ class OptimizerStateOffload:
         return [tensor for _, _, tensor in self._tensors_to_store(chunk)[1:]]
 
     def inventory(self, chunks: list[UpdateChunk]) -> Iterator[tuple[UpdateChunk, str, int]]:
-        """Yield the chunk, name and bytes of every non-scalar optimizer state, in memory or on NVMe.
-
-        Scalars such as `step` are left out.
-        """
+        """Yield the chunk, name and bytes of every non-scalar optimizer state, in memory or on NVMe."""
         for chunk in chunks:
             if chunk.master is None:
                 yield from (
@@ -362,12 +359,12 @@ class OptimizerStateOffload:
                 )
 
     def store(self, chunk: UpdateChunk) -> None:
-        """Start to write a new chunk, whose master weights are in memory, to NVMe. Does nothing for other tiers."""
+        """Start to write a new chunk to NVMe, and free its master weights in memory. Does nothing for other tiers."""
         if chunk.tier is Tier.NVME:
             self._start_store(chunk)
 
     def _recover_failed_step(self) -> None:
-        """Store the chunks that a failed step left in memory, and drop its gradients.
+        """Store the chunks that a failed step left in memory, and drop their gradients.
 
         Records that are only being read, e.g. ahead of this step, equal the contents on NVMe and stay in flight.
         """
@@ -392,7 +389,7 @@ class OptimizerStateOffload:
     # From the tiers to memory
 
     def _start_fetch(self, chunk: UpdateChunk, *, room: int = 0) -> None:
-        """Start to read a chunk's record from NVMe, unless that has started. Does nothing for other tiers.
+        """Start to read a chunk's record from NVMe, unless the read has started. Does nothing for other tiers.
 
         Args:
             room: minimum bytes of the staging buffer.
@@ -419,7 +416,7 @@ class OptimizerStateOffload:
     def _start_gradient_fetch(self, chunk: UpdateChunk) -> None:
         """Start to copy the chunk's part of the reduced gradient to the memory in which the chunk is updated.
 
-        Does nothing if the unit has no gradient. A gradient that is there already is not copied.
+        Does nothing if the unit has no gradient. A gradient that is in that memory already is not copied.
         """
         full = chunk.slot.stepped
         if full is None:
@@ -445,7 +442,7 @@ class OptimizerStateOffload:
             with traced("fetch", "optimizer states"):
                 visit.pending.wait()
                 visit.gradient_pending.wait()
-            if visit.sums is not None and not visit.sums.is_current:  # the read failed, and its memory is NaN
+            if visit.sums is not None and not visit.sums.is_current:  # the read failed and filled the record with NaN
                 visit.sums = None
             if compare:
                 self.compare_pages(chunk)
@@ -486,7 +483,7 @@ class OptimizerStateOffload:
     # From memory to the tiers
 
     def _start_store(self, chunk: UpdateChunk) -> None:
-        """Drop the gradient of a chunk. If it is on NVMe, start to write its record and free its tensors."""
+        """Drop the gradient of a chunk. If the chunk is on NVMe, start to write its record and free its tensors."""
         visit = self._fetched.pop(id(chunk), None)
         chunk.gradient = None
         if visit is not None:
@@ -510,7 +507,7 @@ class OptimizerStateOffload:
             record.extent.describe_content = partial(_describe, ref(self), ref(chunk))
         record.entries, record.nbytes, record.discarded = laid, nbytes, False
         buffer = visit.record if visit is not None else None
-        # Write from the buffer that was read if all tensors are still in their places, else pack a new buffer.
+        # Write from the buffer of the read if all tensors are still in their places, else copy them to a new buffer.
         target = buffer
         if target is None or target.numel() < nbytes or not _fits_in_place(laid, stored, target):
             target = self._staging.acquire(nbytes, torch.uint8)
@@ -522,12 +519,12 @@ class OptimizerStateOffload:
                 del self.states[entry.state_key][entry.key]  # a view of the buffer, which will be reused
         if buffer is not None and target is not buffer:
             self._staging.release(buffer)
-        # Checksums of a buffer that any other operation has changed are void: the I/O engine computes new ones.
+        # Checksums are void for a new buffer, or one that torch has changed: the I/O engine computes new ones.
         if sums is not None and not (target is buffer and nbytes == sums.memory.numel() and sums.is_current):
             sums = None
         chunk.master = None
         for state_key in chunk.state_keys:
-            state_key.data = state_key.data.new_empty(0)  # it is a view of the buffer, too
+            state_key.data = state_key.data.new_empty(0)  # may be a view of the buffer, too
         # The pool reuses the buffer after the write. A failure of the write surfaces at the next check.
         self._staging.release(target, self._tier.write(record.extent, 0, target[:nbytes], sums=sums))
 
@@ -569,7 +566,7 @@ class OptimizerStateOffload:
         return abbreviate_names(names)
 
     def discard(self) -> None:
-        """Mark the contents of all records on NVMe as lost. `overwritten` must replace each before its next use."""
+        """Mark all records on NVMe as lost. `overwritten` must replace each record before its next use."""
         self.discard_read_ahead()
         for record in self._records.values():
             if record.extent is not None:
@@ -605,7 +602,7 @@ class OptimizerStateOffload:
 
 
 def is_offloadable(value: Any) -> bool:
-    """Return True if a state value is offloaded with the master weights: all tensors except scalars."""
+    """Return True if a state value is offloaded with the master weights: non-empty tensors except scalars."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
 
 
@@ -615,12 +612,12 @@ def _same_form(value: torch.Tensor, like: torch.Tensor | None) -> bool:
 
 
 def _record_end(laid: list[_RecordEntry]) -> int:
-    """Return the size of a record in bytes, rounded up to whole pages, so that no two records share a page."""
+    """Return the size of a record in bytes, rounded up to full pages, because checksums are those of full pages."""
     return page_up(laid[-1].offset + laid[-1].nbytes)
 
 
 def _lay_out(found: list[_Found]) -> list[_RecordEntry]:
-    """Return the entries of a record that has these tensors in this order, each aligned to 64 bytes."""
+    """Return the entries of a record of these tensors, in this order, each aligned to 64 bytes."""
     entries, end = [], 0
     for state_key, key, tensor in found:
         nbytes = tensor.numel() * tensor.element_size()
@@ -630,7 +627,7 @@ def _lay_out(found: list[_Found]) -> list[_RecordEntry]:
 
 
 def _fits_in_place(laid: list[_RecordEntry], found: list[_Found], record: torch.Tensor) -> bool:
-    """Return True if every tensor that lies in `record` is at its offset in the layout.
+    """Return True if every tensor that is a view of `record` is at its offset in the layout.
 
     Otherwise, copying one tensor to its place could overwrite another.
     """
@@ -646,10 +643,10 @@ def _fits_in_place(laid: list[_RecordEntry], found: list[_Found], record: torch.
 def _describe(
     offload: ReferenceType[OptimizerStateOffload], chunk: ReferenceType[UpdateChunk], first: int, last: int
 ) -> str:
-    """Run `OptimizerStateOffload.describe`; return an empty string if its model is gone.
+    """Return `OptimizerStateOffload.describe`, or an empty string if the model no longer exists.
 
-    The disk tier keeps this function until it is closed, so it refers to the model weakly: else the model, which closes
-    the tier, would stay alive.
+    The disk tier stores this function until the tier is closed. With strong references, the model, which closes the
+    tier, would stay alive.
     """
     by, of = offload(), chunk()
     return "" if by is None or of is None else by.describe(of, first, last)

@@ -12,7 +12,7 @@ from windlass.base.errors import ModelError
 from windlass.base.trace_ranges import traced
 from windlass.comm.rank_group import RankGroup
 
-# Attributes of an optimizer that are not copied between the user's optimizer and the inner one.
+# Attributes of an optimizer that are not copied between the user's optimizer and the inner optimizer.
 _NOT_SHARED = frozenset(
     """
     state param_groups step _optimizer_step_pre_hooks _optimizer_step_post_hooks
@@ -30,13 +30,14 @@ def run_pre_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 class OptimizerStepSession:
     """One step of a user's optimizer, divided into parts: calls of `step` for different parameters.
 
-    All parts use the groups' options and the optimizer's attributes from before the step, so that a counter kept there
-    advances once per step and not once per part. `end` copies changed options and attributes to the user's optimizer; a
-    step that fails changes nothing there. `run_pre_step_hooks` is called before. The engine runs the post-step hooks.
+    All parts use the groups' options and the optimizer's attributes from before the step, so that a counter among them
+    advances once per step and not once per part. `end` copies changed options and attributes to the user's optimizer. A
+    step that fails does not change them. Callers run `run_pre_step_hooks` before; the engine runs the post-step hooks.
 
     [Note: rules over all parameters] A rule that computes one value from all parameters (the step size of Prodigy or
-    D-Adaptation) gets another value in each part, and so another result than in one call. Such a value is kept as an
-    option of a group or an attribute: if parts or ranks change it to different numbers, the step raises.
+    D-Adaptation) computes a different value in each part, so the result differs from that of one call. Optimizers store
+    the value as an option of a group or as an attribute: if parts or ranks change it to different numbers, the step
+    raises.
 
     Args:
         optimizer: the user's optimizer.
@@ -63,6 +64,9 @@ class OptimizerStepSession:
 
         Args:
             inner: optimizer whose `step` is called: a clone of the user's, or another class with the same results.
+
+        Raises:
+            ModelError: parts change an option or attribute to different values.
         """
         # Undo changes of the previous part, so that every part starts from the values before the step.
         shares_attributes = type(inner) is type(self._optimizer)  # another class has other attributes
@@ -87,6 +91,10 @@ class OptimizerStepSession:
             among: ranks that stepped different parameters. A rank without parameters of a group takes the changes of
                 that group from the other ranks. Collective over these ranks.
             failed: error of a part of this rank, raised once the other ranks have received the changes.
+
+        Raises:
+            ModelError: ranks change an option or attribute to different values.
+            Exception: `failed`.
         """
         if among is not None and among.size > 1:
             plain = [_plain(new) for new in (*self._new_options, self._new)]
@@ -104,7 +112,7 @@ class OptimizerStepSession:
     def _compare_values(
         self, tensors: dict[int, list[nn.Parameter]], before: list[dict[str, Any]], after: list[dict[str, Any]]
     ) -> None:
-        """Compare plain options and attributes after this part with those after the parts before it."""
+        """Compare plain options and attributes after this part with their values after the earlier parts."""
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if tensors.get(number) if number < len(self._options) else any(tensors.values()):
                 values = _plain(new)
@@ -139,5 +147,5 @@ def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the int, float and str values. Only these are sent to other ranks."""
+    """Return the int, float and str values. Only these are compared, and sent to other ranks."""
     return {key: value for key, value in values.items() if isinstance(value, int | float | str)}

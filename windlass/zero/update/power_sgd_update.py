@@ -1,13 +1,13 @@
 """Update of `PowerSGD` at stage 0.
 
-[Note: low-rank gradients] From step `start_step` on gradients stay on their ranks ([Note: local gradients]). The mean
-gradient of a matrix is approximated by P Q^T with few columns. Each rank multiplies the sum of its gradient and error
-by the orthonormalized Q of the previous step; the products are summed over ranks and orthonormalized to P. Each rank
-then multiplies the transposed sum by P; the mean of these products over ranks is the new Q (one step of subspace
-iteration, warm-started). Both messages are sums, so two all-reduces of thin matrices suffice at any number of ranks.
-Vectors, and matrices that would hardly shrink, are summed in full with the first message. The approximation then takes
-the place of the reduced gradient, and the optimizer's own rule steps the master weights. A matrix that is sharded over
-tensor-parallel ranks is compressed as separate matrices, one for each part.
+[Note: low-rank gradients] After `start_step` steps, gradients stay on their ranks ([Note: local gradients]). The mean
+gradient of a matrix is approximated by P Q^T, where P and Q have few columns. Each rank multiplies the sum of its
+gradient and error by the orthonormalized Q of the previous step; the products are summed over ranks and orthonormalized
+to P. Each rank then multiplies the transpose of its gradient plus error by P; the mean of these products over ranks is
+the new Q (one step of subspace iteration, warm-started). Both messages are sums, so two all-reduces of thin matrices
+suffice at any number of ranks. Vectors, and matrices that would hardly shrink, are summed in full with the first
+message. The approximation replaces the reduced gradient, and the rule of SGD steps the master weights. A matrix that is
+sharded over tensor-parallel ranks is compressed as separate matrices, one for each part.
 
 Source: Vogels et al., arXiv:1905.13727, algorithm 1; `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`
 computes the same.
@@ -41,7 +41,7 @@ class _Matrix:
 
     Attributes:
         gradient: `[rows, columns]`, a view of the message.
-        error: `[rows, columns]`, the part that this rank's messages left out.
+        error: `[rows, columns]`, the part of earlier gradients of this rank that its messages left out.
         thin: `[columns, r]`: Q, where r is the number of columns of P and Q.
     """
 
@@ -53,8 +53,8 @@ class _Matrix:
 class PowerSGDUpdate(ElementwiseUpdate):
     """Update of `PowerSGD`; see [Note: low-rank gradients].
 
-    States beside SGD's, for each rank and from the first compressed step: `worker_error`, and `warm_start`, whose first
-    elements are Q, equal on all ranks.
+    States in addition to SGD's, for each rank and from the first compressed step on: `worker_error`, and `warm_start`,
+    whose first elements are Q, equal on all data-parallel ranks.
     """
 
     reduces_itself: ClassVar[bool] = True
@@ -75,11 +75,11 @@ class PowerSGDUpdate(ElementwiseUpdate):
 
     @property
     def takes_local_gradients(self) -> bool:
-        """True from step `start_step` on."""
+        """True after `start_step` steps."""
         return is_frozen(self.optimizer, "start_step")
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """See `Update.run`. Collective from step `start_step` on."""
+        """See `Update.run`. Collective after `start_step` steps."""
         if not self.takes_local_gradients:
             return self._counted(super().run(used, divisor))
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -99,13 +99,13 @@ class PowerSGDUpdate(ElementwiseUpdate):
         for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
             if self._phase.group.size > 1:
                 self._average(messages, groups)
-            else:  # errors of a checkpoint from several ranks
+            else:  # adds the errors that a checkpoint from several ranks contains
                 add_errors(messages, [self._phase.state(WORKER_ERROR, one.unit) for one in messages])
         yield from batches  # the update reads the approximations in the gradient slots
 
     @torch.no_grad()
     def _average(self, messages: list[UnitMessage], groups: dict[int, dict[str, Any]]) -> None:
-        """Replace local gradients by the approximation of their mean. Collective."""
+        """Replace local gradients by their mean, approximated for matrices that shrink. Collective."""
         size, matrices, whole = self._phase.group.size, list[_Matrix](), list[torch.Tensor]()
         for message in messages:
             for index in (index for index, chosen in enumerate(message.chosen) if chosen):

@@ -1,9 +1,9 @@
-"""Error feedback of quantized reductions (LoCo) as per-rank states, so that checkpoints hold it and tiers store it.
+"""Error feedback of quantized reductions (LoCo) as per-rank states, for checkpoints and offload.
 
 See [Note: per-rank states] and [Note: quantized messages]. A checkpoint holds the errors of each parameter, and the
-number of its reductions, which decides when the errors return to zero. Parameters of a unit may have different numbers
-if the saved run had other units. On another number of ranks each rank gets an equal share of the sum of the saved
-errors. Errors are in units of the scaled gradients.
+number of its reductions, which decides when the errors are set to zero. Parameters of a unit may have different numbers
+if the saved run had other units. If the number of ranks has changed, each rank gets an equal share of the sum of the
+saved errors. Errors contain the loss scale, as gradients do.
 
 Errors are on the tier of the unit's optimizer states ([Note: offloaded per-rank states]): a reduction fetches the
 errors of its unit when it starts, and stores them when its last message is encoded.
@@ -26,7 +26,7 @@ ERROR, REDUCTIONS = "loco_error", "loco_reductions"
 
 
 class QuantizationErrors:
-    """Errors of all quantized reductions of a model. Without LoCo it has none.
+    """Errors of all quantized reductions of a model. Without LoCo there are none.
 
     Args:
         slots: gradient slots of the model's trainable units.
@@ -39,11 +39,7 @@ class QuantizationErrors:
         self.add(slots)
 
     def add(self, slots: Iterable[GradientSlot]) -> None:
-        """Keep the errors of more units, which were unfrozen.
-
-        Raises:
-            StorageError: the disk has too little space for the errors of units whose states are on NVMe.
-        """
+        """Add the errors of units, e.g. of unfrozen ones. A lack of disk space is recorded by the disk tier."""
         for slot in slots:
             unit, number = slot.unit, self._reducer.number_of(slot.unit)
             errors = unit.transport.error_feedback(number) if number is not None else None
@@ -77,7 +73,7 @@ class QuantizationErrors:
     def open(self, saved: Collection[str]) -> frozenset[str]:
         """Prepare for the load of a checkpoint that has the per-rank states `saved`: set all errors to zero.
 
-        Return the names of the saved states that this model does not need.
+        Return the names of the saved errors and reduction counts if this model does not need them.
         """
         found = frozenset(saved) & {ERROR, REDUCTIONS}
         self.forget()

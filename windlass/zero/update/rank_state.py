@@ -1,10 +1,11 @@
 """Optimizer states that differ between data-parallel ranks, and the rules that convert them for another number of
 ranks.
 
-[Note: per-rank states] The error feedback of a compressed gradient belongs to one rank: it is the part of its gradients
-that its messages have not transmitted yet. Such a state has one value for each element of a parameter on every rank, at
-every stage. A checkpoint holds it as one tensor `[ranks, *shape]`. A load on the same number of ranks restores every
-row exactly. On another number of ranks the update's rule makes new rows from all saved ones.
+[Note: per-rank states] The error feedback of a compressed gradient belongs to one rank: it is the part of the rank's
+gradients that its messages have not transmitted yet. A per-rank state usually has one value for each element of a
+parameter on every rank, at every stage. A checkpoint holds the state as one tensor `[ranks, *shape]`. A load on the
+same number of ranks restores every row exactly, unless the state `follows_owners`. On another number of ranks the
+state's rule computes new rows from all saved rows.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from windlass.zero.core.unit import Unit
 from windlass.zero.update.rank_state_memory import RankStateMemory
 
 RelayRule = Callable[[torch.Tensor, int], torch.Tensor]
-"""Maps the saved rows `[saved ranks, n]` and the new number of ranks to the new rows `[ranks, n]`."""
+"""Computes new rows `[ranks, n]` from the saved rows `[saved ranks, n]` and the new number of ranks."""
 
 
 def mean_of_ranks(rows: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Give every rank the mean of the saved rows: the mean over ranks stays, as updates with averaged messages need."""
+    """Give every rank the mean of the saved rows. Updates that average messages need an unchanged mean over ranks."""
     return rows.mean(0, keepdim=True).expand(ranks, -1)
 
 
 def share_of_sum(rows: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Give every rank an equal share of the sum of the saved rows: the sum over ranks stays."""
+    """Give every rank an equal share of the sum of the saved rows. The sum over ranks stays the same."""
     return (rows.sum(0, keepdim=True) / ranks).expand(ranks, -1)
 
 
 def largest_of_ranks(rows: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Give every rank the largest of the saved rows: a count that ranks have in common."""
+    """Give every rank the elementwise maximum of the saved rows, e.g. for a count that is equal on all ranks."""
     return rows.amax(0, keepdim=True).expand(ranks, -1)
 
 
@@ -50,9 +51,9 @@ class RankState:
         index: index of the parameter in its unit.
         key: name of the state.
         values: `[numel]`, the state of this rank; a view of the memory that the update uses.
-        relay: rule for another number of ranks.
-        follows_owners: the rule also applies on the same number of ranks, because each may own other elements than in
-            the saved run.
+        relay: rule for a load on another number of ranks.
+        follows_owners: True if the rule also applies on the same number of ranks, because a rank may own other elements
+            than in the saved run.
         tier: tier that holds the state.
     """
 
@@ -66,7 +67,7 @@ class RankState:
 
     @property
     def is_in_memory(self) -> bool:
-        """True if `values` has the values."""
+        """True if `values` contains the state; False if it is a meta tensor."""
         return True
 
     def read(self) -> torch.Tensor:
@@ -94,7 +95,7 @@ class RankState:
 
     @property
     def full_shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
+        """Shape of the full parameter."""
         return torch.Size(self.unit.placements[self.index].global_shape)
 
 
@@ -122,10 +123,10 @@ class OwnedRankState(RankState):
 
 @dataclass(frozen=True)
 class StoredRankState(RankState):
-    """State on another tier. `values` is a meta tensor of its shape.
+    """Offloaded state. `values` is a meta tensor `[numel]`.
 
     Attributes:
-        memory: per-rank states of the unit.
+        memory: memory that stores the state.
         start: first element of the parameter in the unit.
     """
 
@@ -147,7 +148,7 @@ class StoredRankState(RankState):
 
 
 class RankNumber(RankState):
-    """One number of a unit that each rank keeps, under the name of one of its parameters: `values` is `[1]`."""
+    """Per-rank state that is one number for a parameter: `values` is `[1]`."""
 
     @property
     def shape(self) -> torch.Size:

@@ -21,14 +21,14 @@ from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.unit import Unit
 
 MakeSlot = Callable[[str, int, torch.dtype, Tier], Slot]
-"""Returns a new slot, given name, elements, dtype and tier."""
+"""Returns a new slot, given its name, number of elements, dtype and tier."""
 
-_IN_FLIGHT = 2  # stores that the next batch does not wait for
+_IN_FLIGHT = 2  # number of stores that may be in flight after a `put`
 
 
 @dataclass(eq=False)
 class _Store:
-    """Store in flight of `values`, which stay alive until it ends, to the state `state`: its name and unit."""
+    """Transfer of `values`, which must stay alive until its end, to the slot of `state`: a name and a unit index."""
 
     pending: Pending
     values: torch.Tensor
@@ -55,17 +55,16 @@ class RankStateMemory:
         )
 
     def open(self, key: str, unit: Unit, numel: int) -> None:
-        """Allocate the space of an offloaded state.
+        """Allocate the slot of an offloaded state `[numel]`. Does nothing for other states, or if the slot exists.
 
-        Raises:
-            StorageError: the disk has too little space.
+        A lack of disk space is recorded by the disk tier.
         """
         if self.is_offloaded(unit) and (key, unit.index) not in self._slots:
             name = f"{key} of {unit.names[0]}"
             self._slots[key, unit.index] = self._make_slot(name, numel, torch.float32, unit.state_tier)
 
     def tensor(self, key: str, unit: Unit, numel: int) -> torch.Tensor:
-        """Return a state `[numel]` that is in memory."""
+        """Return a state `[numel]` that is not offloaded, zeros at first. The caller may change it in place."""
         assert not self.is_offloaded(unit)
         if (key, unit.index) not in self._tensors:
             self._tensors[key, unit.index] = torch.zeros(numel, dtype=torch.float32, device=unit.full.device)
@@ -86,7 +85,7 @@ class RankStateMemory:
         if state not in self._stored:
             return torch.zeros(numel, dtype=torch.float32, device=unit.full.device)
         for store in [one for one in self._stores if one.state == state]:
-            store.pending.wait()  # a reduction of the next micro-batch may follow while the last one is being stored
+            store.pending.wait()  # the next micro-batch may fetch a state whose store is in flight
             self._stores.remove(store)
         values = torch.empty(numel, dtype=torch.float32, device=unit.full.device)
         self._slots[state].fetch(values).wait()
@@ -97,7 +96,7 @@ class RankStateMemory:
         return self._scaled(state, values)
 
     def put(self, key: str, unit: Unit, values: torch.Tensor) -> None:
-        """Start to store a state that `fetch` returned. `values` must not change afterwards."""
+        """Start to store a state that `fetch` returned. An offloaded state's `values` must not change afterwards."""
         if self.is_offloaded(unit):
             state = (key, unit.index)
             if state in self._unread:
@@ -111,17 +110,13 @@ class RankStateMemory:
             self._wait_for_stores(_IN_FLIGHT)
 
     def rescale(self, key: str, unit: Unit, factor: float) -> None:
-        """Multiply an offloaded state by `factor`. The multiplication is done when the state is read next."""
+        """Multiply an offloaded state by `factor` at its next read. Does nothing for states that are zero."""
         state = (key, unit.index)
         if state in self._stored and factor != 1.0:
             self._factors.setdefault(state, []).append(factor)
 
     def wait(self) -> None:
-        """Wait for all stores.
-
-        Raises:
-            StorageError: a state could not be written.
-        """
+        """Wait for all stores. A failed write is recorded by the disk tier."""
         self._wait_for_stores(0)
 
     def _wait_for_stores(self, left: int) -> None:
@@ -140,7 +135,7 @@ class RankStateMemory:
         return self._scaled(state, values)
 
     def write_part(self, key: str, unit: Unit, start: int, values: torch.Tensor) -> None:
-        """Replace elements from `start` on of an offloaded state, which was not rescaled since `drop`."""
+        """Write `values` to the elements from `start` on of an offloaded state without a pending `rescale`."""
         self.wait()
         assert (key, unit.index) not in self._factors
         slot = self._slots[key, unit.index]
@@ -150,7 +145,7 @@ class RankStateMemory:
         slot.store(values.to("cpu", torch.float32).contiguous(), start).wait()
 
     def zero(self, key: str) -> None:
-        """Reset a state of all units to zero."""
+        """Reset the state `key` of all units to zero."""
         for (name, _), tensor in self._tensors.items():
             if name == key:
                 tensor.zero_()
@@ -158,7 +153,7 @@ class RankStateMemory:
 
     def drop(self, key: str | None = None) -> None:
         """Free the tensors of the state `key` (None: of all states), and reset it to zero. Slots stay allocated, and
-        their contents, lost or not, are discarded.
+        their contents, damaged or not, are discarded.
         """
         self.wait()  # a write that fails later would count as damage of the new contents
         self._tensors = {one: tensor for one, tensor in self._tensors.items() if key not in (None, one[0])}

@@ -1,12 +1,12 @@
 """Base of updates that communicate by themselves: compressed gradients with error feedback, 1-bit optimizers.
 
-[Note: local gradients] With an update whose `reduces_itself` is True, the engine reduces no gradient. Each
-data-parallel rank keeps its own whole gradient of every unit: the mean over its micro-batches of an accumulation cycle.
-This is supported at stages 0 and 1, and for some 1-bit optimizers at stage 2. The mean of local gradients over ranks
-equals the result of the engine's reduction. Three values follow from the local gradients:
+[Note: local gradients] While `takes_local_gradients` of an update is True, the engine reduces no gradient. Each
+data-parallel rank keeps its full local gradient of every unit: the mean over its micro-batches of an accumulation
+cycle. Local gradients are supported at stages 0 and 1, and for 1-bit optimizers at stage 2. The mean of local gradients
+over ranks equals the result of the engine's reduction. Norm, clipping and overflow follow from the local gradients:
 
-- the norm is the root mean square over ranks of the norms of local gradients, in one scalar all-reduce. It equals the
-  norm of the reduced gradient if ranks have equal gradients, and is larger otherwise;
+- the norm is the root mean square over ranks of the norms of local gradients. It equals the norm of the reduced
+  gradient if ranks have equal gradients, and is larger otherwise;
 - clipping multiplies the local gradients of all ranks by the same coefficient, computed from that norm;
 - a local gradient that is not finite makes the norm not finite, so that all ranks skip the step together.
 
@@ -44,8 +44,8 @@ class LocalParameter:
         gradient: `[numel]`, the local gradient of this rank, clipped and without loss scale.
         rank_states: this rank's per-rank states, `[numel]` each, by their names in `rank_state_rules`; zeros before the
             first step.
-        start, stop: elements whose weight this rank steps: all at stage 0, its shard (maybe none) at stage 1.
-        values: `[stop - start]`, the master weight; to be updated in place.
+        start, stop: range of elements that this rank steps: all at stage 0, the rank's shard (maybe empty) at stage 1.
+        values: `[stop - start]`, the master weights, to be updated in place.
         state: states of these elements by name. A tensor has shape `[stop - start]`, or `[]` (a count). Empty before
             the first step.
         options: the hyper-parameters of the parameter's group, such as `lr`.
@@ -66,7 +66,7 @@ class RankStates(Mapping[str, torch.Tensor]):
     """Per-rank states of one parameter by name. Their values are changed in place, `rank_states["error"] += x` too.
 
     Raises:
-        ModelError: a state is read that the update does not declare, or is replaced by another tensor.
+        ModelError: a state that the update does not declare is read, or any state is assigned (`+=` assigns, too).
     """
 
     def __init__(self, update: str, parameter: str, states: Mapping[str, torch.Tensor]) -> None:
@@ -140,8 +140,8 @@ class SelfReducingUpdate(OrdinaryUpdate, ABC):
         """Communicate, then update values and states of some parameters of one unit in place. Collective.
 
         Called with the same parameters in the same order on every data-parallel rank. A parameter without a gradient on
-        any rank is left out; one that only other ranks used has a zero gradient. An error must be raised on all ranks
-        or on none, since the others wait in the next collective.
+        all ranks is left out; a parameter that only other ranks used has a zero gradient. An error must be raised on
+        all ranks or on none, because ranks without the error would wait in the next collective.
         """
 
     @classmethod
@@ -219,7 +219,7 @@ class SelfReducingUpdate(OrdinaryUpdate, ABC):
         if divisor != 1.0:
             local.div_(divisor)
         chunk.gradient = local[unit.state_start + chunk.start : unit.state_start + chunk.stop]
-        values = chunk.values().to(chunk.state_dtype)  # the master weights themselves, unless they are narrower
+        values = chunk.values().to(chunk.state_dtype)  # the master weights, or a copy in another dtype
         segments = {segment.piece.index: segment for segment in self._segments[id(chunk)]}
         parameters = []
         for index, parameter in enumerate(unit.parameters):

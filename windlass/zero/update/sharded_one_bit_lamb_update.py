@@ -1,13 +1,13 @@
 """Update of `OneBitLamb` at stages 1 and 2, where a parameter's states are sharded.
 
-Gradients travel as those of `OneBitAdam` at these stages ([Note: 1-bit phase]). LAMB needs three numbers of a whole
-parameter: the norms of weight and update, and the largest ratio of frozen and present denominator. So a step has two
-passes over this rank's fragments with one small all-reduce between them: the first pass updates momenta and variances
-and sums squares, the second one moves the master weights. Squares are summed in float64, fragment by fragment, and the
-norms are rounded to float32, so that the first `freeze_step` steps equal those of LAMB bit for bit (sums in another
-order differ by about 1e-16 of their value, which the rounding removes in all but about one of 10^8 norms). Master
-weights on NVMe are read twice in a step. Parameters that are sharded over tensor-parallel ranks need a second
-all-reduce, over those ranks.
+Gradients are sent as by `OneBitAdam` at these stages ([Note: 1-bit phase]). The trust ratio needs norms of the full
+parameter: of weight and update, and in compressed steps of the update with and without weight decay. Compressed steps
+also need the largest ratio of frozen to current denominator. So a step has two passes over this rank's fragments, with
+small all-reduces between them: the first pass updates momenta and variances and sums squares, the second one updates
+the master weights. Squares are summed in float64, fragment by fragment, and the norms are rounded to float32, so that
+the first `freeze_step` steps equal those of LAMB bit for bit (sums in another order differ by about 1e-16 of their
+value, which the rounding removes in all but about one of 10^8 norms). Master weights and states on NVMe are read twice
+in a step. Parameters that are sharded over tensor-parallel ranks need further all-reduces, over those ranks.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     def _step_all(
         self, used: dict[int, list[bool]], options: Options, divisor: float | None
     ) -> Iterator[list[UpdateChunk]]:
-        """Update all chunks in two passes.
+        """Update all chunks in two passes, and yield each batch in the second one. Collective.
 
         Args:
-            divisor: divisor of the reduced gradients; None: they are the mean of compressed messages.
+            divisor: divisor of the reduced gradients; None: the chunks' gradients are means of compressed messages.
         """
         self._changes = {}
         rows = self._rows()
@@ -107,7 +107,10 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             yield batch
 
     def _rows(self) -> dict[tuple[int, int], int]:
-        """Return a number for each parameter, by unit and index: equal on all ranks."""
+        """Return each parameter's row in the exchanged tensors, by unit and parameter index.
+
+        Equal on all ranks of a pipeline stage.
+        """
         units = {chunk.unit.index: chunk.unit for chunk in self.chunks}
         names = [(unit, index) for unit in sorted(units) for index in range(len(units[unit].parameters))]
         return {name: number for number, name in enumerate(names)}
@@ -115,7 +118,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     def _stepped_segments(
         self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options
     ) -> Iterator[tuple[UpdateChunk, ParameterSegment, torch.Tensor]]:
-        """Yield the fragments that have a gradient, with their master weights in the dtype of the update."""
+        """Yield each fragment to step, with its chunk and its master weights in the state dtype (maybe a copy)."""
         for chunk in batch:
             for segment in self._of_chunk[id(chunk)] if chunk.gradient is not None else ():
                 if used[chunk.unit.index][segment.piece.index] and id(segment.parameter) in options:
@@ -136,7 +139,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     def _take_message(
         self, segment: ParameterSegment, values: torch.Tensor, mean: torch.Tensor, options: Options
     ) -> None:
-        """Update the momentum and the variance that is computed from messages."""
+        """Update the momentum and `exp_avg_sq_fresh` of a fragment with the mean of the messages."""
         (beta1, beta2), state = options[id(segment.parameter)]["betas"], self._opened(segment, values)
         if FRESH not in state:
             state[FRESH] = state["exp_avg_sq"].clone()
@@ -148,7 +151,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
         state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _largest_ratio(self, segment: ParameterSegment, options: Options) -> float:
-        """Return the largest quotient of the frozen denominator and the present one."""
+        """Return the largest ratio of frozen to current denominator in a fragment."""
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         frozen, current = (lamb_denominator(state[key], given) for key in ("exp_avg_sq", FRESH))
         return float((frozen / current).max())
@@ -156,19 +159,19 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     def _plain(
         self, momentum: torch.Tensor, variance: torch.Tensor, options: Options, segment: ParameterSegment
     ) -> torch.Tensor:
-        """Return the step without weight decay, for some elements."""
+        """Return the update without weight decay, for a slice of a fragment."""
         plain = momentum / lamb_denominator(variance, options[id(segment.parameter)])
-        if self.takes_local_gradients:  # the variance is frozen: 0 for elements that had no gradient before
+        if self.takes_local_gradients:  # a frozen variance of 0: no gradient before the freeze
             plain.masked_fill_(variance == 0, 0.0)
         return plain
 
     def _cached_parts(self, segment: ParameterSegment, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield aligned slices of momentum, variance and weight, each small enough for the CPU's cache."""
+        """Yield matching slices of momentum, variance and weight, each small enough for the CPU's cache."""
         state = self._inner.state[segment.tensor]
         yield from zip(*(t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values)), strict=True)
 
     def _squares(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> torch.Tensor:
-        """Return the sums of squares of weight, update, and update without weight decay."""
+        """Return the sums of squares of weight, update, and update without weight decay: `[3]`, float64, on the CPU."""
         sums, decay = torch.zeros(3, dtype=torch.float64), options[id(segment.parameter)]["weight_decay"]
         for momentum, variance, part in self._cached_parts(segment, values):
             plain = self._plain(momentum, variance, options, segment)
@@ -184,11 +187,11 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
         largest: float | None,
         options: Options,
     ) -> None:
-        """Move the weights of a fragment.
+        """Update the weights of a fragment in place, and the states of its trust ratio.
 
         Args:
-            squares: see `_squares`, of the whole parameter.
-            largest: largest quotient of the denominators in the compressed phase, else None.
+            squares: see `_squares`, of the full parameter.
+            largest: see `_largest_ratio`, of the full parameter; None before the compressed phase.
         """
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         weight, update, plain = squares.sqrt()
@@ -208,4 +211,4 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             move = self._plain(momentum, variance, options, segment)
             if decay:
                 move.add_(part, alpha=decay)
-            part.sub_(move.mul_(ratio * size))  # the same operations as in `Lamb`, for equal bits
+            part.sub_(move.mul_(ratio * size))  # the same operations as in `Lamb`, for bitwise equal results

@@ -1,4 +1,4 @@
-"""Chunk of a unit: a span of its master weights, gradient and optimizer states that is updated at once."""
+"""Chunk of a unit: a span of its master weights, gradient and optimizer states, which are updated together."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _LEAST_ON_DISK = 1 << 20  # elements; smaller transfers do not reach the disk's 
 
 @dataclass(eq=False)
 class UpdateChunk:
-    """Elements `[start, stop)` of this rank's state span of a unit, which one optimizer call updates.
+    """Elements `[start, stop)` of this rank's state span of a unit, which are updated together.
 
     Attributes:
-        slot: gradient of the unit.
+        slot: gradient slot of the unit.
         start, stop: range of elements, counted from the start of the unit's state span.
         tier: tier of master weights and states between steps.
         dtype: dtype of the master weights.
-        state_dtype: dtype in which the optimizer computes and keeps states.
+        state_dtype: dtype in which the optimizer computes, and stores states unless it chooses their dtype itself.
         master: `[stop - start]`, on `device`; None while it is only on NVMe.
         gradient: `[stop - start]`, on `device`; None outside an update, and if the unit has no gradient.
         lowered_params: `[stop - start]`, new parameters in the param_dtype, from the update until
             `MasterWeights.write_back`; None if `write_back` casts the master weights instead.
-        state_keys: parameters under which the optimizer's `state` has the states of this chunk.
+        state_keys: keys of the optimizer's `state` for the states of this chunk.
     """
 
     slot: GradientSlot
@@ -55,7 +55,7 @@ class UpdateChunk:
 
     @property
     def name(self) -> str:
-        """Name of the chunk in messages: the unit's first parameter, and the range of elements."""
+        """Name of the chunk in reports and errors: the unit's first parameter, and the range of elements."""
         return f"{self.unit.names[0]}[{self.start}:{self.stop}]"
 
     def pieces(self) -> Iterator[LayoutPiece]:
@@ -76,7 +76,7 @@ class UpdateChunk:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """Fragment of a parameter whose optimizer states this rank keeps, under one key of the optimizer's `state`.
+    """Fragment of a parameter whose optimizer states this rank stores, under one key of the optimizer's `state`.
 
     Attributes:
         chunk: chunk that contains the fragment.
@@ -123,8 +123,8 @@ def make_chunks(slots: list[GradientSlot], limit: int) -> list[UpdateChunk]:
 def pipeline_numel(slots: list[GradientSlot]) -> int:
     """Return the maximum number of elements of a batch, so that reads, updates and writes of NVMe data overlap.
 
-    An update then has about 8 batches, but a batch has at least 2**20 elements. Without NVMe data there is no limit
-    (2**62). Equal on all ranks.
+    An update of NVMe data then has about 8 batches, but the maximum is at least 2**20. Without NVMe data there is no
+    limit (2**62). Equal on ranks whose units have equal sizes.
     """
     on_disk = sum(s.unit.state_stop - s.unit.state_start for s in slots if s.unit.state_tier is Tier.NVME)
     return max(_LEAST_ON_DISK, -(-on_disk // _BATCHES)) if on_disk else 1 << 62

@@ -1,4 +1,4 @@
-"""Choice of the update class of an optimizer, and the settings that it excludes."""
+"""Choice of the update class of an optimizer, and check of the settings for an update with local gradients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
 def update_class(optimizer: torch.optim.Optimizer, shards_states: bool = False) -> type[Update]:
     """Return the class that steps `optimizer`, with or without sharded states.
 
-    A class registered for the optimizer (`windlass.optim.register_update`) has precedence. Otherwise elementwise rules
-    step flat segments, and all other rules step whole parameters.
+    A class registered for the optimizer (`windlass.optim.register_update`) has precedence. The 1-bit optimizers, DiLoCo
+    and PowerSGD have separate update classes. Of the others, elementwise optimizers step flat segments, and the rest
+    step full parameters.
     """
     registered = find_registered_update(optimizer)
     if registered is not None:
@@ -59,10 +60,11 @@ def _one_bit_class(optimizer: torch.optim.Optimizer) -> type[Update] | None:
 
 
 def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings, mesh: Mesh) -> None:
-    """Check that an update that reduces gradients by itself can work under these settings.
+    """Check that the settings permit the optimizer's update, if it reduces gradients by itself.
 
     Raises:
-        ConfigError: the stage, an offload key or a parallel axis excludes local gradients.
+        ConfigError: the stage, an offload key, a delayed update, a parallel axis or `mics_shard_size` excludes local
+            gradients.
     """
     if not update_class(optimizer).reduces_itself:
         return

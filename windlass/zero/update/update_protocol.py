@@ -1,19 +1,19 @@
-"""The protocol of optimizer updates: the code that steps the optimizer of a sharded model.
+"""Protocol of updates. An update steps the optimizer of a sharded model.
 
-[Note: updates] An update steps the chunks of master weights that this rank keeps ([Note: kinds of states] describes
-their states in a checkpoint). `ShardedModel` makes one, `update_class` chooses its class. The rest of the code reads
-flags instead of the class:
+[Note: updates] An update steps the chunks of master weights that this rank stores ([Note: kinds of states] describes
+their states in a checkpoint). `ShardedModel` constructs the update, and `update_class` chooses its class. All other
+code reads flags instead of the class:
 
-- `needs_whole_parameters`: a parameter is stepped in its own shape by one owner rank. Otherwise each rank steps flat
-  segments of it, and a state has one value for each element of a segment, or one value for all.
+- `needs_whole_parameters`: a parameter is stepped in its own shape by one owner rank (at stage 0, by every rank).
+  Otherwise each rank steps flat segments, and a state has one value for each element of a segment, or one value for
+  the segment.
 - `reduces_itself`: the update receives local gradients, which no rank reduced, and communicates by itself
-  ([Note: local gradients]), in all steps or in those before which `takes_local_gradients` is True.
-- `separates_masters`: master weights are separate from the parameters, because `publish` may move the parameters of all
-  ranks towards the master weights instead of copying these. `publish` runs after each step for which `publishes_itself`
-  was True before the step.
+  ([Note: local gradients]), in each step before which `takes_local_gradients` is True.
+- `separates_masters`: master weights never share memory with the parameters, because the parameters may differ from
+  them after `publish`. `publish` runs after each step before which `publishes_itself` is True.
 
-States are of four kinds: one value for each element of a segment, one tensor for a parameter, one number for it, and
-one value for each element on every rank ([Note: per-rank states]).
+States are of four kinds: one value for each element of a segment, one tensor for a parameter, one number for a
+parameter or segment, and one value for each element on every rank ([Note: per-rank states]).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class UpdateContext:
 
     Attributes:
         masters: the master weights that this rank updates, and their optimizer states.
-        dp_groups: ranks over which states are sharded; the group of dense parameters first.
-        second_group: returns a second group of the dense data ranks, for messages that travel while the ranks compute.
-            Collective over all ranks.
-        make_slot: returns a new slot, given name, elements, dtype and tier.
-        axes: axes of the mesh by name.
-        shards_states: False where every rank keeps and steps all states (stage 0).
-        max_update_numel: elements to update at once.
+        dp_groups: data-parallel groups over which states are sharded; the group of dense parameters first.
+        second_group: returns a second group of the dense data-parallel ranks, for messages in flight while the ranks
+            compute. Collective over all ranks at the first call.
+        make_slot: returns a new slot, given name, number of elements, dtype and tier.
+        axes: mesh axes pp, ep, sp and tp, by name.
+        shards_states: False where every rank stores and steps all states (stage 0).
+        max_update_numel: maximum number of elements in a batch of chunks. A larger chunk is a batch of its own.
         timeout: maximum wait for a peer.
     """
 
@@ -65,16 +65,16 @@ class UpdateContext:
 
 
 class Update(Protocol):
-    """Steps of one optimizer on the chunks of a sharded model.
+    """Protocol of an object that steps one optimizer on the chunks of a sharded model.
 
     Attributes:
         needs_whole_parameters: see [Note: updates]; read before the update is constructed.
         reduces_itself: see [Note: updates]; read before the update is constructed.
-        steps_whole_units: a chunk is a whole unit's span; read before the update is constructed.
+        steps_whole_units: a chunk is the full state span of a unit; read before the update is constructed.
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters.
-        state_offload: the tiers of master weights and states. Its `states` are the states of this update.
-        has_stepped: the running step has called the optimizer of whole parameters on this rank, so weights or states
-            may have changed, even if the call raised. Other updates do not set it.
+        state_offload: offload of master weights and states. Its `states` are the states of this update.
+        has_stepped: True once the running step has called the optimizer in `WholeParameterUpdate.run` on this rank, so
+            that weights or states may have changed, even if the call raised. Other code does not set it to True.
     """
 
     needs_whole_parameters: ClassVar[bool]
@@ -100,7 +100,7 @@ class Update(Protocol):
 
     @classmethod
     def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
-        """Return the names of all per-rank states, also of those that begin in a later step. Called before the update
+        """Return the names of all per-rank states, including those that a later step creates. Called before the update
         is constructed.
         """
         ...
@@ -112,7 +112,7 @@ class Update(Protocol):
 
     @property
     def publishes_itself(self) -> bool:
-        """True if `publish` ends the next step, instead of a copy of the master weights to all ranks."""
+        """True if the next step ends with `publish`, instead of a copy of the master weights to the parameters."""
         ...
 
     @property
@@ -124,21 +124,21 @@ class Update(Protocol):
 
     @property
     def keeps_local_weights(self) -> bool:
-        """True if ranks train with parameters of their own, which `publish` computes without a message."""
+        """True if parameters differ between data-parallel ranks. `publish` then computes them without a message."""
         ...
 
     def publish(self, units: list[Unit]) -> None:
-        """Bring the result of a step to the parameters of these units on all ranks. Collective: all ranks pass the same
-        units in the same order.
+        """Apply the result of the last step to the parameters of these units on all ranks. Collective unless
+        `keeps_local_weights`: all ranks pass the same units in the same order.
         """
         ...
 
     def finish_transfers(self) -> None:
-        """Wait for messages that travel between steps, so that states are complete. Collective."""
+        """Wait for messages in flight between steps, so that states are complete. Collective."""
         ...
 
     def forget_unsent(self) -> None:
-        """Drop local changes and errors that ranks have not sent yet, because the weights were replaced."""
+        """Drop local changes and error feedback that ranks have not sent yet, because the weights were replaced."""
         ...
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
@@ -150,7 +150,7 @@ class Update(Protocol):
         ...
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
-        """Yield the optimizer states of this rank, of one unit or of all: an entry for each tensor that it steps."""
+        """Yield an entry for each tensor that this rank steps, of one unit or of all."""
         ...
 
     def rank_states(self) -> Iterator[RankState]:
@@ -158,7 +158,7 @@ class Update(Protocol):
         ...
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
-        """Prepare for the load of a checkpoint that has the per-rank states `saved`, given by their names.
+        """Prepare for the load of a checkpoint that has the per-rank states `saved`, given by their names. Collective.
 
         Afterwards `rank_states` yields the states to load.
 
@@ -168,13 +168,13 @@ class Update(Protocol):
         ...
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
-        """Return the formats of states that have a fixed one: by id of the parameter, then by name of the state."""
+        """Return the storage formats that the optimizer defines, by id of the parameter and name of the state."""
         ...
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """Update batch after batch and yield each batch once its master weights are new.
 
-        A chunk of the batch has its `gradient` until the next batch, or None if it was not updated.
+        The `gradient` of a chunk in the batch stays until the next batch; it is None if the chunk was not updated.
 
         Args:
             used: one flag for each parameter of a unit, by unit index: True if it had a gradient on any rank. Other
@@ -225,14 +225,14 @@ class OrdinaryUpdate:
         return False
 
     def publish(self, units: list[Unit]) -> None:
-        """See `Update.publish`. Never called."""
+        """Raise NotImplementedError. Not called, because `publishes_itself` is False."""
         raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
 
     def finish_transfers(self) -> None:
-        """See `Update.finish_transfers`. No message travels between steps."""
+        """See `Update.finish_transfers`. No message is in flight between steps."""
 
     def forget_unsent(self) -> None:
-        """See `Update.forget_unsent`. Every step sends all changes."""
+        """See `Update.forget_unsent`. Does nothing."""
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""

@@ -1,8 +1,8 @@
-"""Update with an optimizer that needs full parameters: their norms (LAMB), their matrices (Muon), or anything unknown.
+"""Update with an optimizer that needs full parameters: for norms (LAMB), for matrices (Muon), or for an unknown rule.
 
-Each parameter has one owner rank. Before the step, the owner receives the fragments of master weight and gradient,
-runs the user's optimizer class on the parameter in its own shape, and sends the fragments of the new weight back. The
-state stays on the owner. Without sharding, every rank updates every parameter, as in plain data parallelism.
+Each parameter has one owner rank. In a step, the owner receives the fragments of master weight and gradient, runs the
+user's optimizer class on the parameter in its full shape, and sends the fragments of the new weight back. The state
+stays on the owner. Without sharded states, every rank updates every parameter, as in plain data parallelism.
 
 [Note: whole-parameter updates] A parameter that is sharded over tp or ep has one owner per part, at the same position
 in each part's data-parallel group. The owners assemble the full weight, gradient and states from their parts by
@@ -64,7 +64,7 @@ class OwnedParameter:
 
     @property
     def stepped_shape(self) -> torch.Size:
-        """Shape in which the parameter is stepped: its own, but `[1]` for a scalar.
+        """Shape of the parameter, or of its local part, in a step: `[1]` for a scalar, else unchanged.
 
         A state with one value per element of a scalar would otherwise have the shape of a step count.
         """
@@ -91,9 +91,8 @@ class WholeParameterUpdate(OrdinaryUpdate):
 
     Args:
         optimizer: the user's optimizer. Its existing states are moved to the owners.
-        context: parts of the model that the update works on. The masters have one chunk per trainable unit, `axes` are
-            the other mesh axes along which parameters are sharded, and `max_update_numel` is the maximum size of a
-            batch in elements per rank.
+        context: parts of the model that the update works on. The masters have one chunk per trainable unit, and
+            `max_update_numel` is the maximum size of a batch in elements per data-parallel rank.
     """
 
     needs_whole_parameters: ClassVar[bool] = True
@@ -107,7 +106,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         self._inner = clone_optimizer(optimizer)
         self.state_offload = state_offload
         state_offload.states = self._inner.state
-        self._whole = not context.shards_states  # nothing is exchanged then
+        self._whole = not context.shards_states  # then every rank owns all parameters, and no fragments are sent
         self._max_update_numel = context.max_update_numel
         self.owned: list[OwnedParameter] = []
         self._of_chunk: dict[int, list[OwnedParameter]] = defaultdict(list)
@@ -137,7 +136,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         return False
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
-        """Yield the state entries of one unit or all: one for each parameter that this rank owns, in its shape."""
+        """Yield an entry for each parameter that this rank owns, of one unit or of all."""
         for owned in self.owned:
             of = owned.chunk.unit
             if owned.is_local and (unit is None or unit is of):
@@ -145,7 +144,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
                 yield StateEntry(owned.chunk, owned.tensor, owned.index, 0, numel, owned.stepped_shape)
 
     def rank_states(self) -> Iterator[RankState]:
-        """Yield nothing, because ranks keep equal states, or shards of them."""
+        """Yield nothing: this update has no per-rank states."""
         return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
@@ -153,10 +152,10 @@ class WholeParameterUpdate(OrdinaryUpdate):
         return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """Update one batch of chunks after the other and yield each, as `ElementwiseUpdate.run` does. Collective.
+        """See `Update.run`. Collective.
 
-        If the optimizer or a hook of it raises, the other ranks still wait for this one in the exchanges below. So this
-        rank takes part in all of them with the values that it has, and raises at the end.
+        If the optimizer or one of its hooks raises, the other ranks still wait for this rank in the exchanges below. So
+        this rank takes part in all of them with its current values, and raises at the end.
         """
         failed: Exception | None = None
         try:
@@ -170,7 +169,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
             todo = [owned for chunk in batch for owned in self._of_chunk[id(chunk)] if id(owned) in requested]
             for chunk in batch:
                 if chunk.gradient is None and any(owned.chunk is chunk for owned in todo):
-                    chunk.gradient = torch.zeros_like(chunk.values())  # only ranks with another part have a gradient
+                    chunk.gradient = torch.zeros_like(chunk.values())  # only other parts of a parameter have a gradient
             values = self._collect(todo, gradient=False)
             gradients = self._collect(todo, gradient=True)
             tensors: dict[int, list[nn.Parameter]] = defaultdict(list)
@@ -199,16 +198,17 @@ class WholeParameterUpdate(OrdinaryUpdate):
         session.end(None if self._whole else self._dp_groups[0].group, failed)
 
     def _size(self, chunk: UpdateChunk) -> int:
-        """Return the size of a chunk for its batch. It is equal on all ranks, so that all divide chunks equally.
+        """Return the size of a chunk for `batch_chunks`: elements of its full parameters per data-parallel rank.
 
-        A unit of experts that are not sharded counts 0, because other ranks have other experts in its place.
+        The size is equal on all ranks of a pipeline stage, so that they form the same batches. A unit of experts that
+        are not sharded has size 0, because other ranks have other experts in its place.
         """
         unit = chunk.unit
         is_equal_on_all = not unit.kind.is_expert or all(not placement.is_full for placement in unit.placements)
         return sum(map(get_global_numel, unit.parameters)) // unit.dp_group.group.size if is_equal_on_all else 0
 
     def _wanted(self, used: dict[int, list[bool]], group_of: dict[int, int]) -> set[int]:
-        """Return the ids of the `OwnedParameter`s to update: those with a gradient on this rank or for another part.
+        """Return the ids of the `OwnedParameter`s to update: those that have a gradient, for this part or another.
 
         Collective if parameters are sharded over tp or ep.
         """
@@ -246,7 +246,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
                 state[key] = self._assemble(owned, value)
 
     def _part(self, owned: OwnedParameter) -> None:
-        """Reduce the updated weight and its states to this rank's part."""
+        """Replace the updated weight and its states by this rank's part of them."""
         placement = owned.placement
         owned.tensor.data = select_local_shard(owned.tensor.data.view(placement.global_shape), placement)
         state = self._inner.state.get(owned.tensor, {})
@@ -273,7 +273,10 @@ class WholeParameterUpdate(OrdinaryUpdate):
         return owned
 
     def _spans(self, owned: OwnedParameter) -> list[tuple[int, int, int, int]]:
-        """Return the fragments of a parameter: `(index of the rank in the group, start, stop, offset in its span)`."""
+        """Return the fragments of a parameter: `(rank's index in the group, start, stop, offset in its state span)`.
+
+        `start` and `stop` count from the first element of the parameter, or of its local part.
+        """
         layout, group = owned.chunk.unit.layout, owned.group
         if self._whole or group.size == 1:
             return [(group.index, 0, layout.numels[owned.index], layout.offsets[owned.index])]
@@ -288,7 +291,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         return spans
 
     def _collect(self, todo: list[OwnedParameter], *, gradient: bool) -> dict[int, torch.Tensor]:
-        """Send fragments of `todo` to their owners, and return the flat parameters that this rank owns. Collective.
+        """Send fragments of `todo` to their owners, and return the flat tensors of this rank's parameters. Collective.
 
         Args:
             gradient: collect gradients instead of master weights.
@@ -319,7 +322,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         return result
 
     def _return(self, todo: list[OwnedParameter], values: dict[int, torch.Tensor]) -> None:
-        """Send the fragments of updated parameters to the ranks that keep them. Collective."""
+        """Send the fragments of updated parameters to the ranks whose state spans contain them. Collective."""
         moves = [_PointToPointMoves(dp_group) for dp_group in self._dp_groups]
         for owned in todo:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
@@ -344,14 +347,14 @@ def choose_owners(units: Sequence[Unit], loads: dict[int, list[int]], *, shards_
     """Choose the owner of each parameter, the largest parameter first: the rank with the fewest elements so far.
 
     Args:
-        loads: elements that each rank owns, by id of the data-parallel group; those of `units` are added.
+        loads: elements that each rank owns, by id of the data-parallel group; those of `units` are added in place.
         shards_states: False where every rank owns all parameters.
 
     Returns:
         For each unit and each of its parameters the owner, as an index in the unit's group.
     """
     parameters = [
-        (get_global_numel(parameter), number, index)  # full size: all parts get equal owners
+        (get_global_numel(parameter), number, index)  # full size: all parts of a parameter get the same index
         for number, unit in enumerate(units)
         for index, parameter in enumerate(unit.parameters)
     ]
@@ -391,9 +394,9 @@ def _is_part(key: str, value: Any, placement: Placement) -> bool:
 
 
 def _moved(state: dict[str, Any], owned: OwnedParameter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an existing state of a parameter with its tensors on the device of the update.
+    """Return the existing states of a parameter, on the device of the update and in the dtype of `state_dtype`.
 
-    Scalar states such as `step` stay on the device that the optimizer chose.
+    Scalar states such as `step` are unchanged.
     """
     moved = dict(state)
     for key, value in state.items():

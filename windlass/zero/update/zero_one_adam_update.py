@@ -2,24 +2,25 @@
 
 [Note: local steps] After `var_freeze_step` the variance is constant.
 
-Stage 0 is the algorithm of the paper (arXiv:2202.06009, algorithm 1). Between synchronizations each rank moves its own
-parameters with its own momentum, and nothing is sent. The master weights keep the values of the last synchronization,
-equal on all ranks; the parameters of a rank are the master weights minus its `local_change`. A synchronization sends
-the changes, times the root of the variance, through the compressed all-reduce. The mean, divided by that root again,
-moves the master weights; divided by the sum of the learning rates since the last synchronization, it is the new common
-momentum. `max_update`, times that sum, bounds the moves of parameters and master weights. The changes in messages are
-not bounded.
+Stage 0 is the algorithm of the paper (arXiv:2202.06009, algorithm 1). Between synchronizations each rank updates its
+parameters with its local momentum, and nothing is sent. The master weights keep the values of the last synchronization,
+equal on all ranks; without weight decay, the parameters of a rank are the master weights minus its `local_change`. A
+synchronization sends the changes, times the root of the variance, through the compressed all-reduce. The mean of these
+messages, divided by the root, is subtracted from the master weights. Divided by the sum of the learning rates since the
+last synchronization (`summed_rates`), the mean is the new common momentum. `max_update`, times that sum, bounds the
+change of parameters and of master weights. The changes in messages are not bounded.
 
 Weight decay of local steps is not a part of the changes, since it would become a part of the momentum. Every step
 shrinks the local weight `x` by the same factor on all ranks. With the master weight `w`, `x = (1 - d) w - c`, where
-`d` is `summed_decay` and the change `c` shrinks too. So a rank knows the decay of all ranks without a message.
+`d` is `summed_decay`; the change `c` and `summed_rates` shrink too. So the decay needs no message.
 
-At stages 1 and 2 no rank has the whole variance, so the parameters stand still between synchronizations while each rank
-sums its gradients (`summed`). A synchronization sends the owners the mean of these gradients over steps and ranks, and
-an owner takes one step with the mean for each summed step.
+At stages 1 and 2 no rank has the full variance, so the parameters do not change between synchronizations while each
+rank sums its gradients (`summed`). A synchronization sends the owners the mean of these gradients over steps and ranks,
+and an owner takes one step with the mean for each summed step.
 
-A save between two synchronizations holds the master weights of the last synchronization and, as per-rank states, the
-changes of each rank since then. So a resumed run continues from the same values.
+A save between two synchronizations contains the master weights of the last synchronization and, as per-rank states, the
+changes (at stages 1 and 2, the summed gradients) of each rank since then. So a resumed run continues from the same
+values.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _GATHERED = (StepKind.LOCAL, StepKind.SYNC)
 class ZeroOneAdamUpdate(OneBitAdamUpdate):
     """Update of `ZeroOneAdam`; see [Note: 0/1 schedule] and [Note: local steps].
 
-    States beside those of `OneBitAdam`: for each rank at stage 0 `local_change` and `local_momentum`, else `summed`;
-    and at stage 0 `summed_rates` and `summed_decay`, the sum of the learning rates and the part of the master weights
-    that decayed since the last synchronization.
+    States in addition to those of `OneBitAdam`: for each rank at stage 0 `local_change` and `local_momentum`, else
+    `summed`; and at stage 0 `summed_rates` and `summed_decay`, the sum of the learning rates and the fraction of the
+    master weights that decayed since the last synchronization.
     """
 
     _lacks_changes = False
@@ -64,7 +65,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     @property
     def kind(self) -> StepKind:
-        """Kind of the next step, or of the one that runs."""
+        """Kind of the running step, or else of the next step."""
         group = self.optimizer.param_groups[0]
         return kind_of_step(applied_steps(self.optimizer) + 1, group)
 
@@ -75,7 +76,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     @property
     def publishes_itself(self) -> bool:
-        """True where parameters are not copies of the master weights after the step."""
+        """True if the parameters are not copies of the master weights after the next step."""
         if self._shards:
             return self._phase.group.size > 1 and self.takes_local_gradients
         return self.kind in _GATHERED
@@ -86,7 +87,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         return not self._shards and self.kind in _GATHERED
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """See `Update.run`. Collective unless the variance is updated."""
+        """See `Update.run`. Collective in compressed steps and in synchronizations."""
         kind = self.kind
         if kind is StepKind.EXACT and corrects_bias(self.optimizer):
             return self._counted(ElementwiseUpdate.run(self, used, divisor))
@@ -96,7 +97,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if kind is StepKind.COMPRESSED:
             return self._counted(self._run_compressed(used, divisor, options))
         if applied_steps(self.optimizer) == self.optimizer.param_groups[0]["var_freeze_step"]:
-            self._phase.forget(WORKER_ERROR, SERVER_ERROR)  # these errors are in units of gradients, not of changes
+            # At stage 0 these are errors of gradients, but messages contain changes from now on.
+            self._phase.forget(WORKER_ERROR, SERVER_ERROR)
         if self._lacks_changes and not self._shards:
             self._begin_changes()
         return self._counted((self._run_summed if self._shards else self._run_local)(used, divisor, options))
@@ -109,7 +111,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         yield from self._step_chunks(used, options)
 
     def _run_summed(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
-        """Sum the gradients of this rank, and exchange their mean in a synchronization: stages 1 and 2."""
+        """Sum the gradients of this rank, and in a synchronization exchange their mean and step. Stages 1 and 2."""
         syncs = self.kind is StepKind.SYNC
         steps = steps_since_sync(applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0])
         fetched = (SUMMED, WORKER_ERROR) if syncs else (SUMMED,)
@@ -125,7 +127,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     @torch.no_grad()
     def _added(self, messages: Batch, steps: int) -> Batch:
-        """Add local gradients to their sums; if `steps` is not 0, the messages become the means of that many steps."""
+        """Add local gradients to their sums. If `steps` is not 0, write means to the messages and reset the sums."""
         for message in messages:
             summed = self._phase.fetch(SUMMED, message.unit)
             for index in (index for index, chosen in enumerate(message.chosen) if chosen):
@@ -169,8 +171,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _take_local_step(
         self, segment: ParameterSegment, gradient: torch.Tensor, options: Options, *, syncs: bool
     ) -> None:
-        """Add a step to this rank's change. In a synchronization, replace `gradient` by the message to send: the change
-        times the root of the variance.
+        """Add a step to this rank's change. In a synchronization, replace `gradient` by the message to send (the change
+        times the root of the variance), and reset the change.
         """
         given, state = options[id(segment.parameter)], self._opened(segment, self._master(segment))
         change, momentum = self._own(LOCAL_CHANGE, segment), self._own(LOCAL_MOMENTUM, segment)
@@ -183,14 +185,14 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         root = self._denominator(segment, change, options)
         move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
         change.mul_(1 - decay).add_(move, alpha=rate)
-        rates.mul_(1 - decay).add_(rate)  # sum of the factors with which momenta are in the change
+        rates.mul_(1 - decay).add_(rate)  # sum of the coefficients of the momenta in `change`
         decayed.mul_(1 - decay).add_(decay)
         if syncs:
             torch.mul(change, root, out=gradient)
             change.zero_()
 
     def _take_common_step(self, segment: ParameterSegment, mean: torch.Tensor, options: Options) -> None:
-        """Move the master weights by the mean of all ranks' changes and their decay, and set the common momentum."""
+        """Apply the mean of all ranks' changes and the weight decay to the master weights. Set the common momentum."""
         state, master = self._inner.state[segment.tensor], self._master(segment)
         rates = float(state[RATES])
         move = (mean / self._denominator(segment, mean, options)).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
@@ -202,9 +204,9 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         state[DECAY].zero_()
 
     def _bounded(self, segment: ParameterSegment, change: torch.Tensor, options: Options) -> torch.Tensor:
-        """Return a change since the last synchronization within the bound of its steps; see [Note: bounded steps].
+        """Return a change since the last synchronization, clamped to the bound of its steps; see [Note: bounded steps].
 
-        `change` itself is not bounded, so that messages and momenta do not depend on the bound.
+        `change` is not modified, so that messages and momenta do not depend on the bound.
         """
         bound = self._bound(segment, options)
         if bound is None:
@@ -227,11 +229,11 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
-        self._lacks_changes = LOCAL_CHANGE not in saved  # then the loaded rates belong to no saved changes
+        self._lacks_changes = LOCAL_CHANGE not in saved  # then the loaded rates have no changes, and `run` resets them
         return super().open_rank_states(saved)
 
     def _begin_changes(self) -> None:
-        """Let the next local step begin with the common momentum."""
+        """Reset summed rates and decay, so that the next local step begins with the common momentum."""
         self._lacks_changes = False
         for state in self._inner.state.values():
             if RATES in state:
@@ -240,7 +242,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     @torch.no_grad()
     def publish(self, units: list[Unit]) -> None:
-        """See `Update.publish`. At stage 0 every rank sets its own parameters."""
+        """See `Update.publish`. At stage 0 each rank sets only its own parameters."""
         if self._shards:
             super().publish(units)
             return
