@@ -18,16 +18,16 @@ from windlass.storage.extent_transfer import Extent
 class DeferredFailureTier(DiskTier):
     """Disk tier whose failed transfers raise no error where they are awaited.
 
-    [Note: a disk that fails] Ranks issue collectives in one order. A rank that raised in between would leave the others
-    waiting until they time out. So a failed transfer is logged at once and recorded here, a failed read fills its
-    tensor with NaN, and the rank continues to the next sync point at which all ranks exchange their state
-    (zero/update/disk_health.py): the end of a forward, the norm before a step, the end of a step, or a save. There all
-    ranks raise.
+    [Note: a disk that fails] Ranks issue collectives in the same order. A rank that raised between two would leave the
+    others waiting until they time out. So a failed transfer is logged at once and recorded here, a failed read fills
+    its tensor with NaN, and the rank continues to the next sync point at which all ranks exchange their state
+    (zero/update/disk_health.py): the end of a forward, the norm before a step, the end of a step, a save or a load. All
+    ranks raise at this sync point.
 
-    Errors of the call itself (a closed tier, an extent of another tier) are raised immediately.
+    A closed tier and an extent of another tier raise immediately.
 
     Attributes:
-        failure: first transfer failure since the last `take_failure`.
+        failure: first failure of a transfer or an allocation since the last `take_failure`.
         damaged_extents: extents with lost contents, because a part was not written or was damaged on the disk, and the
             error of each.
     """
@@ -46,7 +46,7 @@ class DeferredFailureTier(DiskTier):
     def allocate(self, nbytes: int, name: str) -> Extent:
         """Allocate as `DiskTier.allocate` does.
 
-        Without enough space, record a failure, and fail every transfer of the extent.
+        If there is too little space, record a failure and return an extent whose transfers all fail.
         """
         self._transfers.check_usable()
         try:
@@ -101,7 +101,7 @@ class DeferredFailureTier(DiskTier):
         )
 
     def compare(self, extent: Extent, sums: PageSums) -> None:
-        """Compare as `DiskTier.compare` does. Damaged memory is filled with NaN."""
+        """Compare as `DiskTier.compare` does. If a page is damaged, all of the memory is filled with NaN."""
         try:
             super().compare(extent, sums)
         except DamageError as error:
@@ -123,7 +123,7 @@ class DeferredFailureTier(DiskTier):
 
 
 class _DeferredFailureTransfer:
-    """Pending transfer that finishes without an error also if the inner transfer fails.
+    """Pending transfer that finishes without an error even if the inner transfer fails.
 
     Args:
         start: starts a transfer.

@@ -23,10 +23,10 @@ _LARGEST_REGION = 1 << 30  # maximum size of one registered buffer in the kernel
 
 
 class FileRead:
-    """Part of a file on its way to memory.
+    """Pending read of a part of a file.
 
     Args:
-        advice: fix that the error of a failed read gives.
+        advice: fix of a failed read, for the error message.
     """
 
     def __init__(self, path: Path, name: str, request: IoRequest, advice: str) -> None:
@@ -43,7 +43,7 @@ class FileRead:
         """Wait until the bytes have arrived.
 
         Raises:
-            StorageError: the disk failed, or the file is too short.
+            StorageError: the disk failed, the file is too short, or the reader was closed.
         """
         self.finish()
         failure = self._request.failure()
@@ -64,10 +64,10 @@ class DirectFileReader:
     """Reader that bypasses the page cache where the file system allows it.
 
     Args:
-        advice: fix that the error of a failed read gives.
+        advice: fix of a failed read, for the error message.
 
     Raises:
-        StorageError: the file cannot be opened.
+        StorageError: the file cannot be opened, or the engine in WINDLASS_DISK_ENGINE does not work.
     """
 
     def __init__(self, path: Path, *, advice: str = "see dmesg for details") -> None:
@@ -107,14 +107,14 @@ class DirectFileReader:
         Args:
             name: name of the content, for messages.
             offset: multiple of 4096.
-            into: `[bytes]` uint8, page-aligned and of whole pages.
+            into: `[bytes]` uint8, page-aligned and of whole pages. Its memory must exist until the read has finished.
 
         Raises:
             StorageError: the reader is closed.
         """
         address, nbytes = into.data_ptr(), into.numel()
         spans = [
-            (0, offset + at, address + at, min(_BLOCK, nbytes - at), 0)  # no checksums: another process wrote the file
+            (0, offset + at, address + at, min(_BLOCK, nbytes - at), 0)  # no checksums: this engine did not write it
             for at in range(0, nbytes, _BLOCK)
         ]
         request = self._engine.submit(False, spans)
@@ -150,7 +150,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _accepts_direct_reads(file: int) -> bool:
-    probe, _ = aligned_buffer(PAGE)  # some file systems accept the flag and refuse the I/O
+    probe, _ = aligned_buffer(PAGE)  # some file systems accept O_DIRECT and refuse the I/O
     try:
         os.preadv(file, [probe.numpy().data], 0)
     except OSError as error:

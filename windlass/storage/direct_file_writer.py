@@ -22,17 +22,18 @@ _SPAN = 16 * PAGE
 class DirectFileWriter:
     """Writer that accepts every byte of a file once, in any order.
 
-    Leaving its `with` statement without an error makes the file durable.
+    Leaving its `with` statement without an error writes the remaining bytes and syncs the file to disk.
 
     Whole spans of 64 KiB are written from the caller's memory. Bytes of incomplete spans are copied into buffers until
     the span is complete, so that many small pieces become a few large writes. On file systems that refuse direct I/O
     the same blocks pass through the page cache.
 
     Args:
-        nbytes: size of the file. The space is allocated at once, so that a full disk fails before any write.
+        nbytes: size of the file. Where the file system allows it, all space is allocated first, so that a full
+            disk fails before any write.
 
     Raises:
-        OSError: a system call failed. All methods raise it.
+        OSError: a system call failed. `wait` and the end of the `with` statement raise it for failed writes.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -55,7 +56,7 @@ class DirectFileWriter:
             raise
 
     def submit(self, offset: int, data: torch.Tensor) -> None:
-        """Start to write `data` `[bytes]`, uint8 on the CPU, at byte `offset`.
+        """Start to write `data` `[bytes]`, contiguous uint8 on the CPU, at byte `offset`.
 
         `data` must not change before `wait` returns.
         """

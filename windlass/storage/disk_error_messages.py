@@ -1,4 +1,4 @@
-"""Texts for system errors of files, with advice for the user."""
+"""Texts for messages about files: system errors with advice, lists of names, and byte counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _ADVICE.update(dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOT
 
 
 def error_name(error: int) -> str:
-    """Return the name and text of an error number, e.g. `ENOSPC: No space left on device`."""
+    """Return the name and text of an error number, e.g. `ENOSPC: No space left on device`.
+
+    ENODATA and EBADMSG, which mean short reads and wrong checksums here, have texts without the name.
+    """
     if error == errno.ENODATA:
         return "short read"
     if error == errno.EBADMSG:
@@ -50,7 +53,7 @@ def advice_for(error: int) -> str:
 
 
 def abbreviate_names(names: Iterable[str], limit: int = 4) -> str:
-    """Join names for a message with commas. More than `limit` names become the first ones and the number of others."""
+    """Join names with commas for a message: the first `limit` names, then the number of the others."""
     every = list(names)
     more = len(every) - limit
     return ", ".join(every[:limit]) + (f" and {more} more" if more > 0 else "")

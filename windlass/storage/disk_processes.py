@@ -28,7 +28,7 @@ class Barrier(Protocol):
 
 @dataclass(frozen=True)
 class TimedTransfer:
-    """Bytes that one process moved in one direction, with start and end on the clock that all processes share."""
+    """Bytes that one process moved in one direction, with start and end in seconds of the host's monotonic clock."""
 
     nbytes: int
     start: float
@@ -47,11 +47,12 @@ class ProcessRuns:
 def measure_processes(setting: DiskSetting, folders: Sequence[Path], nbytes: int, loops: int = 1) -> DiskMeasurement:
     """Measure one setting in a process for each folder, all at the same time. The best of `loops` runs counts.
 
-    All processes start each timed transfer together. The rate of a run is the number of bytes of all processes, divided
-    by the time from the first start to the last end.
+    Each process writes and then reads `nbytes` in each run. All processes start each timed
+    transfer together. The rate of a run is the number of bytes of all processes, divided by the time from the first
+    start to the last end.
 
     Raises:
-        StorageError: a folder is missing, not writable or too full, or a process was ended.
+        StorageError: a folder is missing, not writable or too full, or a process was killed.
     """
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(folders))
@@ -86,7 +87,7 @@ def measure_one(setting: DiskSetting, folder: Path, nbytes: int, loops: int, bar
 
 
 def combine_runs(setting: DiskSetting, found: Sequence[ProcessRuns]) -> DiskMeasurement:
-    """Return the rates of all processes together, those of the best run in each direction."""
+    """Return the combined rates of all processes, of the best run in each direction."""
     reads = max(map(_rate, zip(*(one.reads for one in found), strict=True)))
     writes = max(map(_rate, zip(*(one.writes for one in found), strict=True)))
     return DiskMeasurement(setting, reads, writes, found[0].engine)
@@ -97,7 +98,7 @@ def _rate(transfers: Sequence[TimedTransfer]) -> float:
     return sum(one.nbytes for one in transfers) / seconds if seconds else 0.0
 
 
-_barrier: list[Barrier] = []  # barrier of this process, which the pool has started
+_barrier: list[Barrier] = []  # barrier of this worker process, set by the initializer of the pool
 
 
 def _set_barrier(barrier: Barrier) -> None:

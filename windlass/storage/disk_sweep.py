@@ -14,7 +14,7 @@ from windlass.storage.io_rates import IoRates
 
 @dataclass(frozen=True)
 class DiskSetting:
-    """Keys of the `aio` section that set the requests in flight.
+    """Keys of the `aio` section that set the size and number of blocks in flight.
 
     `queue_depth` applies to the engine io_uring, `intra_op_parallelism` (number of threads) to the other engines.
     """
@@ -38,7 +38,7 @@ class DiskMeasurement:
     engine: str
 
     def score(self, *, read: bool = True, write: bool = True) -> float:
-        """Return the rate of moving equal bytes in each of the directions."""
+        """Return the bytes per second of moving equal amounts in each selected direction; 0 if one was not measured."""
         rates = [rate for asked, rate in ((read, self.read_rate), (write, self.write_rate)) if asked]
         return len(rates) / sum(1 / rate for rate in rates) if all(rates) and rates else 0.0
 
@@ -50,7 +50,9 @@ DEFAULT_SETTINGS = tuple(
 
 
 def measure_setting(setting: DiskSetting, folders: Sequence[Path], nbytes: int, loops: int = 1) -> DiskMeasurement:
-    """Measure one setting by direct I/O of the disk tier. The best of `loops` runs counts, in each direction.
+    """Measure one setting on a disk tier over `folders`. The best of `loops` runs counts, in each direction.
+
+    Each run writes and then reads `nbytes`.
 
     Raises:
         StorageError: a folder is missing, not writable or too full.
@@ -66,10 +68,10 @@ def measure_runs(
     loops: int,
     before_timed: Callable[[], None] | None = None,
 ) -> tuple[list[IoRates], str]:
-    """Measure one setting `loops` times. Return the rates of each run, and the description of the I/O engine.
+    """Measure one setting `loops` times. Return the bytes and times of each run, and the description of the tier.
 
     Args:
-        before_timed: Called before each timed transfer: writes, then reads.
+        before_timed: function called before the timed writes, and again before the timed reads, of each run.
 
     Raises:
         StorageError: a folder is missing, not writable or too full.

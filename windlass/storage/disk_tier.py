@@ -48,7 +48,8 @@ class DiskTier:
             else the first engine that works.
 
     Raises:
-        StorageError: a path is a file, not writable or full; or a number is out of range.
+        StorageError: `paths` is empty or not a list; a path is a file, not writable or full; a number is out of range;
+            or the engine is unknown or does not work.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DiskTier:
         self._allocator, self._reserved = ExtentAllocator(), 0
         self._rates_at_reset = IoRates()
         self._logged_unregistered = False
-        # Close also at exit, after exceptions too, and when the last reference to the tier is gone.
+        # Close also at exit, even after an exception, and when the last reference to the tier is gone.
         weakref.finalize(self, self._transfers.close)
 
     def allocate(self, nbytes: int, name: str) -> Extent:
@@ -86,8 +87,8 @@ class DiskTier:
             name: name of the extent in messages.
 
         Raises:
-            StorageError: a disk has too little space. The message gives the disk, the requested and the free bytes, and
-                advice.
+            StorageError: `nbytes` is negative, or a disk has too little space. The message gives the disk, the
+                requested and the free bytes, and advice.
         """
         if nbytes < 0:
             raise StorageError(f"{name} cannot have {nbytes} bytes on disk; request 0 or more")
@@ -100,9 +101,9 @@ class DiskTier:
             return extent
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve space for `nbytes` bytes in total, including what is allocated, before the first transfer.
+        """Reserve space for `nbytes` bytes in total, including what is allocated, so that a full disk fails early.
 
-        Each extent rounds its bytes up to whole pages of 4096.
+        `nbytes` must count each extent as whole pages of 4096 bytes.
 
         Raises:
             StorageError: as in `allocate`.
@@ -114,7 +115,7 @@ class DiskTier:
             self._reserved = reserved
 
     def free(self, extent: Extent) -> None:
-        """Free an extent's space after its transfers have finished."""
+        """Wait for an extent's transfers, then free its space."""
         _wait_until_writable(extent)
         with self._lock:
             self._transfers.check_usable(extent)
@@ -125,7 +126,7 @@ class DiskTier:
             self._stripes.resize(max(self._allocator.end, self._reserved), extent.name)
 
     def discard(self, extent: Extent) -> None:
-        """Mark all bytes of an extent as never written. The extent stays allocated."""
+        """Wait for an extent's transfers, then mark all its bytes as never written. The extent stays allocated."""
         _wait_until_writable(extent)
         with self._lock:
             self._transfers.check_usable(extent)
@@ -143,7 +144,8 @@ class DiskTier:
             sums: current checksums of all of `source`. The engine then computes none.
 
         Raises:
-            StorageError: the range exceeds the extent. Disk errors are raised by `poll` and `wait` of the result.
+            StorageError: the range exceeds the extent, `source` is not contiguous on the CPU, or the other contents of
+                a partial page can't be read. Other disk errors are raised by `poll` and `wait` of the result.
         """
         _wait_until_writable(extent)
         return self._transfers.start(True, extent, offset, source, sums)
@@ -157,16 +159,17 @@ class DiskTier:
             sums: result of `page_sums`. The engine then compares nothing, and `compare` must follow.
 
         Raises:
-            StorageError: the range exceeds the extent or was never written. Disk errors are raised by `poll` and
-                `wait`, as `DamageError` if the disk returned other bytes than were written.
+            StorageError: the range exceeds the extent or was never written, or `into` is not contiguous on the CPU.
+                Disk errors are raised by `poll` and `wait`, as `DamageError` if the disk returned other or fewer bytes
+                than were written.
         """
         return self._transfers.start(False, extent, offset, into, sums)
 
     def page_sums(self, extent: Extent, into: torch.Tensor) -> PageSums | None:
         """Return checksums for a `read` into `into` from the start of an extent; None if only the engine can compare.
 
-        `into` must be whole pages at a page boundary. An update that changes `into` compares and renews the checksums
-        of the changed pages, while they are in the cache ([Note: checksums of pages]).
+        Also None if `into` is not whole pages at a page boundary. An update that changes `into` compares and renews the
+        checksums of the changed pages, while they are in the CPU cache ([Note: checksums of pages]).
         """
         nbytes = into.numel() * into.element_size()
         if self._engine_choice.name == "python" or not can_sum_pages() or nbytes % PAGE or into.data_ptr() % PAGE:
@@ -184,7 +187,7 @@ class DiskTier:
             raise self._transfers.damage_error(extent, page, sums.memory.numel())
 
     def read_unguarded(self, extent: Extent, offset: int, into: torch.Tensor) -> None:
-        """Read and wait. A disk error is raised here and recorded nowhere else."""
+        """Read and wait. Disk errors are raised here, also by a `DeferredFailureTier`."""
         self._transfers.start(False, extent, offset, into).wait()
 
     def allocate_buffer(self, nbytes: int) -> torch.Tensor:
@@ -209,13 +212,12 @@ class DiskTier:
             return tensor
 
     def measure_rates(self, nbytes: int = 256 << 20, *, before_timed: Callable[[], None] | None = None) -> IoRates:
-        """Measure the rates of writing and then reading `nbytes` on the idle tier, in space that was written once
-        before.
+        """Measure writing and then reading `nbytes` on the idle tier, in space that was written once before.
 
         The measurement temporarily uses that space and a buffer of at most 64 MiB. `io_rates` does not include it.
 
         Args:
-            before_timed: Called before the timed writes, and again before the timed reads.
+            before_timed: function called before the timed writes, and again before the timed reads.
         """
         with self._lock:
             before, size = self._transfers.totals(), page_up(max(nbytes, 1))
@@ -252,7 +254,7 @@ class DiskTier:
         )
 
     def directories(self) -> list[Path]:
-        """Return this process's own directories, one for each path. `close` removes them."""
+        """Return this process's directories, one for each path. `close` removes them."""
         return self._stripes.directories
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class ExtentAllocator:
         return start
 
     def free(self, start: int, nbytes: int) -> None:
-        """Free a range that `allocate(nbytes)` returned. `end` decreases if no allocated byte follows it."""
+        """Free a range that `allocate(nbytes)` returned. `end` decreases if no allocated byte follows the range."""
         first, last = start, start + nbytes
         joined = [span for span in self._free if span[1] == first or span[0] == last]
         for span in joined:
@@ -55,10 +55,10 @@ class ExtentAllocator:
 
 
 def split_at_pages(first: int, last: int, size: int = PAGE) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Split `[first, last)` into partial pages of `size` bytes at its ends and the whole pages between them.
+    """Split `[first, last)` at pages of `size` bytes into partial pages at its ends and whole pages between them.
 
     Returns:
-        The ranges of the partial pages, and the range of the whole pages.
+        The ranges of the partial pages, and the range of the whole pages, which may be empty.
     """
     up, down = -(-first // size) * size, last // size * size
     if up > down:

@@ -17,7 +17,7 @@ from windlass.storage.io_engine import IoRequest
 
 @dataclass(eq=False)
 class Extent:
-    """Bytes of a tier that belong to one slot, from `allocate` until `free`.
+    """Range of the bytes of a tier, from `allocate` until `free`.
 
     Attributes:
         name: its name in messages.
@@ -25,7 +25,7 @@ class Extent:
         start: its offset in the tier's bytes; a multiple of the page size.
         allocated_bytes: `nbytes` rounded up to whole pages.
         written_ranges: bytes that have a value.
-        page_checksums: checksum of every page as it was last written. See [Note: checksums of pages].
+        page_checksums: `[pages]` int32, checksum of every page as last written. See [Note: checksums of pages].
         transfers: transfers that were started and not yet found finished.
         failed_reads: number of reads that failed, on a tier that defers failures.
         wait_until_writable: called before any part of the extent is overwritten or freed; returns when that is allowed.
@@ -33,12 +33,12 @@ class Extent:
         describe_content: returns names of the contents of bytes `[first, last)` for messages.
 
     [Note: checksums of pages] A disk may return other bytes than were written: flipped bits, an old version of a block
-    whose write was lost, or a block of another file. So the engine computes a checksum of every page that it writes,
-    from the memory to be written, and compares it with the checksum of the page that it reads. All transfers are of
-    whole pages, so a checksum always covers a whole page. Checksums are in memory only, since no other process reads
-    the files, and take a thousandth of the bytes on disk. The checksum of a page in memory costs the time to read the
-    page. So a native update compares and computes the checksums of the pages that it changes (`PageSums`), while they
-    are in the cache.
+    whose write was lost, or a block of another file. So the engine stores a checksum of every page that it writes,
+    computed from the memory to be written, and compares the page with this checksum when it reads the page. All
+    transfers are of whole pages, so a checksum always covers a whole page. Checksums are in memory only, since no other
+    process reads the files, and take a thousandth of the bytes on disk. Computing a checksum takes as long as reading
+    the page from memory. So a native update compares and computes the checksums of the pages that it changes
+    (`PageSums`), while they are in the CPU cache.
     """
 
     name: str
@@ -83,12 +83,12 @@ class PartialPage:
 
 @dataclass(eq=False)
 class DiskTransfer:
-    """One transfer, as a `Pending`. It holds its tensor until it is found finished.
+    """Transfer between a tensor and an extent, as a `Pending`. The tensor is referenced until `on_finished` has run.
 
     Attributes:
         first, last: byte range of the extent, half open.
-        request: the engine's request; None after the transfer was found finished.
-        on_finished: records the result; called once.
+        request: the engine's request; None after `on_finished`.
+        on_finished: function that records the result and clears `request`. Calling it again does nothing.
         error: error of the transfer, or None.
         error_was_raised: True once a call has raised the error.
     """
@@ -109,8 +109,8 @@ class DiskTransfer:
         """Return True once the transfer has finished.
 
         Raises:
-            StorageError: the transfer failed. The message gives place, reason and advice. Every later call raises it
-                again.
+            StorageError: the transfer failed, or another process started it. The message gives the reason and advice.
+                Every later call raises it again.
         """
         self._check_process()
         request = self.request

@@ -29,7 +29,7 @@ class IoRequest(Protocol):
         """Return the first failed block as (errno, file, offset in it, bytes done), or None.
 
         ENODATA: the file ended before the block did. EBADMSG: the first page that is not done differs from the page
-        that was written.
+        that was written. ECANCELED: the engine was closed.
         """
         ...
 

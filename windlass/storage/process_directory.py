@@ -23,8 +23,8 @@ _NAME = re.compile(r"windlass-(\d+)-(.+)-(\d+)-(\d+)-([A-Za-z0-9._]+)-(\w+)")
 class ProcessDirectory:
     """Directory `windlass-<user>-<host>-<process>-<start time>-<label>-<random>` in a folder, with mode 0700.
 
-    The process holds a lock on the directory while it lives. Another process that gets the lock can conclude that the
-    owner is dead, even in another container, where the same process number means another process.
+    The process holds a lock on the directory until it ends. Another process that gets the lock can conclude that the
+    owner has ended, even in another container, where the same process number means another process.
 
     Args:
         folder: created if it does not exist.
@@ -50,7 +50,7 @@ class ProcessDirectory:
     def release(self) -> None:
         """Remove the directory, whose files are already unlinked. Releasing again does nothing.
 
-        Another directory that has taken its place stays. It is not an error if the device and the directory are gone.
+        A directory that has taken its place stays. A missing directory is not an error; other failures are logged.
         """
         if self._released:
             return
@@ -69,7 +69,10 @@ class ProcessDirectory:
                 self._lock = None
 
     def _is_ours(self) -> bool:
-        """Return True if the path still refers to the directory that this object created."""
+        """Return True if the path still refers to the directory that this object created.
+
+        Without a lock, compare only the owner.
+        """
         found = os.stat(self.path, follow_symlinks=False)
         if self._lock is not None:
             return os.path.samestat(found, os.fstat(self._lock))
@@ -109,9 +112,7 @@ def remove_stale_directories(folder: Path) -> None:
 
 
 def process_start_time(pid: int) -> str:
-    """Return the start time of a process in kernel ticks, which identifies it together with its number; `0` if it is
-    gone.
-    """
+    """Return the start time in kernel ticks, which with `pid` identifies a process; `0` if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -150,7 +150,7 @@ class PythonIoEngine:
                 self._finish(request, (error, file, offset, done) if error else None)
 
     def _transfer_block(self, write: bool, file: int, offset: int, memory: memoryview) -> tuple[int, int]:
-        """Return the errno (ENODATA: the file ended) and the bytes done."""
+        """Return the errno (0: success; ENODATA: the file ended) and the bytes done."""
         move, done = os.pwritev if write else os.preadv, 0
         while done < len(memory):
             try:

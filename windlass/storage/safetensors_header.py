@@ -1,4 +1,4 @@
-"""Header of a safetensors file, checked before any allocation: https://github.com/huggingface/safetensors"""
+"""Header of a safetensors file, checked before any tensor is allocated: https://github.com/huggingface/safetensors"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 METADATA_KEY = "__metadata__"  # key of the header that no tensor can have as its name
-_LONGEST_HEADER = 100_000_000  # safetensors' own limit
+_LONGEST_HEADER = 100_000_000  # limit of safetensors, in bytes
 _MOST_DIMS = 64
 _LARGEST = 1 << 63
 
@@ -70,8 +70,8 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
     """Read and check the header of an open file.
 
     Raises:
-        SafetensorsHeaderError: the header is invalid, a tensor lies outside the file or overlaps another one, or its
-            number of bytes does not match its shape and dtype.
+        SafetensorsHeaderError: the header is invalid, a tensor is outside the file or overlaps another one, or its
+            number of bytes does not match its shape and supported dtype.
         OSError: the file can't be read.
     """
     size = os.fstat(file.fileno()).st_size
@@ -101,13 +101,14 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
 def encode_safetensors_header(
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Encode the header of a file whose tensors follow each other in this order.
+    """Encode the header of a file whose tensors are stored in the order of `entries`.
 
     Args:
-        metadata: entries of the file's metadata, beside `format`.
+        metadata: entries of the file's metadata, in addition to `format`.
 
     Raises:
-        ValueError: no safetensors file can hold a name. The message gives the name.
+        ValueError: no safetensors file can hold a name, or `metadata` has `format`. The message gives the name.
+        KeyError: a dtype is not in `CODES`.
     """
     for name in (*entries, *metadata):
         require_tensor_name(name)

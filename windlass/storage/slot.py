@@ -19,7 +19,7 @@ from windlass.storage.staging_pool import StagingPool
 
 
 class Tier(Enum):
-    """Memory that holds a slot."""
+    """Storage of a slot: device memory, host memory or NVMe."""
 
     DEVICE = "device"
     HOST = "host"
@@ -27,12 +27,12 @@ class Tier(Enum):
 
 
 class Slot:
-    """Flat tensor `[numel]` of a unit, kept on a tier.
+    """Flat tensor `[numel]` of a unit, stored on a tier.
 
     Args:
         name: its name in messages (`parameters of layers.3`).
         numel, dtype: size and dtype of the tensor.
-        tier: memory that holds it. On a device without memory of its own, such as the CPU, HOST costs no copy.
+        tier: place where it is stored. On a device without memory of its own, such as the CPU, HOST costs no copy.
         device: device that computes with it.
         disk: the disk tier, for NVME.
         staging: host buffers between the disk and a device with memory of its own.
@@ -75,7 +75,7 @@ class Slot:
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> bool:
-        """Start to read the slot from disk to host memory for the next `fetch`. Return False if there is no room."""
+        """Start to read the slot from disk to host memory for the next `fetch`. Return False if `staging` is full."""
         if self.tensor is None and self._prefetched is None:
             assert self._staging is not None
             if not self._staging.has_room(self.nbytes):
@@ -85,8 +85,7 @@ class Slot:
         return True
 
     def keep_staged(self, staged: torch.Tensor, start: int, written: Pending) -> None:
-        """Keep `staged`, a staging buffer, so that the next `fetch` of the whole slot copies it instead of reading the
-        disk.
+        """Keep the staging buffer `staged`, so that the next `fetch` of the full slot need not read the disk.
 
         Args:
             staged: values of elements `[start, start + staged.numel())`, which a `store` is writing to disk.
@@ -97,7 +96,7 @@ class Slot:
         self._staging.track(written)
 
     def set_content_description(self, names: Callable[[int, int], Iterable[str]]) -> None:
-        """Set a method that returns the names of elements `[start, stop)`, for messages about damage on disk."""
+        """Set a bound method, held weakly, that names elements `[start, stop)` in messages about damage on disk."""
         if self.tensor is None:
             self._extent.describe_content = partial(_describe_content, WeakMethod(names), self.dtype.itemsize)
 
@@ -200,7 +199,7 @@ class Slot:
     def read_unguarded(self, into: torch.Tensor) -> None:
         """Read the slot from disk to host memory, from any thread.
 
-        Errors are raised here and recorded nowhere else.
+        Errors are raised here, also by a `DeferredFailureTier`.
         """
         assert self._disk is not None
         self._disk.read_unguarded(self._extent, 0, into)
@@ -211,7 +210,7 @@ class Slot:
             self.store(values).wait()
 
     def _is_fully_kept(self) -> bool:
-        """Return True if the kept buffers hold the whole slot. Kept buffers never overlap."""
+        """Return True if the kept buffers hold all elements. Kept buffers never overlap."""
         return sum(staged.numel() for _, staged, _ in self._kept_staged) == self.numel
 
     def _copy_kept_to_device(self, into: torch.Tensor) -> Pending:
@@ -224,8 +223,9 @@ class Slot:
         return AllPending(copies)
 
     def _take_prefetched_or_read(self, start: int, numel: int) -> tuple[torch.Tensor, Pending]:
-        """Return a buffer with elements `[start, start + numel)` and its pending read: the prefetched one if it has all
-        of them.
+        """Return a buffer with elements `[start, start + numel)` and its pending read.
+
+        For the full slot, this is the prefetched buffer if there is one.
         """
         if self._prefetched is not None and numel == self.numel:
             found, self._prefetched = self._prefetched, None
@@ -257,8 +257,8 @@ class Slot:
 def _describe_content(names: WeakMethod[Callable[[int, int], Iterable[str]]], size: int, first: int, last: int) -> str:
     """Name the contents of bytes `[first, last)`.
 
-    The tier keeps this function until it is closed, so it refers to the model weakly: else the model, which closes the
-    tier, would stay alive.
+    The extent refers to this function until the tier is closed. A strong reference to `names` would keep the model
+    alive, which closes the tier.
     """
     found = names()
     return "" if found is None else abbreviate_names(found(first // size, -(-last // size)))

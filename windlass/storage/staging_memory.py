@@ -20,8 +20,12 @@ _UNLIMITED = 1 << 60
 
 
 def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
-    """Return a page-aligned `[nbytes]` uint8 tensor with memory of its own, and an object for finalizers: they run when
-    the last view of the memory is gone, just before it is unmapped.
+    """Return a page-aligned `[nbytes]` uint8 tensor in new memory, and the owner of the memory.
+
+    Finalizers of the owner run when the last view of the memory is gone, just before the memory is unmapped.
+
+    Raises:
+        StorageError: `nbytes` is below 1, or there is not enough memory.
     """
     if nbytes < 1:
         raise StorageError(f"a staging buffer can't have {nbytes} bytes; request at least 1")
@@ -42,7 +46,7 @@ def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
 def staging_buffer_bytes(
     wanted: int, count: int, *, requested: int | None = None, ranks: int = 1, fraction: float = 0.25
 ) -> int:
-    """Return the size of each of `count` staging buffers, in whole pages.
+    """Return the bytes of each of `count` staging buffers, rounded up to whole pages.
 
     All ranks of the host share the free memory of the host and its control groups. This process's own limits (`ulimit
     -d`, `ulimit -v`) are not shared.
@@ -55,7 +59,7 @@ def staging_buffer_bytes(
         fraction: fraction of the free memory that all buffers of all ranks may use together.
 
     Raises:
-        StorageError: buffers of 1 MiB do not fit in the free memory.
+        StorageError: buffers of 1 MiB, or of `wanted` bytes if that is less, do not fit in this fraction.
     """
     if requested is not None:
         return page_up(max(requested, 1))

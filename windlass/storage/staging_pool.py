@@ -38,7 +38,11 @@ class StagingPool:
         self._tracked: list[Pending] = []
 
     def has_room(self, nbytes: int) -> bool:
-        """Return True if `nbytes` more can be acquired within the limit and without waiting."""
+        """Return True if `nbytes` more can be acquired within the limit and without waiting.
+
+        Raises:
+            StorageError: a transfer that used a buffer failed.
+        """
         with self._lock:
             self._collect_finished()
             return sum(map(torch.Tensor.numel, self._lent.values())) + nbytes <= self.limit
@@ -70,13 +74,14 @@ class StagingPool:
             return best[:nbytes].view(dtype)
 
     def release(self, buffer: torch.Tensor, after: Pending = DONE) -> None:
-        """Return a buffer that `acquire` returned. It is reused once `after`, which may still use it, has finished."""
+        """Give back a buffer of `acquire`. It is reused once `after`, which may still use it, has finished."""
         with self._lock:
             self._returning.append((after, self._lent[_address(buffer)]))
 
     def track(self, transfer: Pending) -> None:
-        """Make `wait_all` wait for a transfer whose buffer stays in use, and make later calls raise if the transfer
-        failed.
+        """Make `wait_all` wait for a transfer whose buffer stays in use.
+
+        If the transfer fails, the next `has_room`, `acquire` or `wait_all` raises its error.
         """
         with self._lock:
             self._tracked.append(transfer)
