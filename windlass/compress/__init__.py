@@ -2,8 +2,8 @@
 
 Reading order: quantization_config (the entry of `config.json`), model_directory (tensors of a directory),
 checkpoint_names, conv1d_layers, linear_directory, partial_directory (a directory that is being written),
-packed_directory (writes one), packed_model (loads one), save_refusal, rounded_model, weight_quantization (packing at
-load);
+packed_directory (writes a packed model), packed_model (loads a packed model), save_refusal, rounded_model,
+weight_quantization (packing at load);
 integer_grid, gptq, input_scales, rotation (methods of rounding), calibration_text, block_calibration, sparse_pruning,
 post_training (rounding block after block), layer_distillation (learned rounding);
 compression_budget, format_speed, token_times, layer_sensitivity, format_choice, budget_choice, compression_workspace

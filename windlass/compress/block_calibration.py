@@ -36,9 +36,9 @@ class InputStatistics:
     """Sums over the inputs of a linear layer.
 
     Attributes:
-        hessian: sum of `x x^T`, float64.
-        largest, total: largest magnitude and sum of magnitudes of each feature.
-        rows: number of inputs.
+        hessian: sum of `x x^T`, float64 `[features, features]`.
+        largest, total: largest magnitude (float32) and sum of magnitudes (float64) of each feature, `[features]`.
+        rows: number of input vectors.
     """
 
     hessian: Tensor
@@ -52,7 +52,8 @@ class InputStatistics:
         return cls(torch.zeros(features, features, dtype=torch.float64, device=device), zeros, zeros.double())
 
     def add(self, inputs: Tensor) -> None:
-        """Add the inputs of one call. Each call's products are summed in float32, and calls in float64."""
+        """Add the inputs `[..., features]` of one call. Products are summed in float32 within a call, and in float64
+        over calls."""
         rows = inputs.reshape(-1, inputs.shape[-1]).float()
         if not len(rows):  # an expert without tokens
             return
@@ -62,7 +63,7 @@ class InputStatistics:
         self.rows += len(rows)
 
     def reduce(self, group: RankGroup) -> None:
-        """Sum the statistics over all ranks. Collective."""
+        """Sum the statistics over the ranks of a group, and take the maximum of `largest`, in place. Collective."""
         group.all_reduce(self.hessian)
         group.all_reduce(self.total)
         group.all_reduce(self.largest, dist.ReduceOp.MAX)
@@ -94,7 +95,8 @@ class LayerGroup:
 
     Attributes:
         names: names in the block.
-        producer: name of the module whose output is this tensor, e.g. a norm; None: no module with a vector as weight.
+        producer: name of the module whose output is this tensor, if its weight is 1-dimensional, e.g. a norm; None:
+            there is none, or forwards differ in it.
     """
 
     names: list[str]
@@ -102,8 +104,8 @@ class LayerGroup:
 
 
 def _merge_groups(known: list[LayerGroup], others: Sequence[LayerGroup]) -> None:
-    """Merge the groups of another forward into `known`, in place. A group without a known layer is inserted after the
-    group that precedes it in that forward."""
+    """Merge the groups of another forward into `known`, in place. A group that shares a layer with a group of `known`
+    is merged into that group; any other group is inserted after its predecessor in the other forward."""
     place = 0
     for other in others:
         names = [name for name in other.names if not any(name in group.names for group in known)]
@@ -122,6 +124,7 @@ class CalibratedBlock:
     """Block with its weights in memory, and the calibration text's hidden states at its input.
 
     Attributes:
+        prefix: name of the block in the model.
         hidden: hidden states of each batch.
         calls: other arguments of the block for each batch, by position and by name.
         group: ranks that calibrate together; None: this rank alone.
@@ -173,9 +176,9 @@ class CalibratedBlock:
         return merged
 
     def _groups_of(self, batch: int, linear: Mapping[str, nn.Module]) -> list[LayerGroup]:
-        """Return the linear layers that the forward of a batch calls."""
+        """Return the linear layers that the forward of a batch calls, grouped by their input."""
         calls: list[tuple[str, Tensor]] = []
-        outputs: list[tuple[str, Tensor]] = []  # kept alive, so that no later tensor gets the same id
+        outputs: list[tuple[str, Tensor]] = []
 
         def called(name: str) -> Callable[..., None]:
             return lambda module, inputs: calls.append((name, inputs[0]))
@@ -206,10 +209,10 @@ class CalibratedBlock:
         return [group for _, group in groups]
 
     def statistics(self, names: Sequence[str], *, tokens: int | None = None) -> dict[str, InputStatistics]:
-        """Return the sums over the inputs of layers.
+        """Return the sums over the inputs of layers, on all ranks of the group. Collective.
 
         Args:
-            names: layers with different inputs. A forward ends when all of them were called.
+            names: layers, one of each `LayerGroup`. A forward ends when all of them were called.
             tokens: approximate number of tokens to run, over all ranks; None: all.
         """
         ranks = 1 if self.group is None else self.group.size
@@ -250,12 +253,15 @@ class CalibratedBlock:
 
 @dataclass
 class BlockCalibration:
-    """Model of a directory and the hidden states of a calibration text before its next block.
+    """Model of a directory, and the hidden states of a calibration text before the model's next block.
 
     Args:
         directory: directory of the model.
         batches: token ids `[rows, length]` of this rank's share of the text, all of one shape.
         group: ranks that calibrate together; None: this rank alone.
+
+    Raises:
+        ModelError: there are no batches, they differ in shape, or the model has no list of blocks with linear layers.
     """
 
     directory: ModelDirectory
@@ -287,7 +293,11 @@ class BlockCalibration:
         return found
 
     def start(self) -> None:
-        """Compute the hidden states before the first block, and the other arguments of each block."""
+        """Compute the hidden states before the first block, and the other arguments of each block.
+
+        Raises:
+            ModelError: the model is not a chain of blocks that pass on only hidden states.
+        """
         with torch.no_grad():
             names, head = self._names.source_of, self._head_names()
             loaded: list[str] = []
@@ -305,7 +315,11 @@ class BlockCalibration:
                 _free(self.model, name)
 
     def block(self, number: int, read: ReadTensor) -> CalibratedBlock:
-        """Load a block. `read` returns a weight, given its name in the files."""
+        """Load a block in float32, and return it. `read` returns a tensor, given its name in the files.
+
+        Raises:
+            ModelError: the files lack a parameter of the block.
+        """
         self._load_block(number, read)
         calls = [of_batch[number] for of_batch in self._calls]
         prefix = f"{self.prefix}.{number}"
@@ -374,7 +388,7 @@ class BlockCalibration:
         """Record the arguments of all blocks for each batch: run the embeddings, and stand-ins for the blocks.
 
         Arguments may depend on the tokens of a batch, e.g. embeddings for each layer, and a block may leave keys and
-        values for later blocks in a dict. Arguments that are equal in all batches are stored once.
+        values for later blocks in a dict. Tensors that are equal to those of the first batch are stored once.
         """
         blocks = list(self.blocks)
         rest: tuple[Any, ...] | None = None
@@ -407,7 +421,7 @@ def _share_call(call: BlockArguments, other: BlockArguments) -> BlockArguments:
 
 
 def _share_equal(value: Any, other: Any) -> Any:
-    """Return `value`, in which each tensor that equals the tensor at the same place in `other` is that tensor."""
+    """Return `value`, with each tensor that equals the tensor at the same place in `other` replaced by the latter."""
     if isinstance(value, Tensor):
         equal = isinstance(other, Tensor) and value.shape == other.shape and value.dtype == other.dtype
         return other if equal and torch.equal(value, other) else value
@@ -447,7 +461,7 @@ class _BlockRecorder(nn.Module):
         self.__dict__["_block"], self.__dict__["_log"] = block, log
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)  # e.g. the kind of its attention
+        return getattr(self.__dict__["_block"], name)  # a model may read attributes of a block, e.g. its type
 
     def forward(self, *positional: Any, **arguments: Any) -> Any:
         log: _CallLog = self.__dict__["_log"]

@@ -1,10 +1,11 @@
 """Largest eigenvalue of the Hessian of each block's weights, by power iteration.
 
-[Note: curvature by differences] The product of the Hessian and a direction is the difference of two gradients, at
-weights shifted along the direction and against it. The shift is an extra leaf that the layer adds to its weight, so
-that gradients of the parameters are not touched and every stage of ZeRO sees plain forwards and backwards. Ranks of
-tensor parallelism shift their parts of a weight along their parts of one direction, and add their parts of products.
-Ranks of a pipeline run each forward and backward together; ranks without the block add nothing to norms and products.
+[Note: curvature by differences] The product of the Hessian and a direction is approximated by the difference of two
+gradients, at weights shifted along the direction and against it, divided by the distance. The shift is an extra leaf
+tensor that the layer adds to its weight, so that gradients of the parameters are not touched and every stage of ZeRO
+runs plain forwards and backwards. Tensor-parallel ranks shift their shards of a weight along their shards of one
+direction, and sum their parts of products. Ranks of a pipeline run each forward and backward together; ranks without
+the block add nothing to norms and products.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from windlass.compress.compressed_layers import CompressedLayer
 _PART = 1e-2  # norm of a shift, relative to the norm of the block's weights
 
 
-# Function that runs a forward, on the same samples each time. It returns the gradients of the mean loss with respect to
-# tensors that the layers add to their weights; None for a tensor that the loss does not depend on.
+# Function that runs a forward and a backward, on the same samples each time. It returns the gradients of the mean loss
+# with respect to the shifts of the layers; None for a shift that the loss does not depend on.
 ShiftGradients = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 
 
@@ -34,9 +35,9 @@ class CurvatureRanks:
     """Ranks over which curvature is measured.
 
     Attributes:
-        data: data-parallel ranks, which have other samples; the Hessian is that of their mean loss. None: this rank
+        data: data-parallel ranks, each with other samples; the Hessian is that of their mean loss. None: this rank
             alone.
-        stages: ranks of the pipeline, which measure all blocks together; None: no pipeline.
+        stages: ranks of the pipeline, all of which take part in the measurement of each block; None: no pipeline.
     """
 
     data: RankGroup | None = None
@@ -62,7 +63,7 @@ def largest_eigenvalue(
         steps: maximum number of iterations.
         tolerance: relative change of the eigenvalue that ends the iteration.
         stability: value added to each norm before a division by it.
-        ranks: ranks with other samples, and with other layers. None: this rank alone.
+        ranks: data-parallel ranks and ranks of the pipeline; None: neither.
     """
     block = _Block(layers, gradients, device, ranks or CurvatureRanks())
     direction = block.normalized([_first_direction(layer).to(device) for layer in layers], stability)
@@ -136,8 +137,8 @@ class _Block:
         return self.sum_of_parts([float((one * other).sum()) for one, other in zip(values, others, strict=True)])
 
     def sum_of_parts(self, sums: Sequence[float]) -> float:
-        """Return the sum over layers, and over the ranks that hold parts of weights. The result is equal on these ranks
-        and on all ranks of a pipeline."""
+        """Return the sum over layers, over the ranks that hold parts of weights, and over the ranks of a pipeline. The
+        result is equal on all of these ranks. Collective."""
         parts = [layer.compression.sharded for layer in self._layers]
         axis, total = next((one.axis for one in parts if one is not None), None), sum(sums)
         if axis is not None:

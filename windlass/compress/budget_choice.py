@@ -1,16 +1,17 @@
 """Choice of a weight format for each layer under a budget: measured losses and times, and a knapsack.
 
-[Note: checked budget] The knapsack adds up the losses of single groups, so the loss of its choice is measured once more
-for all groups together. Unless the measured loss is just within its limit, the limit is divided by the ratio of the
-measured loss to the sum, and the knapsack is solved again. If a uniform format of no more bytes has a lower loss, that
-format is taken. If no choice of the knapsack is within the limit of the loss, the uniform formats within the other
-limits are measured before the budget is refused.
+[Note: checked budget] The knapsack adds up the losses of single groups, so the loss of its choice is also measured for
+all groups together. Unless the measured loss is within its limit by at most 2 %, the limit is divided by the ratio of
+the measured loss to the sum, and the knapsack is solved again, at most `_REPAIRS` times in all. If a uniform format of
+no more bytes has a lower loss, that format is taken. If no choice of the knapsack is within the limit of the loss, the
+uniform formats within the other limits are measured before the budget is refused.
 
 [Note: measured token] Times of single products do not add up to the time of a token either. So the whole model is timed
 in the chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is
-corrected by the difference and the choice is made again, at most `_TIMINGS` times: faster if the limit was missed, with
-less loss if the model was faster than it must be. The choice of the least loss among those in time is taken. If there
-is none, the uniform formats are timed, before the budget is refused with the least measured time.
+corrected by the difference and the choice is made again, until `_TIMINGS` choices were timed: a faster choice if the
+limit was missed, one of less loss if the model was faster than it must be. The choice of the least loss among those in
+time is taken. If there is none, the uniform formats are timed. If none of them is in time either, the budget is refused
+with an error that names the least measured time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from windlass.kernels.weight_format import get_weight_format
 BUDGET_FORMATS = ("int8", "int4_g32", "int4_g64", "int4_g128", "int3_g64", "int3_g128")
 FORCED_FORMATS = ("int2_g32", "int2_g64")
 _REPAIRS = 4
-_LEAST_CHANGE = 1e-6  # relative decrease of a limit that excludes the choice just above it
+_LEAST_CHANGE = 1e-6  # relative distance of a new limit below the loss of a choice that the limit must exclude
 _TIMINGS = 5  # maximum number of choices that are timed
 TIME_TOLERANCE = 0.02
 """Relative difference that a measured time may have from its limit."""
@@ -50,7 +51,7 @@ class GroupChoice:
         names: names of the layers in the files.
         format: name of the format; None if the layers stay unquantized.
         wide_bytes, nbytes: bytes of their weights before and after.
-        loss: loss in bits per byte, of this group alone.
+        loss: divergence from the unquantized model in bits per byte, with only this group in the format.
         seconds: seconds of the products for one token; 0: not measured.
     """
 
@@ -64,14 +65,15 @@ class GroupChoice:
 
 @dataclass
 class BudgetChoice:
-    """Chosen formats of all layers, with their predicted figures.
+    """Chosen formats of all layers, and the size, loss and time of the model in these formats.
 
     Attributes:
         groups: choices in the order of the model.
-        nbytes: bytes of all tensors of the file.
-        loss: increase of the bits per byte, measured with weights rounded to nearest on calibration text.
+        nbytes: bytes of all tensors of the compressed model.
+        loss: increase of the bits per byte on calibration text, measured as the divergence of the model with weights
+            rounded to nearest from the unquantized model.
         seconds: seconds of a generated token, measured in these formats, or predicted; None: time is not limited.
-        uniform: the best uniform format of no more bytes, and its loss; None: there is none.
+        uniform: name and loss of the best uniform format of no more bytes; None: there is none.
         tokens: number of tokens of each measurement.
         gap: upper bound of the relative excess of the knapsack's loss, or bytes, over the optimum; 0: the optimum.
         formats: format of each packed layer, by its name in the files.
@@ -107,7 +109,7 @@ def choose_for_budget(
     progress: Callable[[int, int], None] = lambda done, total: None,
     losses: Callable[[Callable[[], list[dict[str, float]]]], list[dict[str, float]]] = lambda compute: compute(),
 ) -> BudgetChoice:
-    """Choose a format for every layer of a model; see [Note: checked budget].
+    """Choose a weight format, or none, for each linear layer of a model; see [Note: checked budget].
 
     Args:
         model: model of the directory, in memory in float32.
@@ -116,13 +118,14 @@ def choose_for_budget(
         formats: names of the formats to choose from.
         head: pack the output head too.
         before: bytes that `budget.size` is relative to; None: the bytes of the directory's tensors.
-        seconds: approximate time for the measurements of the losses.
+        seconds: approximate seconds that the measurements of the losses may take.
         times: measured times of a token, for a budget that limits speed or latency; None: time is not limited.
-        measure: function of rows, columns and format that returns the seconds of a product with such a matrix.
+        measure: function of rows, columns and format that returns the seconds of a product with a matrix of this form.
         time_formats: function that measures the seconds of a token, given the format of each packed layer of the files;
             see [Note: measured token]. None: predicted times are compared with a limit of time.
-        losses: function that returns the loss of each group in each format, in nats per token: either the result of
-            the function that it gets, which measures the losses, or stored losses.
+        progress: function that is called with the numbers of finished and of all measurements of losses.
+        losses: function that returns the loss of each group in each format, in nats per token. Its argument is a
+            function that measures these losses, which need not be called if they are stored.
 
     Raises:
         ConfigError: the budget cannot be met. The message has the nearest budget that can be met.
@@ -217,10 +220,10 @@ class _Solution:
     """Choice for a budget.
 
     Attributes:
-        places: index of the option of each group.
+        places: index of the chosen option of each group.
         nats: measured loss in nats per token.
-        gap: bound of the excess of the knapsack's sum above the least one; see `FormatChoice`.
-        uniform: the best uniform format of no more bytes, and its loss; None: there is none.
+        gap: upper bound of the excess of the knapsack's objective over the optimum; see `FormatChoice`.
+        uniform: name and loss, in nats per token, of the best uniform format of no more bytes; None: there is none.
         seconds: measured seconds of a token; None: not measured.
     """
 
@@ -346,7 +349,8 @@ class _Solver:
 
     def _least_measured(self, measured: Sequence[_Solution], limits: FormatLimits) -> _Solution:
         """Return the choice of the least measured loss among the measured ones and the uniform formats within the
-        limits of bytes and time. The losses of groups add up only approximately, so a sum alone refuses no budget."""
+        limits of bytes and time. The losses of groups add up only approximately, so a budget is refused only after a
+        measurement."""
         tried = list(measured)
         if not tried:  # even the least sum within the other limits was above the limit of the loss
             tried.append(self._measure(choose_formats(self.options, replace(limits, loss=None)).places))
@@ -354,7 +358,11 @@ class _Solver:
         return min(tried, key=lambda one: one.nats)
 
     def check_bytes_and_time(self) -> None:
-        """Raise a ConfigError if the fewest bytes, or the least time, are above their limits."""
+        """Check that the limits of bytes and time can be met, before any loss is measured.
+
+        Raises:
+            ConfigError: no choice is within the limits. A choice that is in time as measured suffices.
+        """
         limits = replace(self._limits(), loss=None)
         if limits.nbytes is None and limits.seconds is None:
             return
@@ -397,7 +405,8 @@ class _Solver:
         return total(self.options, places, "nbytes")
 
     def _better_of_uniform(self, chosen: _Solution, limits: FormatLimits) -> _Solution:
-        """Return the choice, or the best uniform format of at most as many bytes if its loss is lower."""
+        """Return the choice, or the best uniform format of at most as many bytes if that format has a lower loss. The
+        result has `uniform` set."""
         best: tuple[str, float] | None = None
         result = chosen
         for uniform in self._uniform_choices(self._nbytes(chosen.places), limits.seconds):

@@ -57,6 +57,7 @@ def read_calibration_text(
         sequences, length: maximum number and length of the calibration's sequences; a short text gives fewer and
             shorter ones.
         eval_bytes: approximate bytes of held-out text, or a tenth of the corpus if that is less; at least one document.
+        text_field: name of the field with the text, in sources of records.
 
     Raises:
         DataError: there is too little text, or the directory has no tokenizer.

@@ -1,10 +1,10 @@
 """Channels and features of plain modules, whose dependencies are found by tracing marked values.
 
-[Note: marked channels] Each channel of a layer's output is set to NaN in a sample of its own, and the model runs. A
-layer whose inputs have NaN in some channels depends on the marked channel of that sample: activations, additions,
-pooling, reshapes and normalizations between the layers need no description. A layer that mixes its inputs gets them
-without NaN, so that a mark ends there. A channel whose mark reaches the output of the model, or a layer of an unknown
-kind, cannot be removed.
+[Note: marked channels] The model runs on copies of one sample, and each copy has another channel of a layer's output
+set to NaN. A layer whose inputs have NaN in some channels depends on the marked channel of that copy: activations,
+additions, pooling, reshapes and normalizations between the layers need no description. A layer that mixes its inputs
+gets them without NaN, so that a mark ends there. A channel whose mark reaches the output of the model, or a layer of an
+unknown kind, cannot be removed.
 
 Marks do not show tensors of a fixed size that are combined with the channels outside of these layers, e.g. a parameter
 that scales them, or an input that is added. So some units are removed in a copy of the model, and its outputs are
@@ -29,10 +29,10 @@ from windlass.compress.pruning_units import CoupledTensor, UnitGroup, mask_units
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_AT_ONCE = 64  # marked channels of one forward
+_AT_ONCE = 64  # maximum number of marked channels in one forward
 
 Slot = tuple[str, str, int]
-"""Module, `out` or `in`, and channel."""
+"""Name of a module, `out` or `in`, and index of a channel."""
 
 
 def find_channel_units(model: nn.Module, example: Any) -> list[UnitGroup]:
@@ -72,8 +72,8 @@ def _removable(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> l
 
 
 def _removal_error(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> str | None:
-    """Remove some units in a copy of a model, and return a text about the first difference from the model with these
-    units set to 0; None: no difference."""
+    """Remove some units in a copy of a model, and return a text about its error, or its first difference from the model
+    with these units set to 0; None: neither."""
     smaller, inputs = copy.deepcopy(model), _repeat(example, 2)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     # an odd number is removed from the beginning, so that code which regroups channels by fixed numbers fails
@@ -131,7 +131,11 @@ class _Trace:
         self._marks = _Marks("", 0, 0)
 
     def run(self, name: str, start: int, stop: int, example: Any) -> None:
-        """Mark some channels of a layer, and connect them with the channels of all layers that they reach."""
+        """Mark some channels of a layer, and connect them with the channels of all layers that they reach.
+
+        Raises:
+            ModelError: the model does not run on copies of the example's first sample.
+        """
         self._marks = _Marks(name, start, stop)
         handles: list[Any] = []
         for inner, module in self._model.named_modules():
@@ -207,7 +211,8 @@ class _Trace:
         self._parents[self._find(one)] = self._find(two)
 
     def groups(self) -> list[UnitGroup]:
-        """Return the connected channels as units, with one group for all units of the same tensors."""
+        """Return the connected channels that are not locked as units, with one group for all units of the same tensors.
+        A unit without others of the same tensors is left out."""
         self._join_shared()
         units: dict[Slot, list[Slot]] = {}
         for slot in list(self._parents):

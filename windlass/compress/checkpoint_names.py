@@ -46,6 +46,7 @@ class CheckpointNames:
         renamed: name in the model of each tensor of the files whose values stay unchanged.
         converted: tensors of the files that are joined or split, by the name of the first tensor of the model.
         unknown: names in the files that the model lacks.
+        source_of: inverse of `renamed`.
     """
 
     def __init__(self, model: nn.Module, sources: Iterable[str]) -> None:

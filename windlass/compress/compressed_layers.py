@@ -45,8 +45,8 @@ class CompressionClock:
 
 @dataclass(frozen=True)
 class WeightRounding:
-    """Rounding of a weight: bits fall from `start_bits` by one after each period, and each period is twice as long as
-    the one before."""
+    """Rounding of a weight from step `offset` on. Bits fall from `start_bits` to `target_bits`, by one after each
+    period. The first period is `period` steps long, and each further period twice as long as the period before."""
 
     start_bits: int
     target_bits: int
@@ -56,7 +56,7 @@ class WeightRounding:
     stochastic: bool = False
     offset: int = 0
     mixed_ratio: float = 0.0  # decrease per step of the unrounded weight's share; 0: there is no unrounded share
-    form: str | None = None  # weight format instead of bits and groups
+    form: str | None = None  # name of a weight format, used instead of bits and groups
 
     def bits(self, step: int) -> int:
         """Return the bits at a step."""
@@ -68,7 +68,8 @@ class WeightRounding:
 
 @dataclass(frozen=True)
 class InputRounding:
-    """Rounding of a layer's inputs: in a range for each token (dynamic), or in a moving average of ranges (static)."""
+    """Rounding of a layer's inputs from step `offset` on: with a range for each vector along the last dimension, e.g. a
+    token (dynamic), or with a moving average of the ranges of full inputs (static)."""
 
     bits: int
     symmetric: bool = True
@@ -114,13 +115,13 @@ class LayerCompression:
     prunings: dict[str, Pruning] = field(default_factory=dict)
     sharded: ShardedWeight | None = None  # division of the weight over tensor-parallel ranks
     partial: MeshAxis | None = None  # ranks that each compute a part of the gradient of the same weight
-    # number of tensor-parallel ranks that each add the whole bias, if the weight is sharded on its inputs; 0: only one
+    # number of tensor-parallel ranks that each add the full bias, if the weight is sharded on its inputs; 0: only one
     # copy is added
     repeats_bias: int = 0
     values: Callable[[str, Tensor], Tensor] | None = None  # function that rounds a weight to a named format
     products: Tensor | None = None  # sum of weight times gradient over the backwards of a step
-    shift: Tensor | None = None  # offset of the weight, to measure curvature
-    shifted_square: float = 0.0  # sum of squares of the weight at the last shift
+    shift: Tensor | None = None  # tensor that is added to the weight, to measure curvature
+    shifted_square: float = 0.0  # sum of squares of the weight before the last shift
     planned_bits: Callable[[], int] | None = None  # function that replaces the schedule of bits
 
 
@@ -165,7 +166,7 @@ class CompressedLayer(nn.Module):
         used.register_hook(add)
 
     def compressed_bias(self) -> Tensor | None:
-        """Return the bias as the forward uses it: without pruned outputs."""
+        """Return the bias as the forward uses it, with pruned outputs set to 0; None: the layer has no bias."""
         bias: Tensor | None = self.bias
         for pruning in self.compression.prunings.values():
             if (
@@ -175,7 +176,7 @@ class CompressedLayer(nn.Module):
             ):
                 mask = self._spread(pruning, self.mask(pruning))
                 if pruning.method == "topk" and self.compression.repeats_bias:
-                    # each rank adds the whole bias, and the gradients of the scores are summed over ranks
+                    # each rank adds the full bias, and gradients of scores are summed over ranks: scale them down
                     mask = mask.detach() + (mask - mask.detach()) / self.compression.repeats_bias
                 bias = bias * self._local(mask).flatten().to(bias.dtype)
         return bias
@@ -293,7 +294,7 @@ def mask_name(pruning: Pruning) -> str:
 
 
 def replace_class(module: nn.Module, compression: LayerCompression) -> CompressedLayer:
-    """Give a layer the class with compression techniques, and `compression`. A layer that has the class already is
+    """Change a layer's class to its class in `COMPRESSED`, in place, and set `compression`. A layer with that class is
     returned unchanged.
     """
     if not isinstance(module, CompressedLayer):

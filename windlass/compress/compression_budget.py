@@ -18,8 +18,9 @@ class CompressionBudget:
 
     Attributes:
         size: bytes of all tensors, as a share of the bytes before compression.
-        loss: increase of the bits per byte of held-out text; with `is_relative`, as a share of their value before.
-        speed: tokens generated per second for one request, as a multiple of their number before.
+        loss: increase of the bits per byte of held-out text; with `is_relative`, as a share of the bits per byte
+            before compression.
+        speed: tokens generated per second for one request, as a multiple of the speed before compression.
         latency: seconds per generated token.
     """
 
@@ -34,7 +35,8 @@ def parse_budget(text: str) -> CompressionBudget:
     """Read a budget, e.g. `size=4x,loss=1%`.
 
     Raises:
-        ConfigError: a key is unknown or given twice, or a value is not a number of this form.
+        ConfigError: a key is unknown or repeated, a value is not a positive number with a valid unit, or the size is
+            not below that of the model.
     """
     found: dict[str, str] = {}
     for part in text.split(","):

@@ -35,24 +35,25 @@ from windlass.config.config_refusals import find_section_refusals
 from windlass.kernels.weight_format import get_weight_format
 
 SECTION = "compression_training"
-CLOCK = "_windlass_compression_clock"  # attribute of a model
+CLOCK = "_windlass_compression_clock"  # attribute of a prepared model with its `CompressionClock`
 PRUNINGS = {"sparse": (nn.Linear, nn.Conv2d), "row": (nn.Linear,), "head": (nn.Linear,), "channel": (nn.Conv2d,)}
 
 
 def init_compression(
     model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
 ) -> nn.Module:
-    """Prepare a model for `compression_training`, in place: the chosen layers round and mask their weights and inputs
-    from the `schedule_offset` of each technique on. Call it before `initialize`, and build the optimizer afterwards.
+    """Prepare a model for `compression_training`, in place: the chosen layers round their weights and inputs and mask
+    their weights, from the `schedule_offset` of each technique on. Call it before `initialize`, and build the optimizer
+    afterwards. A pattern that no layer matches is logged as a warning.
 
     Args:
-        deepspeed_config: dict or path of the whole configuration.
-        teacher_model: with `layer_reduction`, the model whose layers the smaller `model` begins with.
-
-    A name that no layer matches is logged as a warning.
+        deepspeed_config: dict or path of the full configuration.
+        teacher_model: with `layer_reduction`, the model whose layers are copied into the smaller `model`.
+        mpu: object with `get_model_parallel_world_size()`, which must return 1; None: no model parallelism.
 
     Raises:
-        ConfigError: a technique names a layer that it does not fit.
+        ConfigError: the section is missing or invalid, a technique names a layer that it does not fit, `teacher_model`
+            is missing, or `mpu` has more than one model-parallel rank.
     """
     section = read_compression_training(deepspeed_config)
     if mpu is not None and int(mpu.get_model_parallel_world_size()) > 1:
@@ -73,14 +74,18 @@ def init_compression(
 
 
 def compression_clock(model: nn.Module) -> CompressionClock | None:
-    """Return the step counter of a prepared model; None for any other model. An engine sets the counter before each
-    forward; without an engine `end_compression_step` advances it."""
+    """Return the step counter of a prepared model; None for any other model. In an engine the counter returns the
+    engine's steps; without an engine `end_compression_step` advances it."""
     found = model.__dict__.get(CLOCK)
     return found if isinstance(found, CompressionClock) else None
 
 
 def end_compression_step(model: nn.Module) -> None:
-    """Count an optimizer step of a loop without engine, and update the masks that follow gradients."""
+    """Count an optimizer step of a loop without engine, and update the masks of `snip_momentum`.
+
+    Raises:
+        ConfigError: the model is not prepared by `init_compression`.
+    """
     clock = compression_clock(model)
     if clock is None:
         raise ConfigError("end_compression_step needs the model that init_compression prepared")
@@ -104,9 +109,10 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
 
 
 def read_compression_training(config: Any, *, may_lack: bool = False) -> CompressionTraining:
-    """Return the section of a configuration: a dict, or the path of a JSON file.
+    """Return the section `compression_training` of a configuration.
 
     Args:
+        config: dict, or path of a JSON file.
         may_lack: return a section without techniques if the configuration lacks the section.
 
     Raises:
@@ -123,8 +129,8 @@ def read_compression_training(config: Any, *, may_lack: bool = False) -> Compres
 
 
 def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup, str]]:
-    """Yield the groups of a technique with their keys; none if it is disabled. `snip_momentum` without groups has one
-    group of all layers."""
+    """Yield each group of a technique and its key in the configuration; none if the technique is disabled.
+    `snip_momentum` without groups has one group of all layers."""
     shared, groups = technique.shared_parameters, technique.different_groups
     if not shared.enabled:
         return
@@ -135,7 +141,8 @@ def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup
 
 
 def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
-    """Return the modules of some kinds whose names contain a pattern."""
+    """Return the compressible layers of some classes, by name, whose names contain a match of a regular expression; `*`
+    matches all names."""
     expression = ".*" if pattern == "*" else pattern
     return {
         name: module

@@ -20,10 +20,11 @@ _SETTINGS = "settings.json"
 
 
 class CompressionWorkspace:
-    """Directory `.OUT.work` with the results of finished stages. Results of other settings are discarded.
+    """Directory `.OUT.work` next to the target `OUT`, with the results of finished stages. Results of other settings
+    are discarded.
 
-    The process locks the directory from the first result on, or from construction if the directory exists, until
-    `close`.
+    The process locks the directory from the start of the first stage, or from construction if the directory exists,
+    until `close` or `remove`.
 
     Args:
         target: directory of the model that is written.
@@ -80,7 +81,7 @@ class CompressionWorkspace:
         return self.path / name
 
     def remove(self) -> None:
-        """Remove the directory."""
+        """Remove the directory, and release its lock."""
         if self.path.exists():
             shutil.rmtree(self.path)
         self.close()

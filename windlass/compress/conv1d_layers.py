@@ -1,5 +1,5 @@
 """Linear layers of other classes than `nn.Linear`: `Conv1D` of GPT-2, whose weight is `[in_features, out_features]`,
-and subclasses with a forward of their own."""
+and subclasses of `nn.Linear` that override its forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def conv1d_layers(model: nn.Module) -> list[str]:
 
 
 def use_linear_class(model: nn.Module) -> None:
-    """Change the class of layers of equivalent subclasses to `nn.Linear`, in place."""
+    """Change the class of layers of `EQUIVALENT_CLASSES` to `nn.Linear`, in place."""
     for module in model.modules():
         if type(module).__name__ in EQUIVALENT_CLASSES:
             module.__class__ = nn.Linear

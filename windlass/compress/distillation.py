@@ -1,11 +1,12 @@
 """Distillation: a model that is trained against the outputs of a teacher.
 
 [Note: distillation in the forward] Hooks of the trained model run the teacher before the forward, and replace the
-output's `loss` after it. So the training loop stays as it is, every stage of ZeRO sees one forward with one loss, and
-the teacher is whatever the script passes: a module, or an engine that shards or offloads it.
+output's `loss` after it. So the training loop stays as it is, every stage of ZeRO runs one forward with one loss, and
+the script chooses the teacher: a module, or an engine that shards or offloads it.
 
-[Note: distillation over stages] In a pipeline each rank runs the teacher for its stages: the last one compares logits,
-and each one the hidden states and attention maps of its own layers, whose terms are passed on to the last stage's loss.
+[Note: distillation over stages] In a pipeline each rank runs the teacher for its stages: the last stage compares
+logits, and each stage the hidden states and attention maps of its layers, whose terms are passed on to the last stage's
+loss.
 A teacher that runs on all ranks together, in an engine, cannot run inside of stages, which are at different
 micro-batches: `run_ahead` runs it on all micro-batches of a step before the first stage.
 """
@@ -36,8 +37,8 @@ from windlass.parallel.pipeline.staged_model import StagedModel
 from windlass.parallel.tensor.linear_layers import is_stub
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
-ATTACHED = "_windlass_distillation"  # attribute of a trained model
-PROJECTION = "distillation_projection"  # module of a trained model
+ATTACHED = "_windlass_distillation"  # attribute of a trained model with its `Distillation`
+PROJECTION = "distillation_projection"  # submodule of a trained model, from its hidden size to the teacher's
 IGNORED_LABEL = -100
 
 
@@ -48,7 +49,7 @@ class _Seen:
     logits: Tensor | TopProbabilities | None = None
     hidden: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)
-    ungraded: set[tuple[str, str]] = field(default_factory=set)  # term and module of tensors without gradients
+    ungraded: set[tuple[str, str]] = field(default_factory=set)  # term and module of tensors computed without gradients
     pairs: int = 0  # number of compared modules, on all stages of a pipeline
     attention_pairs: int = 0  # number of compared modules with attention maps
 
@@ -57,8 +58,8 @@ class Distillation:
     """Loss of a model against a frozen teacher.
 
     `attach` it to the model before `initialize`: then each forward in training mode runs the teacher on the same
-    arguments without `labels`, and the output's `loss` is the distillation loss. In eval mode the model is as before.
-    See [Note: distillation in the forward].
+    arguments without `labels`, and the output's `loss` is the distillation loss. In eval mode or under `no_grad` the
+    model runs as before. See [Note: distillation in the forward].
 
     Args:
         teacher: module, or engine of `initialize` without an optimizer; None with a complete cache. Its parameters are
@@ -67,7 +68,7 @@ class Distillation:
         options: keys of the section `distillation`; `layers` may name blocks by integers.
 
     Raises:
-        ConfigError: an option is wrong.
+        ConfigError: an option is wrong, there is neither a teacher nor a cache, or the options do not fit the cache.
         ModelError: the teacher's engine has an optimizer.
     """
 
@@ -111,7 +112,8 @@ class Distillation:
         return self  # a copy of the trained model has the same teacher
 
     def attach(self, student: nn.Module) -> nn.Module:
-        """Connect the loss to a model, in place. Call it before `initialize`.
+        """Connect the loss to a model, in place. Call it before `initialize`, since it adds a linear projection to the
+        model if hidden states of different sizes are compared.
 
         Raises:
             ConfigError: the model has another vocabulary than the teacher, `layers` name a module that one of them
@@ -252,7 +254,7 @@ class Distillation:
             return None
         own.logits = _logits(output, "model")
         vocabulary = get_sharded_vocabulary(student)
-        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # logits are a tensor-parallel rank's part
+        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # logits are a tensor-parallel shard
             own.logits = vocabulary.gather_logits(own.logits)
         loss = self._loss(student, own, wanted, kwargs)
         if stage is not None and stage.terms is not None:
@@ -341,7 +343,7 @@ class Distillation:
         return {own: other for own, other in self._pairs(student).items() if not _is_in_stub(student, own)}
 
     def _pairs(self, student: nn.Module) -> dict[str, str]:
-        """Return, by the name of each compared module of the trained model, the name of the teacher's module."""
+        """Return the names of the compared modules: those of the teacher, by those of the trained model."""
         if self._kept_pairs is not None:
             return self._kept_pairs
         teacher = self._teacher_module()
@@ -350,7 +352,7 @@ class Distillation:
         if isinstance(layers, str):
             own, other = block_names(student, "model"), block_names(teacher, "teacher")
             places = [len(own) - 1] if layers == "last" else range(len(own))
-            # first blocks of a model that is deeper than its teacher are compared with the teacher's first one
+            # first blocks of a model that is deeper than its teacher are compared with the teacher's first block
             return {own[place]: other[max(round((place + 1) * len(other) / len(own)) - 1, 0)] for place in places}
         return {_module_name(student, a, "model"): _module_name(teacher, b, "teacher") for a, b in layers.items()}
 
@@ -470,7 +472,8 @@ def _check_gradients(student: nn.Module, own: _Seen) -> None:
     """Check that compared tensors of trained modules pass gradients on.
 
     Raises:
-        ModelError: a module ran without gradients, as inside of reentrant checkpointing, which repeats it later.
+        ModelError: a module ran without gradients, as inside of reentrant checkpointing, which repeats the module's
+            forward later.
     """
     for term, name in sorted(own.ungraded):
         tensor = own.hidden[name] if term == "hidden" else own.attention[name]
@@ -518,7 +521,7 @@ def _has_token_labels(arguments: Mapping[str, Any]) -> bool:
 
 
 def _counted(has_tokens: bool, kwargs: Mapping[str, Any], tokens: str) -> Tensor | None:
-    """Return the positions of logits that count; None: all."""
+    """Return a mask `[rows, length]` of the positions whose logits count; None: all."""
     mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
     if not has_tokens:
         return None
