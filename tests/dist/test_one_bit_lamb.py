@@ -15,6 +15,7 @@ import windlass
 from tests import oracle
 from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import run_ranks
+from tests.dist.test_disk_failure import attempt
 from tests.dist.test_one_bit_adam import (
     BETA1,
     BETA2,
@@ -206,6 +207,31 @@ def test_states_of_lamb_are_continued_at_each_stage(stage: int, tmp_path: Path) 
     assert error <= 2e-6, f"{where} is off by {error:.2e}"
     assert all(torch.isfinite(value).all() for value in found["after"].values())
     assert any(not torch.equal(value, found["before"][name]) for name, value in found["after"].items())
+
+
+def failed_part_way(case: Case, place: str) -> list[str]:
+    """Return the errors of a compressed step that all ranks fail after states have changed, and of the next step."""
+    engine, found = start(specimen(case.model), case.config()), []
+    train(engine, case, 0, FREEZE + 1)
+    with patch(place, side_effect=ValueError("no memory")):
+        found.append(attempt(lambda: train(engine, case, FREEZE + 1, FREEZE + 2)))
+    found.append(attempt(lambda: train(engine, case, FREEZE + 2, FREEZE + 3)))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "place"),
+    [
+        (0, 1, "windlass.zero.update.one_bit_lamb_update.move_lamb_values"),
+        (1, 2, "windlass.zero.update.sharded_one_bit_lamb_update.ShardedOneBitLambUpdate._squares"),
+    ],
+)
+def test_a_step_that_all_ranks_fail_part_way_counts_as_applied_in_part(stage: int, ranks: int, place: str) -> None:
+    case = replace(CASE, stage=stage, ranks=ranks)
+    for failed, after in run_ranks(failed_part_way, ranks, case, place):
+        assert failed == "ValueError: no memory"
+        assert after.startswith("UpdateError: ") and "applied in part" in after
 
 
 def warnings_of_a_late_parameter(case: Case) -> list[str]:

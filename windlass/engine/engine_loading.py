@@ -244,7 +244,7 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
         check_frozen_parameters(model, opened.plain.get("base", {}), opened.saved, where)
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     lost, frozen_are_intact = bool(model.disk_health.loss_reason), model.disk_health.frozen_are_intact
-    loads_all = options.loads_everything and (not trainable_only or frozen_are_intact)
+    loads_all = options.loads_everything and (not trainable_only or frozen_are_intact or not lost)
     if lost and not (loads_all and (opened.loads_states or engine.optimizer is None)):
         model.disk_health.require_intact("loading only a part of parameters and optimizer states")
     overwrites: list[bool] = []

@@ -773,6 +773,9 @@ class ShardedModel:
             return
         try:
             self.finish_update()
+        except StorageError:
+            if not self.disk_health.loss_reason:  # else `_undo` logs the loss
+                raise
         finally:
             self._undo(keeps_mesh)
 
@@ -971,7 +974,7 @@ class ShardedModel:
             # Without sharded states all ranks update the same elements. Other ranks may have succeeded, so the replicas
             # may differ although this rank changed nothing.
             # An update of full parameters raises only after all batches, so `updated` does not show if it has begun.
-            has_begun = self.update.has_stepped if self.update.needs_whole_parameters else bool(updated)
+            has_begun = self.update.has_stepped or (bool(updated) and not self.update.needs_whole_parameters)
             self.disk_health.update_changed_nothing = not has_begun and bool(
                 self.policy.state or self.mesh.world.size == 1
             )

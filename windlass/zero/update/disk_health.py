@@ -113,11 +113,12 @@ class DiskHealth:
             f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(reports) if words
         )
         if updates:
+            self.frozen_are_intact = self.frozen_are_intact or not self.loss_reason  # an update changes none of them
             self.loss_reason = f"the update of the previous step was applied in part ({updates})"
             if not failures:
                 raise UpdateError(f"{what}: {self.loss_reason}. State of the model: {HALF_UPDATED}") from error
         if loses or any(tears for _, tears, _ in reports):
-            self.loss_reason, then = f"{what} ({failures})", LOST
+            self.loss_reason, self.frozen_are_intact, then = f"{what} ({failures})", False, LOST
         raise StorageError(f"{what}: {failures}. State of the model: {then}") from error
 
     def check_local(self, what: str, *, loses: bool = False) -> None:

@@ -129,9 +129,11 @@ class RankStateMemory:
         state = (key, unit.index)
         if state not in self._stored:
             return torch.zeros(numel, dtype=torch.float32)
-        values = empty_host_tensor(numel, torch.float32, pin=False)
-        self._slots[state].load(values, start).wait()
-        self._has_new_failure(state)  # count a failure of this read here, not in the next `fetch`
+        values, slot = empty_host_tensor(numel, torch.float32, pin=False), self._slots[state]
+        before = slot.failed_reads
+        slot.load(values, start).wait()
+        # Leave out failures of this read in the next `fetch`, but not those of a read that was prefetched for it.
+        self._failed_reads[state] = self._failed_reads.get(state, 0) + slot.failed_reads - before
         return self._scaled(state, values)
 
     def write_part(self, key: str, unit: Unit, start: int, values: torch.Tensor) -> None:
@@ -169,7 +171,7 @@ class RankStateMemory:
         self._factors = {one: factors for one, factors in self._factors.items() if key not in (None, one[0])}
 
     def _has_new_failure(self, state: tuple[str, int]) -> bool:
-        """Return True if a read of a state's slot has failed since the last call."""
+        """Return True if a read of a state's slot for `fetch` has failed since the last call."""
         before, now = self._failed_reads.get(state, 0), self._slots[state].failed_reads
         self._failed_reads[state] = now
         return now != before

@@ -70,6 +70,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             divisor: divisor of the reduced gradients; None: the chunks' gradients are means of compressed messages.
         """
         self._changes = {}
+        self.has_stepped = True  # the first pass changes states, and no batch is yielded before its end
         rows = self._rows()
         squares = torch.zeros(len(rows), 3, dtype=torch.float64)
         largest = torch.zeros(len(rows), dtype=torch.float64)
