@@ -168,7 +168,25 @@ def test_a_server_that_was_replaced_while_it_ran_makes_no_update(caplog: pytest.
         assert train_once(model, worker, step)
     worker.pull()
     close(dict(model.named_parameters()), wanted)
-    assert old.version == 1 and "a replica has taken the shard over" in caplog.text
+    assert old.version == 1 and "another process has taken the shard over" in caplog.text
+    worker.close()
+    job.finish()
+
+
+def test_a_server_that_was_replaced_becomes_a_replica_without_a_request() -> None:
+    """The connection with its worker stays open, and the worker sends nothing."""
+    job = Job(mlp, adamw, ParameterServerSettings(), servers=1, workers=1)
+    wanted = plain(job.build_from(0), adamw, 1)
+    job.start_processes(replicas=1)
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    job.serving(0)._replicas[1].close()  # as if the connection broke: the replica takes over
+    wait_for(lambda: job.rendezvous().record(0).generation == 2)
+    wait_for(lambda: job.rendezvous().record(0).replicas == {0})
+    for step in range(1, STEPS):
+        assert train_once(model, worker, step)
+    worker.pull()
+    close(dict(model.named_parameters()), wanted)
     worker.close()
     job.finish()
 

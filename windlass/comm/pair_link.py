@@ -96,15 +96,20 @@ class PairLink:
         """
         head = torch.zeros(HEADER, dtype=torch.int64)
         head[: len(header)] = torch.tensor(list(header), dtype=torch.int64)
+        # Only the start is locked. If a write fails because the other side has just closed, gloo reports no error for
+        # that send, and it waits for all of `idle`. Gloo refuses later sends, so they must not wait for this one.
         with self._sending:
-            for tensor in (head, *tensors):
-                self.send_tensor(tensor)
+            started = [self._start_all("send", tensor) for tensor in (head, *tensors)]
+        for one, tensor in zip(started, (head, *tensors), strict=True):
+            self._wait_all(one)
+            self.bytes_sent += tensor.numel() * tensor.element_size()
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous CPU tensor without a header. Raises as `send`; no other thread may send meanwhile."""
-        if tensor.numel():
-            self._transfer("send", tensor.view(-1).view(torch.uint8))
-            self.bytes_sent += tensor.numel() * tensor.element_size()
+        """Send a contiguous CPU tensor without a header. Raises as `send`."""
+        with self._sending:
+            started = self._start_all("send", tensor)
+        self._wait_all(started)
+        self.bytes_sent += tensor.numel() * tensor.element_size()
 
     def receive_header(self) -> list[int]:
         """Receive the integers of the next message.
@@ -119,9 +124,8 @@ class PairLink:
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receive into a contiguous CPU tensor, and return it. Raises as `receive_header`."""
-        if tensor.numel():
-            self._transfer("recv", tensor.view(-1).view(torch.uint8))
-            self.bytes_received += tensor.numel() * tensor.element_size()
+        self._wait_all(self._start_all("recv", tensor))
+        self.bytes_received += tensor.numel() * tensor.element_size()
         return tensor
 
     def close(self) -> None:
@@ -133,26 +137,37 @@ class PairLink:
         """Wait until this side closes the link, and return True; False after `seconds`."""
         return self._closed.wait(seconds)
 
-    def _transfer(self, operation: str, data: torch.Tensor) -> None:
-        for chunk in data.split(_CHUNK):
+    def _start_all(self, operation: str, tensor: torch.Tensor) -> list[Any]:
+        """Start to transfer a tensor, and return the operations of its chunks."""
+        chunks = tensor.view(-1).view(torch.uint8).split(_CHUNK) if tensor.numel() else ()
+        return [self._start(operation, chunk) for chunk in chunks]
+
+    def _wait_all(self, started: list[Any]) -> None:
+        """Wait for each operation, for `idle` at most. If one fails, close the link."""
+        while started:
             began = time.monotonic()
             try:
-                self._start(operation, chunk).wait(self.idle)
-            except LinkClosedError:
-                raise
+                started.pop(0).wait(self.idle)
             except RuntimeError as error:
                 self.close()
                 if time.monotonic() - began + _TICK >= self.idle.total_seconds():
                     raise LinkSilentError(
                         f"{self.peer} sent or received nothing for {self.idle.total_seconds():.0f} s"
                     ) from error
-                raise LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}") from error
+                raise self._ended(error) from error
+
+    def _ended(self, error: RuntimeError) -> LinkClosedError:
+        return LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}")
 
     def _start(self, operation: str, chunk: torch.Tensor) -> Any:
         group = self._group  # local, so dropped before the wait: `close` on another thread then frees the group
         if group is None:
             raise LinkClosedError(f"the connection with {self.peer} is closed")
-        return getattr(group, operation)([chunk], self._other, 0)
+        try:
+            return getattr(group, operation)([chunk], self._other, 0)
+        except RuntimeError as error:
+            self.close()
+            raise self._ended(error) from error
 
 
 def _line(error: BaseException) -> str:

@@ -42,6 +42,7 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
 _PAUSE = 0.02
+_PLACE_CHECK_S = 0.5
 _RETURN_S = 1.0  # a worker whose connection ended is lost after this time
 
 
@@ -114,8 +115,13 @@ class ParameterServer:
             CommunicationError: no worker, or not all replicas, connected in time.
         """
         answered, began, threads = 0, time.monotonic(), []
+        checked = began
         try:
             while not self._is_over():
+                # A thread of a process that was suspended may wait for a worker that has left.
+                if time.monotonic() - checked > _PLACE_CHECK_S:
+                    self._check_place()
+                    checked = time.monotonic()
                 for ticket in range(answered + 1, self._rendezvous.count_calls(self._here) + 1):
                     thread = threading.Thread(target=self._answer, args=(ticket,), daemon=True)
                     threads.append(thread)
@@ -382,13 +388,25 @@ class ParameterServer:
             LinkClosedError: a replica has taken the shard over; this process no longer serves the shard.
         """
         if not self._rendezvous.set_replicas(self._here, frozenset(self._replicas)):
-            logger.warning("%s: a replica has taken the shard over", self._here)
-            self.abandon()
+            self._leave_place()
             self._require_place()
 
     def _require_place(self) -> None:
         if self._ends or self._failed_update is not None:  # the shard may be half updated
             raise LinkClosedError(f"{self._here} no longer serves the shard")
+
+    def _check_place(self) -> bool:
+        """Abandon the shard, and return False, if another process has taken it over; else return True."""
+        if self._rendezvous.record(self._server).address == self._here:
+            return True
+        self._leave_place()
+        return False
+
+    def _leave_place(self) -> None:
+        with self._changed:
+            if not self._ends:
+                logger.warning("%s: another process has taken the shard over", self._here)
+                self.abandon()
 
     def _remove(self, worker: int, ticket: int, *, retires: bool) -> None:
         with self._changed:
@@ -397,11 +415,8 @@ class ParameterServer:
             # the worker has connected again, or no further update can be made
             if self._live.get(worker) != ticket or self._ends or self._failed_update is not None:
                 return
-            if self._rendezvous.record(self._server).address != self._here:
-                # The workers have left this process, because it did not answer for a while, but not the run.
-                logger.warning("%s: another process has taken the shard over", self._here)
-                self.abandon()
-                return
+            if not self._check_place():
+                return  # the worker has left this process, which did not answer for a while, but not the run
             del self._live[worker]
             self._links.pop(worker).close()
             self._idle_since = time.monotonic()
