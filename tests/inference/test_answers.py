@@ -16,7 +16,7 @@ from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentenc
 from windlass.base.errors import ConfigError, EngineOverloadedError, ModelError, RequestError
 from windlass.base.model_updates import note_update
 from windlass.inference import embeddings
-from windlass.inference.chat_template import reads_parts
+from windlass.inference.chat_template import ReadForms, read_forms
 from windlass.inference.detokenizer import Detokenizer, TextDecoder, held_back, text_offsets
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
@@ -604,17 +604,18 @@ def test_conversations_become_prompts_by_a_template() -> None:
 _LOOP = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
 
 
+TEXTS, PARTS, EITHER = ReadForms(True, False), ReadForms(False, True), ReadForms(True, True)
 CONTENT_FORMS = [
-    (_LOOP, True),
-    ("{% set found = message['content'] %}" + _LOOP.replace("message.content", "found"), True),
-    ("{{ message['content'][0]['text'] }}", True),
-    (_LOOP.replace("message.content", "message['content'] | selectattr('type', 'equalto', 'text')"), True),
-    ("{% generation %}{{ message.content[0].text }}{% endgeneration %}", True),
-    ("{% if message.content is string %}{{ message.content }}{% else %}" + _LOOP + "{% endif %}", False),
-    ("{{ message.content | trim }}{% for call in message.tool_calls or [] %}{% endfor %}", False),
-    ("{% set content = message.content.split('</think>') %}{{ content[0].strip() }}", False),
-    ("{% for character in message.content %}{{ character }}{% endfor %}", False),
-    ("{{ message.content.split('x')[0] }}{% if message.content[:1] == 'a' %}{% endif %}", False),
+    (_LOOP, PARTS),
+    ("{% set found = message['content'] %}" + _LOOP.replace("message.content", "found"), PARTS),
+    ("{{ message['content'][0]['text'] }}", PARTS),
+    (_LOOP.replace("message.content", "message['content'] | selectattr('type', 'equalto', 'text')"), PARTS),
+    ("{% generation %}{{ message.content[0].text }}{% endgeneration %}", PARTS),
+    ("{% if message.content is string %}{{ message.content }}{% else %}" + _LOOP + "{% endif %}", EITHER),
+    ("{{ message.content | trim }}{% for call in message.tool_calls or [] %}{% endfor %}", TEXTS),
+    ("{% set content = message.content.split('</think>') %}{{ content[0].strip() }}", TEXTS),
+    ("{% for character in message.content %}{{ character }}{% endfor %}", TEXTS),
+    ("{{ message.content.split('x')[0] }}{% if message.content[:1] == 'a' %}{% endif %}", TEXTS),
 ]
 
 
@@ -622,9 +623,9 @@ def test_contents_have_the_form_that_the_template_reads() -> None:
     tokenizer = byte_level_tokenizer()
     messages = [{"role": "system", "content": "the fo"}, {"role": "user", "content": [{"type": "text", "text": "1"}]}]
     with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
-        for body, parts in CONTENT_FORMS:
+        for body, forms in CONTENT_FORMS:
             template = "{% for message in messages %}<{{ message.role }}>" + body + "{% endfor %}"
-            assert reads_parts(template) == parts
+            assert read_forms(template) == forms
             (output,) = llm.chat(messages, GREEDY, chat_template=template)
             assert output.prompt == "<system>the fo<user>1", body
         with pytest.raises(RequestError, match="chat_template_content_format"):
@@ -636,15 +637,45 @@ def test_a_template_that_reads_parts_gets_the_parts_of_the_caller() -> None:
     content = [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "one"}]
     template = "{% for message in messages %}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
-    either = "{% for message in messages if message.content is not string %}{{ message.content | length }}{% endfor %}"
+    either = template.replace(
+        "{% for part", "{% if message.content is string %}{{ message.content }}{% else %}{% for part"
+    )
+    either = either.replace("{% endfor %}", "{% endfor %}{% endif %}", 1)
     with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
         for form in ("auto", "openai"):
             (output,) = llm.chat(messages, GREEDY, chat_template=template, chat_template_content_format=form)
             assert output.prompt == "<the><fox><one>"
-        (output,) = llm.chat(messages, GREEDY, chat_template=either, chat_template_content_format="openai")
-        assert output.prompt == "21"
+        for form, prompt in (("auto", "<the><fox>one"), ("openai", "<the><fox><one>"), ("string", "the\nfoxone")):
+            (output,) = llm.chat(messages, GREEDY, chat_template=either, chat_template_content_format=form)
+            assert output.prompt == prompt
         (output,) = llm.chat(messages, GREEDY, chat_template=TEMPLATE, chat_template_content_format="string")
         assert output.prompt == "<user>the\nfox<assistant>one<assistant>"
+
+
+def test_calls_of_tools_in_messages_are_read_as_by_the_server() -> None:
+    """A message that calls tools needs no content, and its arguments may be JSON, as in OpenAI's answers."""
+    tokenizer = byte_level_tokenizer()
+    template = (
+        "{% for m in messages %}<{{ m.content }}>{% for call in m.tool_calls %}{{ call.function.arguments.fox }}"
+        "{% endfor %}{% endfor %}"
+    )
+    parts = template.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+
+    def message(arguments: Any, **content: Any) -> dict[str, Any]:
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return {"role": "assistant", **content, "tool_calls": calls}
+
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        for form in (template, parts):
+            for sent in (
+                message('{"fox": "the"}'),
+                message({"fox": "the"}, content=None),
+                message('{"fox": "the"}', content=""),
+            ):
+                (output,) = llm.chat([sent], GREEDY, chat_template=form)
+                assert output.prompt == "<>the"
+        with pytest.raises(RequestError, match="arguments of a tool call are not JSON"):
+            llm.chat([message("{")], GREEDY, chat_template=template)
 
 
 def test_tokens_beyond_the_tokenizer_have_no_text() -> None:

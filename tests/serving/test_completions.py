@@ -89,9 +89,18 @@ def test_one_constraint_in_its_older_and_its_newer_form_is_one() -> None:
 def test_a_template_that_reads_parts_gets_parts() -> None:
     loop = "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}"
     engine = FakeEngine(tokenizer=CharacterTokenizer(chat_template=loop))
-    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "c"}]}]
+    parts = [{"type": "text", "text": "c"}, {"type": "refusal", "refusal": "d"}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
-    assert engine.tokenizer.decode(engine.seen[0][0]) == "ab;c;"
+    assert engine.tokenizer.decode(engine.seen[0][0]) == "ab;c;d;"
+    engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
+    assert engine.tokenizer.decode(engine.seen[1][0]) == "ab;c\nd;;"
 
 
 def test_echo_with_logprobs_alone_generates_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from windlass.base.errors import RequestError
 
@@ -13,13 +13,24 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 """Forms of content, with vLLM's names: `auto` (as the template reads it), `string` (a text), `openai` (text parts)."""
 
 
+class ReadForms(NamedTuple):
+    """Forms of content that a template reads."""
+
+    text: bool
+    parts: bool
+
+
+_TEXT, _PARTS = ReadForms(text=True, parts=False), ReadForms(text=False, parts=True)
+
+
 def with_content_form(
     messages: Iterable[Mapping[str, Any]], tokenizer: Any, template: str | None, form: str = "auto"
 ) -> list[Mapping[str, Any]]:
-    """Return messages in which each content that is a text has the form that a template reads.
+    """Return messages whose contents have a form that a template reads.
 
-    With the form of parts, a text becomes a list of one part. Contents that are lists already stay as they are.
-    A template that iterates over the parts of a content would iterate over the characters of a text, and omit the text.
+    A text becomes a list of one part if the template reads parts only: it would iterate over the characters of a text,
+    and omit the text. A list of parts becomes one text if the template reads texts only. A message without a content
+    that calls tools gets an empty one.
 
     Args:
         messages: messages; parts of their contents are texts.
@@ -37,20 +48,21 @@ def with_content_form(
     found = template if template is not None else getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):
         found = found.get("default")
-    parts = form == "openai" or (form == "auto" and isinstance(found, str) and reads_parts(found))
-    return [_with_parts(message) if parts else _with_text(message) for message in messages]
+    reads = _PARTS if form == "openai" else _TEXT
+    if form == "auto" and isinstance(found, str):
+        reads = read_forms(found)
+    return [_in_form(message, reads) if isinstance(message, Mapping) else message for message in messages]
 
 
-def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, (list, tuple)):
-        return message
-    return {**message, "content": "\n".join(part["text"] for part in content)}
+def _in_form(message: Mapping[str, Any], reads: ReadForms) -> Mapping[str, Any]:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": "" if reads.text else []}
+    if isinstance(content, str) and not reads.text:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if isinstance(content, (list, tuple)) and not reads.parts:
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    return message
 
 
 def parse_template(template: str) -> Any:
@@ -67,21 +79,31 @@ def parse_template(template: str) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def reads_parts(template: str) -> bool:
-    """Return True if a template reads the content of messages as a list of parts, and has no case for a text."""
+def read_forms(template: str) -> ReadForms:
+    """Return the forms in which a template reads the content of messages.
+
+    A template reads parts if it iterates over a content, or indexes it, and reads the type or text of what it gets. It
+    then reads texts only if it tests the type of a content.
+    """
     from jinja2 import TemplateError, nodes
 
     try:
         tree = parse_template(template)
     except TemplateError:
-        return False  # the call that renders the template raises the error
+        return _TEXT  # the call that renders the template raises the error
     names = {"content"}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, {"content"}):
             names.add(assign.target.name)
+    if not _reads_parts(tree, names):
+        return _TEXT
     cases = (test.node for test in tree.find_all(nodes.Test) if test.name in ("string", "sequence", "iterable"))
-    if any(_is_content(node, names) for node in cases):
-        return False
+    return ReadForms(text=any(_is_content(node, names) for node in cases), parts=True)
+
+
+def _reads_parts(tree: Any, names: set[str]) -> bool:
+    from jinja2 import nodes
+
     for loop in tree.find_all(nodes.For):
         if isinstance(loop.target, nodes.Name) and _is_content(loop.iter, names):
             target = loop.target.name

@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex, TypedDict, TypeVar, cast
 import torch
 from torch import nn
 
+from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.errors import RequestError
 from windlass.inference.beam_search import BeamSearchOutput, search_beams
 from windlass.inference.chat_template import with_content_form
@@ -223,7 +224,7 @@ class LLM:
 
         Args:
             messages: a conversation or a list of several. A conversation is a list of dicts with `role` and `content`,
-                which is a text, or a list of parts of the type `text`.
+                which is a text, or a list of parts of the type `text`. Arguments of `tool_calls` are objects, or JSON.
             chat_template: template in Jinja; None: that of the tokenizer.
             add_generation_prompt: end the prompt with the header of the assistant's message.
             continue_final_message: continue the last message in place of a new one; needs
@@ -238,8 +239,9 @@ class LLM:
             One output for each conversation; `prompt` is the text that the template made.
 
         Raises:
-            RequestError: there is no tokenizer or no chat template, a part is not text, the content format is
-                unknown, or the template raises an error. Other errors are those of `generate`.
+            RequestError: there is no tokenizer or no chat template, a part is not text, arguments of a call are not
+                JSON, the content format is unknown, or the template raises an error. Other errors are those of
+                `generate`.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
@@ -250,7 +252,7 @@ class LLM:
         texts: list[str] = []
         prompts: list[Prompt] = []
         for conversation in conversations:
-            listed: list[Any] = list(conversation)
+            listed = [_with_parsed_calls(message) for message in conversation]
             for message in listed:
                 _check_parts(message)
             shown = with_content_form(listed, self.tokenizer, chat_template, chat_template_content_format)
@@ -411,6 +413,25 @@ def _check_parts(message: Any) -> None:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError("a message has a part that is not text; the model takes text only", parameter="messages")
+
+
+def _with_parsed_calls(message: Any) -> Any:
+    """Return a message whose arguments of tool calls are objects, as chat templates read them."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, (list, tuple)):
+        return message
+    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = parse_json(function["arguments"] or "{}", finite_numbers=True)
+        return {**call, "function": {**function, "arguments": arguments}}
+    except JsonError as error:
+        raise RequestError(f"arguments of a tool call are not JSON: {error}", parameter="messages") from error
 
 
 def _spread(name: str, given: Any, count: int) -> list[Any]:

@@ -35,7 +35,7 @@ class ChatTool:
 
 
 def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages in the form of chat templates: text content, and arguments of tool calls as objects.
+    """Return the messages in the form of chat templates: parts of texts, and arguments of tool calls as objects.
 
     Raises:
         ApiError: a role or a content is not supported; the error names its place.
@@ -58,16 +58,17 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     # chat templates use the role's older name, `system`
     kept["role"] = "system" if role == "developer" else role
     content = message.get("content")
-    kept["content"] = "" if content is None else content_text(content, f"{place}.content")
-    if message.get("content") is None and not message.get("tool_calls"):
+    if content is not None:
+        kept["content"] = checked_content(content, f"{place}.content")
+    elif not message.get("tool_calls"):
         raise ApiError(400, f"{place}.content is missing; send a text", parameter=f"{place}.content")
     if message.get("tool_calls"):
         kept["tool_calls"] = _normalize_tool_calls(message["tool_calls"], f"{place}.tool_calls")
     return kept
 
 
-def content_text(content: Any, place: str, kinds: Collection[str] = ("text",)) -> str:
-    """Return the text of a message's content, which may be a list of parts.
+def checked_content(content: Any, place: str, kinds: Collection[str] = ("text",)) -> str | list[dict[str, str]]:
+    """Return a message's content: a text, or a list of parts of the type `text`.
 
     Args:
         kinds: types of parts with a text. Parts of the type `refusal` are accepted too.
@@ -81,7 +82,7 @@ def content_text(content: Any, place: str, kinds: Collection[str] = ("text",)) -
         raise ApiError(
             400, f"{place} is {one_line(repr(content), 80)}; send a text or a list of parts", parameter=place
         )
-    texts = []
+    parts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "refusal" and kind not in kinds:
@@ -94,8 +95,8 @@ def content_text(content: Any, place: str, kinds: Collection[str] = ("text",)) -
         key = "refusal" if kind == "refusal" else "text"
         if not isinstance(part.get(key), str):
             raise ApiError(400, f"{place}.{index}.{key} is not text; send a string", parameter=f"{place}.{index}.{key}")
-        texts.append(part[key])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part[key]})
+    return parts
 
 
 def _normalize_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:

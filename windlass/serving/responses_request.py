@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.text import one_line
 from windlass.serving.api_errors import ApiError
-from windlass.serving.chat_prompt import content_text
+from windlass.serving.chat_prompt import checked_content
 from windlass.serving.chat_request import ChatRequest, check_allowed_tools
 from windlass.serving.request_fields import CommonSamplingFields, DictField, ListField, RequestModel
 
@@ -151,7 +151,7 @@ def chat_messages(items: str | list[dict[str, Any]], instructions: str | None) -
                     400, f"{place}.role is {shown}; write one of {', '.join(_ROLES)}", parameter=f"{place}.role"
                 )
             messages.append(
-                {"role": role, "content": content_text(item.get("content"), f"{place}.content", _TEXT_PARTS)}
+                {"role": role, "content": checked_content(item.get("content"), f"{place}.content", _TEXT_PARTS)}
             )
         elif kind == "function_call":
             fields = {name: _string(item, name, place) for name in ("call_id", "name", "arguments")}
@@ -172,7 +172,7 @@ def chat_messages(items: str | list[dict[str, Any]], instructions: str | None) -
                     "item of type function_call too",
                     parameter=f"{place}.call_id",
                 )
-            content = content_text(item.get("output"), f"{place}.output", _TEXT_PARTS)
+            content = checked_content(item.get("output"), f"{place}.output", _TEXT_PARTS)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind != "reasoning":
             raise ApiError(
