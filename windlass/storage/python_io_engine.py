@@ -129,25 +129,38 @@ class PythonIoEngine:
         bounce: mmap.mmap | None = None
         while (job := self._next()) is not None:
             request, span = job
-            file, offset, address, nbytes, sums = span
-            memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            aligned = address % self._alignment == 0
-            if not aligned and bounce is None:
-                bounce = mmap.mmap(-1, self._block_size)
-            target = memory if aligned or bounce is None else memoryview(bounce)[:nbytes]
-            if not aligned and request.write:
-                target[:] = memory
-            noted = (ctypes.c_uint32 * (nbytes // PAGE)).from_address(sums) if sums else None
-            if request.write and noted is not None:
-                noted[:] = [zlib.crc32(memory[at : at + PAGE]) for at in range(0, nbytes, PAGE)]
-            error, done = self._transfer_block(request.write, file, offset, target)
-            if not request.write and noted is not None and not error:
-                error, done = _verify_checksums(target, noted)
-            if not aligned and not request.write and not error:
-                memory[:] = target
+            try:
+                if span[2] % self._alignment and bounce is None:
+                    bounce = mmap.mmap(-1, self._block_size)
+                error, done = self._run_block(request.write, span, bounce)
+            except OSError as failure:  # no memory for the buffer
+                error, done = failure.errno or errno.ENOMEM, 0
+            except MemoryError:
+                error, done = errno.ENOMEM, 0
+            file, offset = span[:2]
             with self._changed:
                 self._transferred_bytes[request.write] += done
                 self._finish(request, (error, file, offset, done) if error else None)
+
+    def _run_block(self, write: bool, span: BlockSpan, bounce: mmap.mmap | None) -> tuple[int, int]:
+        """Move one block, through `bounce` if its address is not aligned. Return the errno (0: success) and the bytes
+        done.
+        """
+        file, offset, address, nbytes, sums = span
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        aligned = address % self._alignment == 0
+        target = memory if aligned or bounce is None else memoryview(bounce)[:nbytes]
+        if not aligned and write:
+            target[:] = memory
+        noted = (ctypes.c_uint32 * (nbytes // PAGE)).from_address(sums) if sums else None
+        if write and noted is not None:
+            noted[:] = [zlib.crc32(memory[at : at + PAGE]) for at in range(0, nbytes, PAGE)]
+        error, done = self._transfer_block(write, file, offset, target)
+        if not write and noted is not None and not error:
+            error, done = _verify_checksums(target, noted)
+        if not aligned and not write and not error:
+            memory[:] = target
+        return error, done
 
     def _transfer_block(self, write: bool, file: int, offset: int, memory: memoryview) -> tuple[int, int]:
         """Return the errno (0: success; ENODATA: the file ended) and the bytes done."""
