@@ -63,8 +63,12 @@ def moq(**more: Any) -> QuantizeTraining:
 EIGENVALUE = Eigenvalue(enabled=True, layer_name="layer", tol=1e-4)
 
 
-def test_power_iteration_finds_the_largest_eigenvalue_of_each_block() -> None:
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_power_iteration_finds_the_largest_eigenvalue_of_each_block(is_zero: bool) -> None:
     model, x = model_and_batch()
+    if is_zero:
+        for name in ("up", "down"):
+            nn.init.zeros_(model.layer[1][name].weight)
     twin = copy.deepcopy(model)
     prepare_quantize_training(model, moq(quantize_schedule={"schedule_offset": 1000}), EIGENVALUE)
     planner = bit_planner(model)

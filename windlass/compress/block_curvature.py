@@ -22,7 +22,7 @@ from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.compressed_layers import CompressedLayer
 
-_PART = 1e-2  # norm of a shift, relative to the norm of the block's weights
+_PART = 1e-2  # norm of a shift, relative to the norm of the block's weights, or absolute if they are all 0
 
 
 # Function that runs a forward and a backward, on the same samples each time. It returns the gradients of the mean loss
@@ -69,7 +69,7 @@ def largest_eigenvalue(
     direction = block.normalized([_first_direction(layer).to(device) for layer in layers], stability)
     block.gradients_at([0 * one for one in direction])  # sets `shifted_square`
     square = block.sum_of_parts([layer.compression.shifted_square for layer in layers])
-    size, found = _PART * math.sqrt(square), 0.0
+    size, found = _PART * (math.sqrt(square) or 1.0), 0.0
     for _ in range(steps):
         ahead = block.gradients_at([size * one for one in direction])
         behind = block.gradients_at([-size * one for one in direction])
