@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import windlass
@@ -353,6 +354,34 @@ class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(torch.relu(self.inner(x)))
         return out + torch.randn_like(out)
+
+
+class OneValue(nn.Module):
+    """Perceptron with one value for each sample, or for the batch."""
+
+    def __init__(self, result: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.result = nn.Linear(4, 6), nn.Linear(6, 1), result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.result(self.down(torch.relu(self.up(x))))
+
+
+@pytest.mark.parametrize("result", [lambda y: y.squeeze(-1), torch.mean, torch.Tensor.flatten])
+def test_units_of_a_model_with_one_value_are_found(result: Callable[[Tensor], Tensor]) -> None:
+    from windlass.compress.channel_units import find_channel_units
+
+    assert [(group.name, group.units) for group in find_channel_units(OneValue(result), torch.randn(3, 4))] == [
+        ("up", 6)
+    ]
+
+
+def test_layers_that_run_on_single_samples_keep_their_channels() -> None:
+    from windlass.compress.channel_units import find_channel_units
+
+    each = OneValue(lambda y: y)
+    each.forward = lambda x: torch.stack([OneValue.forward(each, row) for row in x])  # type: ignore[method-assign]
+    assert find_channel_units(each, torch.randn(3, 4)) == []
 
 
 def test_units_of_a_model_that_draws_random_numbers_are_found() -> None:

@@ -112,6 +112,16 @@ def _is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels == module.out_channels > 1
 
 
+def _marked_rows(value: Any, count: int) -> Tensor:
+    """Return for each of `count` copies True if its row has NaN. If rows are not those of copies, one NaN marks all."""
+    if not isinstance(value, Tensor):
+        return torch.ones(count).bool()
+    marked = value.isnan()
+    if not value.dim() or len(value) != count:
+        return marked.any().expand(count)
+    return marked.reshape(count, -1).any(1)
+
+
 @dataclass
 class _Marks:
     """Layer whose channels are marked in one forward."""
@@ -154,16 +164,16 @@ class _Trace:
             for handle in handles:
                 handle.remove()
         for tensor in _tensors(out):
-            self._lock(torch.isnan(tensor).flatten(1).any(1) if tensor.dim() else torch.ones(stop - start).bool())
+            self._lock(_marked_rows(tensor, stop - start))
 
     def _mark(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         marks = self._marks
         rows = torch.arange(marks.stop - marks.start)
         marked = output.clone()
-        moved = marked if isinstance(module, _CONVOLUTIONS) else marked.movedim(-1, 1)
-        if len(moved) != len(rows):  # the batch is not the first dimension here
+        if marked.dim() < 2 or len(marked) != len(rows):  # the batch is not the first dimension here
             self._lock(torch.ones(len(rows)).bool())
             return output
+        moved = marked if isinstance(module, _CONVOLUTIONS) else marked.movedim(-1, 1)
         moved[rows, rows + marks.start] = float("nan")
         return marked
 
@@ -182,9 +192,8 @@ class _Trace:
         marks = self._marks
         count = marks.stop - marks.start
         known = _produces(module) or isinstance(module, _NORMS) or _is_depthwise(module)
-        if not known or not isinstance(value, Tensor) or len(value) != count:
-            found = value.flatten(1).isnan().any(1) if isinstance(value, Tensor) and len(value) == count else None
-            self._lock(torch.ones(count).bool() if found is None else found)
+        if not known or not isinstance(value, Tensor) or value.dim() < 2 or len(value) != count:
+            self._lock(_marked_rows(value, count))
             return
         moved = value.movedim(-1, 1) if isinstance(module, nn.Linear) else value
         reached = moved.flatten(2).isnan().any(2) if moved.dim() > 2 else moved.isnan()
