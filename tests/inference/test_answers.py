@@ -16,7 +16,7 @@ from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentenc
 from windlass.base.errors import ConfigError, EngineOverloadedError, ModelError, RequestError
 from windlass.base.model_updates import note_update
 from windlass.inference import embeddings
-from windlass.inference.chat_template import ReadForms, read_forms
+from windlass.inference.chat_template import ContentForm, read_forms
 from windlass.inference.detokenizer import Detokenizer, TextDecoder, held_back, text_offsets
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
@@ -604,18 +604,17 @@ def test_conversations_become_prompts_by_a_template() -> None:
 _LOOP = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
 
 
-TEXTS, PARTS, EITHER = ReadForms(True, False), ReadForms(False, True), ReadForms(True, True)
 CONTENT_FORMS = [
-    (_LOOP, PARTS),
-    ("{% set found = message['content'] %}" + _LOOP.replace("message.content", "found"), PARTS),
-    ("{{ message['content'][0]['text'] }}", PARTS),
-    (_LOOP.replace("message.content", "message['content'] | selectattr('type', 'equalto', 'text')"), PARTS),
-    ("{% generation %}{{ message.content[0].text }}{% endgeneration %}", PARTS),
-    ("{% if message.content is string %}{{ message.content }}{% else %}" + _LOOP + "{% endif %}", EITHER),
-    ("{{ message.content | trim }}{% for call in message.tool_calls or [] %}{% endfor %}", TEXTS),
-    ("{% set content = message.content.split('</think>') %}{{ content[0].strip() }}", TEXTS),
-    ("{% for character in message.content %}{{ character }}{% endfor %}", TEXTS),
-    ("{{ message.content.split('x')[0] }}{% if message.content[:1] == 'a' %}{% endif %}", TEXTS),
+    (_LOOP, ContentForm.PARTS),
+    ("{% set found = message['content'] %}" + _LOOP.replace("message.content", "found"), ContentForm.PARTS),
+    ("{{ message['content'][0]['text'] }}", ContentForm.ONE_PART),
+    (_LOOP.replace("message.content", "message['content'] | selectattr('type', 'equalto', 'text')"), ContentForm.PARTS),
+    ("{% generation %}{{ message.content[0].text }}{% endgeneration %}", ContentForm.ONE_PART),
+    ("{% if message.content is string %}{{ message.content }}{% else %}" + _LOOP + "{% endif %}", ContentForm.TEXT),
+    ("{{ message.content | trim }}{% for call in message.tool_calls or [] %}{% endfor %}", ContentForm.TEXT),
+    ("{% set content = message.content.split('</think>') %}{{ content[0].strip() }}", ContentForm.TEXT),
+    ("{% for character in message.content %}{{ character }}{% endfor %}", ContentForm.TEXT),
+    ("{{ message.content.split('x')[0] }}{% if message.content[:1] == 'a' %}{% endif %}", ContentForm.TEXT),
 ]
 
 
@@ -623,9 +622,9 @@ def test_contents_have_the_form_that_the_template_reads() -> None:
     tokenizer = byte_level_tokenizer()
     messages = [{"role": "system", "content": "the fo"}, {"role": "user", "content": [{"type": "text", "text": "1"}]}]
     with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
-        for body, forms in CONTENT_FORMS:
+        for body, form in CONTENT_FORMS:
             template = "{% for message in messages %}<{{ message.role }}>" + body + "{% endfor %}"
-            assert read_forms(template) == forms
+            assert read_forms(template).content is form
             (output,) = llm.chat(messages, GREEDY, chat_template=template)
             assert output.prompt == "<system>the fo<user>1", body
         with pytest.raises(RequestError, match="chat_template_content_format"):
@@ -645,9 +644,15 @@ def test_a_template_that_reads_parts_gets_the_parts_of_the_caller() -> None:
         for form in ("auto", "openai"):
             (output,) = llm.chat(messages, GREEDY, chat_template=template, chat_template_content_format=form)
             assert output.prompt == "<the><fox><one>"
-        for form, prompt in (("auto", "<the><fox>one"), ("openai", "<the><fox><one>"), ("string", "the\nfoxone")):
+        for form, prompt in (("auto", "the\nfoxone"), ("openai", "<the><fox><one>"), ("string", "the\nfoxone")):
             (output,) = llm.chat(messages, GREEDY, chat_template=either, chat_template_content_format=form)
             assert output.prompt == prompt
+        first = "{% for message in messages %}{{ message.content[0].text }};{% endfor %}"
+        (output,) = llm.chat(messages, GREEDY, chat_template=first)
+        assert output.prompt == "the\nfox;one;"
+        refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+        (output,) = llm.chat([refusal], GREEDY, chat_template=template)
+        assert output.prompt == "<no>"
         (output,) = llm.chat(messages, GREEDY, chat_template=TEMPLATE, chat_template_content_format="string")
         assert output.prompt == "<user>the\nfox<assistant>one<assistant>"
 
@@ -666,16 +671,32 @@ def test_calls_of_tools_in_messages_are_read_as_by_the_server() -> None:
         return {"role": "assistant", **content, "tool_calls": calls}
 
     with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
-        for form in (template, parts):
+        first = template.replace("{{ m.content }}", "{{ m.content[0].text }}")
+        for form in (template, parts, first):
             for sent in (
                 message('{"fox": "the"}'),
                 message({"fox": "the"}, content=None),
                 message('{"fox": "the"}', content=""),
+                message({"fox": "the"}, content=[]),
             ):
                 (output,) = llm.chat([sent], GREEDY, chat_template=form)
                 assert output.prompt == "<>the"
         with pytest.raises(RequestError, match="arguments of a tool call are not JSON"):
             llm.chat([message("{")], GREEDY, chat_template=template)
+
+
+def test_a_template_may_write_arguments_of_calls() -> None:
+    """As templates of DeepSeek do."""
+    tokenizer = byte_level_tokenizer()
+    template = (
+        "{% for m in messages %}{% for tool in m['tool_calls'] %}{{ 'the ' + tool['function']['arguments'] }}"
+        "{% endfor %}{{ m['content'] + '.' }}{% endfor %}"
+    )
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        for arguments in ('{"fox": 1}', {"fox": 1}):
+            calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+            (output,) = llm.chat([{"role": "assistant", "tool_calls": calls}], GREEDY, chat_template=template)
+            assert output.prompt == 'the {"fox": 1}.'
 
 
 def test_tokens_beyond_the_tokenizer_have_no_text() -> None:

@@ -114,7 +114,8 @@ ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, lambda own: SG
 """
 
 
-def test_a_stopped_server_is_replaced_and_may_continue() -> None:
+@pytest.mark.parametrize("is_pushing", [True, False])
+def test_a_stopped_server_is_replaced_and_may_continue(is_pushing: bool) -> None:
     """The server's connections stay open: the replica and the worker detect its loss by missing heartbeats."""
     settings = ParameterServerSettings(mode="asynchronous", heartbeat_seconds=2.0)
     job = Job(lambda: nn.Linear(5, 2), sgd, settings, servers=1, workers=1)
@@ -126,9 +127,11 @@ def test_a_stopped_server_is_replaced_and_may_continue() -> None:
         for step in range(3):
             worker.pull()
             loss_of(model, step, 0).backward()
-            if step == 1:
+            if step == 1 and is_pushing:
                 process.send_signal(signal.SIGSTOP)
             worker.push()
+            if step == 1 and not is_pushing:
+                process.send_signal(signal.SIGSTOP)
         assert worker.pull() == 3
         process.send_signal(signal.SIGCONT)
         until(lambda: job.rendezvous().record(0).replicas == {0}, "the server that was stopped becomes the replica")

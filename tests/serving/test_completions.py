@@ -97,10 +97,15 @@ def test_a_template_that_reads_parts_gets_parts() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
-    assert engine.tokenizer.decode(engine.seen[0][0]) == "ab;c;d;"
+    assert engine.tokenizer.decode(engine.seen[0][0]) == "ab;c;d;;"
+    engine.tokenizer.chat_template = (
+        "{% for m in messages if m.tool_calls %}{{ '<' + m.tool_calls[0].function.arguments }}{% endfor %}"
+    )
+    assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
+    assert engine.tokenizer.decode(engine.seen[1][0]) == "<{}"
     engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
     assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
-    assert engine.tokenizer.decode(engine.seen[1][0]) == "ab;c\nd;;"
+    assert engine.tokenizer.decode(engine.seen[2][0]) == "ab;c\nd;;"
 
 
 def test_echo_with_logprobs_alone_generates_nothing() -> None:

@@ -94,21 +94,32 @@ class PairLink:
             LinkClosedError: the link is closed, or the other side has ended.
             LinkSilentError: the other side received nothing for `idle`.
         """
-        head = torch.zeros(HEADER, dtype=torch.int64)
-        head[: len(header)] = torch.tensor(list(header), dtype=torch.int64)
-        # Only the start is locked. If a write fails because the other side has just closed, gloo reports no error for
-        # that send, and it waits for all of `idle`. Gloo refuses later sends, so they must not wait for this one.
         with self._sending:
-            started = [self._start_all("send", tensor) for tensor in (head, *tensors)]
-        for one, tensor in zip(started, (head, *tensors), strict=True):
-            self._wait_all(one)
-            self.bytes_sent += tensor.numel() * tensor.element_size()
+            for tensor in (_head(header), *tensors):
+                self.send_tensor(tensor)
+
+    def send_heartbeat(self, header: Sequence[int]) -> None:
+        """Send integers as `send` does, unless another thread is sending a message.
+
+        Other threads can send before the other side has received the heartbeat. If its write fails because the other
+        side has just closed, gloo reports no error for it, and it waits for all of `idle`. gloo refuses later sends.
+
+        Raises:
+            LinkClosedError: the link is closed, or the other side has ended.
+            LinkSilentError: the other side received nothing for `idle`.
+        """
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            operation = self._start("send", _head(header).view(torch.uint8))
+            self.bytes_sent += HEADER * torch.int64.itemsize
+        finally:
+            self._sending.release()
+        self._wait(operation)
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous CPU tensor without a header. Raises as `send`."""
-        with self._sending:
-            started = self._start_all("send", tensor)
-        self._wait_all(started)
+        """Send a contiguous CPU tensor without a header. Raises as `send`; no other thread may send meanwhile."""
+        self._transfer("send", tensor)
         self.bytes_sent += tensor.numel() * tensor.element_size()
 
     def receive_header(self) -> list[int]:
@@ -124,7 +135,7 @@ class PairLink:
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receive into a contiguous CPU tensor, and return it. Raises as `receive_header`."""
-        self._wait_all(self._start_all("recv", tensor))
+        self._transfer("recv", tensor)
         self.bytes_received += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -137,24 +148,22 @@ class PairLink:
         """Wait until this side closes the link, and return True; False after `seconds`."""
         return self._closed.wait(seconds)
 
-    def _start_all(self, operation: str, tensor: torch.Tensor) -> list[Any]:
-        """Start to transfer a tensor, and return the operations of its chunks."""
-        chunks = tensor.view(-1).view(torch.uint8).split(_CHUNK) if tensor.numel() else ()
-        return [self._start(operation, chunk) for chunk in chunks]
+    def _transfer(self, operation: str, tensor: torch.Tensor) -> None:
+        for chunk in tensor.view(-1).view(torch.uint8).split(_CHUNK) if tensor.numel() else ():
+            self._wait(self._start(operation, chunk))
 
-    def _wait_all(self, started: list[Any]) -> None:
-        """Wait for each operation, for `idle` at most. If one fails, close the link."""
-        while started:
-            began = time.monotonic()
-            try:
-                started.pop(0).wait(self.idle)
-            except RuntimeError as error:
-                self.close()
-                if time.monotonic() - began + _TICK >= self.idle.total_seconds():
-                    raise LinkSilentError(
-                        f"{self.peer} sent or received nothing for {self.idle.total_seconds():.0f} s"
-                    ) from error
-                raise self._ended(error) from error
+    def _wait(self, operation: Any) -> None:
+        """Wait for an operation, for `idle` at most. If it fails, close the link."""
+        began = time.monotonic()
+        try:
+            operation.wait(self.idle)
+        except RuntimeError as error:
+            self.close()
+            if time.monotonic() - began + _TICK >= self.idle.total_seconds():
+                raise LinkSilentError(
+                    f"{self.peer} sent or received nothing for {self.idle.total_seconds():.0f} s"
+                ) from error
+            raise self._ended(error) from error
 
     def _ended(self, error: RuntimeError) -> LinkClosedError:
         return LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}")
@@ -168,6 +177,12 @@ class PairLink:
         except RuntimeError as error:
             self.close()
             raise self._ended(error) from error
+
+
+def _head(header: Sequence[int]) -> torch.Tensor:
+    head = torch.zeros(HEADER, dtype=torch.int64)
+    head[: len(header)] = torch.tensor(list(header), dtype=torch.int64)
+    return head
 
 
 def _line(error: BaseException) -> str:

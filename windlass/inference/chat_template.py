@@ -1,36 +1,41 @@
-"""Form of a message's content that a chat template reads: a text, or a list of parts."""
+"""Forms in which a chat template reads messages: content as a text or parts, arguments of calls as objects or JSON."""
 
 from __future__ import annotations
 
+import enum
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
+from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.errors import RequestError
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 """Forms of content, with vLLM's names: `auto` (as the template reads it), `string` (a text), `openai` (text parts)."""
 
 
-class ReadForms(NamedTuple):
-    """Forms of content that a template reads."""
+class ContentForm(enum.Enum):
+    """Form in which a template reads the content of a message.
 
-    text: bool
-    parts: bool
+    A template with `ONE_PART` reads only the first part of a list.
+    """
 
-
-_TEXT, _PARTS = ReadForms(text=True, parts=False), ReadForms(text=False, parts=True)
+    TEXT = enum.auto()
+    PARTS = enum.auto()
+    ONE_PART = enum.auto()
 
 
 def with_content_form(
     messages: Iterable[Mapping[str, Any]], tokenizer: Any, template: str | None, form: str = "auto"
 ) -> list[Mapping[str, Any]]:
-    """Return messages whose contents have a form that a template reads.
+    """Return messages whose contents, and arguments of tool calls, have the form that a template reads.
 
     A text becomes a list of one part if the template reads parts only: it would iterate over the characters of a text,
-    and omit the text. A list of parts becomes one text if the template reads texts only. A message without a content
-    that calls tools gets an empty one.
+    and omit the text. A list of parts becomes one text if the template reads texts, since a template that reads both
+    may read only the first part of some messages. A message that calls tools may have no content, which is then empty.
 
     Args:
         messages: messages; parts of their contents are texts.
@@ -38,7 +43,7 @@ def with_content_form(
         form: one of `CONTENT_FORMATS`.
 
     Raises:
-        RequestError: `form` is not one of `CONTENT_FORMATS`.
+        RequestError: `form` is not one of `CONTENT_FORMATS`, or arguments of a call are a text that is not JSON.
     """
     if form not in CONTENT_FORMATS:
         raise RequestError(
@@ -48,21 +53,42 @@ def with_content_form(
     found = template if template is not None else getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):
         found = found.get("default")
-    reads = _PARTS if form == "openai" else _TEXT
-    if form == "auto" and isinstance(found, str):
-        reads = read_forms(found)
+    reads = read_forms(found) if isinstance(found, str) else _TEXT_ONLY
+    if form != "auto":
+        reads = replace(reads, content=ContentForm.PARTS if form == "openai" else ContentForm.TEXT)
     return [_in_form(message, reads) if isinstance(message, Mapping) else message for message in messages]
 
 
-def _in_form(message: Mapping[str, Any], reads: ReadForms) -> Mapping[str, Any]:
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return {**message, "content": "" if reads.text else []}
-    if isinstance(content, str) and not reads.text:
-        return {**message, "content": [{"type": "text", "text": content}]}
-    if isinstance(content, (list, tuple)) and not reads.parts:
-        return {**message, "content": "\n".join(part["text"] for part in content)}
-    return message
+def _in_form(message: Mapping[str, Any], reads: TemplateForms) -> Mapping[str, Any]:
+    content, calls = message.get("content"), message.get("tool_calls")
+    shown = dict(message)
+    if isinstance(calls, (list, tuple)):
+        shown["tool_calls"] = [_with_arguments(call, as_text=reads.arguments_are_text) for call in calls]
+    if content is None and calls:
+        content = ""
+    if isinstance(content, (list, tuple)) and (not content or reads.content is not ContentForm.PARTS):
+        content = "\n".join(part["text"] for part in content)
+    if isinstance(content, str) and reads.content is not ContentForm.TEXT:
+        content = [{"type": "text", "text": content}]
+    return {**shown, "content": content} if content is not None else shown
+
+
+def _with_arguments(call: Any, *, as_text: bool) -> Any:
+    """Return a call of a tool with its arguments as JSON, or as the object that they describe."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if as_text and isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments or "{}", finite_numbers=True)
+        except JsonError as error:
+            raise RequestError(f"arguments of a tool call are not JSON: {error}", parameter="messages") from error
+    else:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def parse_template(template: str) -> Any:
@@ -78,39 +104,74 @@ def parse_template(template: str) -> Any:
     return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
 
 
-@functools.lru_cache(maxsize=16)
-def read_forms(template: str) -> ReadForms:
-    """Return the forms in which a template reads the content of messages.
+@dataclass(frozen=True)
+class TemplateForms:
+    """Forms in which a template reads messages.
 
-    A template reads parts if it iterates over a content, or indexes it, and reads the type or text of what it gets. It
-    then reads texts only if it tests the type of a content.
+    Attributes:
+        content: form of contents. With a case for a text, the form is a text.
+        arguments_are_text: the template writes arguments of tool calls as they are, so that they must be texts.
     """
+
+    content: ContentForm
+    arguments_are_text: bool
+
+
+_TEXT_ONLY = TemplateForms(ContentForm.TEXT, arguments_are_text=False)
+
+
+@functools.lru_cache(maxsize=16)
+def read_forms(template: str) -> TemplateForms:
+    """Return the forms in which a template reads messages."""
     from jinja2 import TemplateError, nodes
 
     try:
         tree = parse_template(template)
     except TemplateError:
-        return _TEXT  # the call that renders the template raises the error
+        return _TEXT_ONLY  # the call that renders the template raises the error
     names = {"content"}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, {"content"}):
             names.add(assign.target.name)
-    if not _reads_parts(tree, names):
-        return _TEXT
-    cases = (test.node for test in tree.find_all(nodes.Test) if test.name in ("string", "sequence", "iterable"))
-    return ReadForms(text=any(_is_content(node, names) for node in cases), parts=True)
+    tests = {test.name for test in tree.find_all(nodes.Test) if _is_content(test.node, names)}
+    content = ContentForm.TEXT
+    if not tests & {"string", "sequence", "iterable"}:
+        content = _content_form(tree, names)
+    return TemplateForms(content, _writes_arguments(tree))
 
 
-def _reads_parts(tree: Any, names: set[str]) -> bool:
+def _writes_arguments(tree: Any) -> bool:
+    """Return True if a template writes arguments of calls, or adds them to a text, and has no case for an object."""
+    from jinja2 import nodes
+
+    written = [node for output in tree.find_all(nodes.Output) for node in output.nodes]
+    written += [node for joined in tree.find_all(nodes.Concat) for node in joined.nodes]
+    written += [node for added in tree.find_all(nodes.Add) for node in (added.left, added.right)]
+    read = [one.node for one in tree.find_all((nodes.Filter, nodes.Test))]
+    return any(map(_is_arguments, written)) and not any(map(_is_arguments, read))
+
+
+def _is_arguments(node: Any) -> bool:
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Getattr):
+        return bool(node.attr == "arguments")
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
+
+
+def _content_form(tree: Any, names: set[str]) -> ContentForm:
+    """Return the form of contents in a template that does not test the type of a content."""
     from jinja2 import nodes
 
     for loop in tree.find_all(nodes.For):
         if isinstance(loop.target, nodes.Name) and _is_content(loop.iter, names):
             target = loop.target.name
             if any(isinstance(part, nodes.Name) and part.name == target for part in _parts_read(loop)):
-                return True
+                return ContentForm.PARTS
     indexed = (part for part in _parts_read(tree) if isinstance(part, nodes.Getitem))  # e.g. content[0].text
-    return any(_is_content(part.node, names) and _is_number(part.arg) for part in indexed)
+    if any(_is_content(part.node, names) and _is_number(part.arg) for part in indexed):
+        return ContentForm.ONE_PART
+    return ContentForm.TEXT
 
 
 def _parts_read(tree: Any) -> list[Any]:

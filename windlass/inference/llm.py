@@ -11,7 +11,6 @@ from typing import Any, SupportsIndex, TypedDict, TypeVar, cast
 import torch
 from torch import nn
 
-from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.errors import RequestError
 from windlass.inference.beam_search import BeamSearchOutput, search_beams
 from windlass.inference.chat_template import with_content_form
@@ -252,9 +251,7 @@ class LLM:
         texts: list[str] = []
         prompts: list[Prompt] = []
         for conversation in conversations:
-            listed = [_with_parsed_calls(message) for message in conversation]
-            for message in listed:
-                _check_parts(message)
+            listed = [_with_text_parts(message) for message in conversation]
             shown = with_content_form(listed, self.tokenizer, chat_template, chat_template_content_format)
             try:
                 text = self.tokenizer.apply_chat_template(
@@ -406,32 +403,23 @@ def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
     raise RequestError(f"a prompt has the keys {sorted(prompt)}; give prompt or prompt_token_ids", parameter="prompt")
 
 
-def _check_parts(message: Any) -> None:
-    """Raise a RequestError if a message has a part that is not text."""
+def _with_text_parts(message: Any) -> Any:
+    """Return a message whose parts, if its content is a list, are texts.
+
+    Raises:
+        RequestError: a part is neither a text nor a refusal.
+    """
     content = message.get("content") if isinstance(message, Mapping) else None
-    for part in content if isinstance(content, (list, tuple)) else ():
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
             raise RequestError("a message has a part that is not text; the model takes text only", parameter="messages")
-
-
-def _with_parsed_calls(message: Any) -> Any:
-    """Return a message whose arguments of tool calls are objects, as chat templates read them."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    if not isinstance(calls, (list, tuple)):
-        return message
-    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = parse_json(function["arguments"] or "{}", finite_numbers=True)
-        return {**call, "function": {**function, "arguments": arguments}}
-    except JsonError as error:
-        raise RequestError(f"arguments of a tool call are not JSON: {error}", parameter="messages") from error
+        parts.append({"type": "text", "text": text})
+    return {**message, "content": parts}
 
 
 def _spread(name: str, given: Any, count: int) -> list[Any]:

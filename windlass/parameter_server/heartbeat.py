@@ -26,9 +26,9 @@ def send_heartbeats(link: PairLink, seconds: float) -> None:
     def beat() -> None:
         try:
             while not link.wait_closed(seconds / _BEATS):
-                link.send([MessageKind.ALIVE])  # blocks while the other side does not receive
+                link.send_heartbeat([MessageKind.ALIVE])  # blocks while the other side does not receive
         except LinkClosedError:
-            return  # the thread that serves the link reports its end
+            return  # the thread that serves the link reports its end, when it sends or receives
 
     threading.Thread(target=beat, name="windlass-heartbeat", daemon=True).start()
 

@@ -134,7 +134,8 @@ class ParameterServer:
         except BaseException:
             self.abandon()
             raise
-        if self._ends:
+        # `_is_over` may count the time without workers in which this process was suspended.
+        if self._ends or not self._check_place():
             return False
         for thread in threads:
             thread.join(timeout=5)

@@ -35,7 +35,7 @@ class ChatTool:
 
 
 def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages in the form of chat templates: parts of texts, and arguments of tool calls as objects.
+    """Return the messages for `with_content_form`: contents that are texts or parts of texts, and names of roles.
 
     Raises:
         ApiError: a role or a content is not supported; the error names its place.
@@ -108,7 +108,7 @@ def _normalize_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = parse_json(arguments or "{}", finite_numbers=True)
+                parse_json(arguments or "{}", finite_numbers=True)
             except JsonError as error:
                 where = f"{place}.{index}.function.arguments"
                 raise ApiError(400, f"{where} is not JSON: {error}", parameter=where) from error

@@ -771,10 +771,11 @@ class ShardedModel:
         """
         if not self._handles and not self.units:
             return
+        was_lost = bool(self.disk_health.loss_reason)
         try:
             self.finish_update()
         except StorageError:
-            if not self.disk_health.loss_reason:  # else `_undo` logs the loss
+            if not was_lost:  # else an earlier call has raised it, and `_undo` logs it
                 raise
         finally:
             self._undo(keeps_mesh)

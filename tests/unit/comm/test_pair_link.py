@@ -6,6 +6,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ports import free_port
@@ -16,8 +17,7 @@ from windlass.comm.polling_store import PollingStore
 LONG = timedelta(seconds=60)
 
 
-def test_a_send_that_never_ends_does_not_block_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo does not end a send whose write fails because the other side has just closed, but refuses later ones."""
+def connected() -> tuple[PairLink, PairLink]:
     bind_gloo_to_loopback()
     store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False, timeout=LONG)
     links: dict[bool, PairLink] = {}
@@ -29,6 +29,12 @@ def test_a_send_that_never_ends_does_not_block_a_later_one(monkeypatch: pytest.M
     thread.start()
     connect(True)
     thread.join(60)
+    return links[True], links[False]
+
+
+def test_a_heartbeat_that_never_ends_does_not_block_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo does not end a send whose write fails because the other side has just closed, but refuses later ones."""
+    link, other = connected()
     waits, ends = threading.Event(), threading.Event()
 
     class Lost:
@@ -38,16 +44,34 @@ def test_a_send_that_never_ends_does_not_block_a_later_one(monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(PairLink, "_start", lambda *_: Lost())
-        stuck = threading.Thread(target=links[True].send, args=([1],))
+        stuck = threading.Thread(target=link.send_heartbeat, args=([1],))
         stuck.start()
         assert waits.wait(60)
-    links[False].close()
-    refused = threading.Thread(target=send_until_refused, args=(links[True],))
+    other.close()
+    refused = threading.Thread(target=send_until_refused, args=(link,))
     refused.start()
     refused.join(30)
     assert not refused.is_alive()
     ends.set()
     stuck.join(60)
+
+
+def test_a_heartbeat_does_not_wait_for_a_message() -> None:
+    """Its limit would also count the time of the message, and gloo ends all sends of a link when one reaches it."""
+    link, other = connected()
+    link.idle = timedelta(seconds=2)
+    values = torch.arange(3)
+    sending = threading.Thread(target=link.send, args=([1], values))
+    sending.start()
+    while link._sending.acquire(blocking=False):  # until the message is being sent
+        link._sending.release()
+    link.send_heartbeat([2])
+    assert other.receive_header()[0] == 1 and other.receive(torch.empty_like(values)).equal(values)
+    sending.join(60)
+    beating = threading.Thread(target=link.send_heartbeat, args=([3],))
+    beating.start()
+    assert other.receive_header()[0] == 3
+    beating.join(60)
 
 
 def send_until_refused(link: PairLink) -> None:
