@@ -225,6 +225,7 @@ def failed_part_way(case: Case, place: str) -> list[str]:
     [
         (0, 1, "windlass.zero.update.one_bit_lamb_update.move_lamb_values"),
         (1, 2, "windlass.zero.update.sharded_one_bit_lamb_update.ShardedOneBitLambUpdate._squares"),
+        (1, 2, "windlass.zero.update.compressed_phase.CompressedPhase.exchange"),
     ],
 )
 def test_a_step_that_all_ranks_fail_part_way_counts_as_applied_in_part(stage: int, ranks: int, place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from tests.parameter_server.test_parameter_server import (
 )
 from windlass.base.errors import CommunicationError
 from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.parameter_server import server
 from windlass.parameter_server.heartbeat import send_heartbeats
 from windlass.parameter_server.job_rendezvous import ServerAddress, ShardRecord
 from windlass.parameter_server.messages import receive_by_worker, receive_content
@@ -189,6 +191,21 @@ def test_a_server_that_was_replaced_becomes_a_replica_without_a_request() -> Non
     close(dict(model.named_parameters()), wanted)
     worker.close()
     job.finish()
+
+
+def test_a_server_that_was_replaced_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a suspension it counts the time as one without workers, before it reads the shard's entry in the store."""
+    is_late = threading.Event()
+    monkeypatch.setattr(server, "_PLACE_CHECK_S", 3600.0)
+    monkeypatch.setattr(ParameterServer, "_is_over", lambda self: is_late.is_set())
+    job = Job(mlp, adamw, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_server(0)
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    job.rendezvous().register_server(0, replica=1)
+    is_late.set()
+    job.finish()
+    assert not job.rendezvous().is_over(0)
 
 
 def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> None:
