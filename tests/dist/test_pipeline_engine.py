@@ -148,7 +148,7 @@ def test_error_of_one_stage_raises_on_all_and_the_next_batch_trains(case: Case, 
         for fault in FAULTS
         if (fault != "loss" or stage == case.pp - 1) and (fault != "form" or (stage == 0 and case.name == "row"))
     )
-    actual = run_ranks(survive, ranks, case, faults, faulty, timeout=120.0)
+    actual = run_ranks(survive, ranks, case, faults, faulty, timeout=240.0)
     expected = expected_of(case, ranks // case.pp)
     places = {"forward": f"the forward of micro-batch 1 in stage {stage} raised ValueError: no such label"}
     places |= {
