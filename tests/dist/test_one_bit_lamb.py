@@ -36,6 +36,11 @@ from tests.dist.test_one_bit_adam import (
 from tests.oracle import relative_error
 
 CASE = Case(optimizer="OneBitLamb", accumulation=2, transport="shm")
+ZERO_ONE = Case(
+    optimizer="ZeroOneAdam",
+    params=(("var_freeze_step", 5), ("var_update_scaler", 1), ("local_step_scaler", 1), ("local_step_clipper", 2)),
+)
+EXCHANGE = "compressed_phase.CompressedPhase.exchange"
 LEAST, MOST, THRESHOLD = 0.5, 4.0, 0.1
 
 
@@ -209,28 +214,32 @@ def test_states_of_lamb_are_continued_at_each_stage(stage: int, tmp_path: Path) 
     assert any(not torch.equal(value, found["before"][name]) for name, value in found["after"].items())
 
 
-def failed_part_way(case: Case, place: str) -> list[str]:
+def failed_part_way(case: Case, steps: int, place: str) -> list[str]:
     """Return the errors of a compressed step that all ranks fail after states have changed, and of the next step."""
     engine, found = start(specimen(case.model), case.config()), []
-    train(engine, case, 0, FREEZE + 1)
+    train(engine, case, 0, steps)
     with patch(place, side_effect=ValueError("no memory")):
-        found.append(attempt(lambda: train(engine, case, FREEZE + 1, FREEZE + 2)))
-    found.append(attempt(lambda: train(engine, case, FREEZE + 2, FREEZE + 3)))
+        found.append(attempt(lambda: train(engine, case, steps, steps + 1)))
+    found.append(attempt(lambda: train(engine, case, steps + 1, steps + 2)))
     engine.destroy()
     return found
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "place"),
+    ("case", "steps", "place"),
     [
-        (0, 1, "windlass.zero.update.one_bit_lamb_update.move_lamb_values"),
-        (1, 2, "windlass.zero.update.sharded_one_bit_lamb_update.ShardedOneBitLambUpdate._squares"),
-        (1, 2, "windlass.zero.update.compressed_phase.CompressedPhase.exchange"),
+        (replace(CASE, ranks=1), FREEZE + 1, "one_bit_lamb_update.move_lamb_values"),
+        (replace(CASE, stage=1), FREEZE + 1, "sharded_one_bit_lamb_update.ShardedOneBitLambUpdate._squares"),
+        (replace(CASE, stage=1), FREEZE + 1, EXCHANGE),
+        (Case(stage=1), FREEZE + 1, EXCHANGE),
+        (replace(ZERO_ONE, stage=1), 2, EXCHANGE),
+        (replace(ZERO_ONE, stage=1), 6, "zero_one_adam_update.ZeroOneAdamUpdate._added"),
+        (replace(ZERO_ONE, ranks=1), 6, "zero_one_adam_update.ZeroOneAdamUpdate._moved"),
     ],
+    ids=str,
 )
-def test_a_step_that_all_ranks_fail_part_way_counts_as_applied_in_part(stage: int, ranks: int, place: str) -> None:
-    case = replace(CASE, stage=stage, ranks=ranks)
-    for failed, after in run_ranks(failed_part_way, ranks, case, place):
+def test_a_step_that_all_ranks_fail_part_way_counts_as_applied_in_part(case: Case, steps: int, place: str) -> None:
+    for failed, after in run_ranks(failed_part_way, case.ranks, case, steps, f"windlass.zero.update.{place}"):
         assert failed == "ValueError: no memory"
         assert after.startswith("UpdateError: ") and "applied in part" in after
 

@@ -73,6 +73,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
+        self.has_stepped = True  # states change before the first batch is yielded
         local = self._phase.local_messages(used, divisor, options)
         for _ in self._phase.exchange(local, lambda unit: self._momenta(unit, options)):
             pass
