@@ -683,6 +683,9 @@ def test_calls_of_tools_in_messages_are_read_as_by_the_server() -> None:
                 assert output.prompt == "<>the"
         with pytest.raises(RequestError, match="arguments of a tool call are not JSON"):
             llm.chat([message("{")], GREEDY, chat_template=template)
+        kept = "{% for m in messages %}{% if m.content %}full{% endif %}the{% endfor %}"
+        (output,) = llm.chat([message("{}")], GREEDY, chat_template=kept, chat_template_content_format="openai")
+        assert output.prompt == "the"
 
 
 def test_a_template_may_write_arguments_of_calls() -> None:
@@ -697,6 +700,9 @@ def test_a_template_may_write_arguments_of_calls() -> None:
             calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
             (output,) = llm.chat([{"role": "assistant", "tool_calls": calls}], GREEDY, chat_template=template)
             assert output.prompt == 'the {"fox": 1}.'
+        calls[0]["function"]["arguments"] = "{"
+        with pytest.raises(RequestError, match="arguments of a tool call are not JSON"):
+            llm.chat([{"role": "assistant", "tool_calls": calls}], GREEDY, chat_template=template)
 
 
 def test_tokens_beyond_the_tokenizer_have_no_text() -> None:

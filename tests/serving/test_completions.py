@@ -90,14 +90,14 @@ def test_a_template_that_reads_parts_gets_parts() -> None:
     loop = "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}"
     engine = FakeEngine(tokenizer=CharacterTokenizer(chat_template=loop))
     parts = [{"type": "text", "text": "c"}, {"type": "refusal", "refusal": "d"}]
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
     messages = [
         {"role": "system", "content": "ab"},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
-    assert engine.tokenizer.decode(engine.seen[0][0]) == "ab;c;d;;"
+    assert engine.tokenizer.decode(engine.seen[0][0]) == "ab;c;d;"
     engine.tokenizer.chat_template = (
         "{% for m in messages if m.tool_calls %}{{ '<' + m.tool_calls[0].function.arguments }}{% endfor %}"
     )

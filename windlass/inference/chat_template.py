@@ -65,9 +65,12 @@ def _in_form(message: Mapping[str, Any], reads: TemplateForms) -> Mapping[str, A
     if isinstance(calls, (list, tuple)):
         shown["tool_calls"] = [_with_arguments(call, as_text=reads.arguments_are_text) for call in calls]
     if content is None and calls:
-        content = ""
-    if isinstance(content, (list, tuple)) and (not content or reads.content is not ContentForm.PARTS):
+        content = []
+    if isinstance(content, (list, tuple)) and reads.content is not ContentForm.PARTS:
         content = "\n".join(part["text"] for part in content)
+    # Templates may test whether a content is empty, but not those that read its first part.
+    if content == [] and reads.indexes_parts:
+        content = ""
     if isinstance(content, str) and reads.content is not ContentForm.TEXT:
         content = [{"type": "text", "text": content}]
     return {**shown, "content": content} if content is not None else shown
@@ -79,13 +82,15 @@ def _with_arguments(call: Any, *, as_text: bool) -> Any:
     if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
-    if as_text and isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str):
+    if isinstance(arguments, str):
+        text = arguments or "{}"
         try:
-            arguments = parse_json(arguments or "{}", finite_numbers=True)
+            found = parse_json(text, finite_numbers=True)
         except JsonError as error:
             raise RequestError(f"arguments of a tool call are not JSON: {error}", parameter="messages") from error
+        arguments = text if as_text else found
+    elif as_text and isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     else:
         return call
     return {**call, "function": {**function, "arguments": arguments}}
@@ -110,14 +115,16 @@ class TemplateForms:
 
     Attributes:
         content: form of contents. With a case for a text, the form is a text.
+        indexes_parts: the template reads parts by their number.
         arguments_are_text: the template writes arguments of tool calls as they are, so that they must be texts.
     """
 
     content: ContentForm
+    indexes_parts: bool
     arguments_are_text: bool
 
 
-_TEXT_ONLY = TemplateForms(ContentForm.TEXT, arguments_are_text=False)
+_TEXT_ONLY = TemplateForms(ContentForm.TEXT, indexes_parts=False, arguments_are_text=False)
 
 
 @functools.lru_cache(maxsize=16)
@@ -137,7 +144,7 @@ def read_forms(template: str) -> TemplateForms:
     content = ContentForm.TEXT
     if not tests & {"string", "sequence", "iterable"}:
         content = _content_form(tree, names)
-    return TemplateForms(content, _writes_arguments(tree))
+    return TemplateForms(content, _indexes_parts(tree, names), _writes_arguments(tree))
 
 
 def _writes_arguments(tree: Any) -> bool:
@@ -147,7 +154,8 @@ def _writes_arguments(tree: Any) -> bool:
     written = [node for output in tree.find_all(nodes.Output) for node in output.nodes]
     written += [node for joined in tree.find_all(nodes.Concat) for node in joined.nodes]
     written += [node for added in tree.find_all(nodes.Add) for node in (added.left, added.right)]
-    read = [one.node for one in tree.find_all((nodes.Filter, nodes.Test))]
+    read = [one.node for one in tree.find_all(nodes.Filter) if one.name in ("tojson", "items", "dictsort")]
+    read += [one.node for one in tree.find_all(nodes.Test) if one.name in ("string", "mapping")]
     return any(map(_is_arguments, written)) and not any(map(_is_arguments, read))
 
 
@@ -168,10 +176,15 @@ def _content_form(tree: Any, names: set[str]) -> ContentForm:
             target = loop.target.name
             if any(isinstance(part, nodes.Name) and part.name == target for part in _parts_read(loop)):
                 return ContentForm.PARTS
-    indexed = (part for part in _parts_read(tree) if isinstance(part, nodes.Getitem))  # e.g. content[0].text
-    if any(_is_content(part.node, names) and _is_number(part.arg) for part in indexed):
-        return ContentForm.ONE_PART
-    return ContentForm.TEXT
+    return ContentForm.ONE_PART if _indexes_parts(tree, names) else ContentForm.TEXT
+
+
+def _indexes_parts(tree: Any, names: set[str]) -> bool:
+    """Return True if a template reads the type or text of a part by its number, e.g. `content[0].text`."""
+    from jinja2 import nodes
+
+    indexed = (part for part in _parts_read(tree) if isinstance(part, nodes.Getitem))
+    return any(_is_content(part.node, names) and _is_number(part.arg) for part in indexed)
 
 
 def _parts_read(tree: Any) -> list[Any]:
