@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import selectors
 import socket
 import threading
@@ -15,6 +16,9 @@ from windlass.launch.rank_jobs import make_rank_jobs
 from windlass.launch.rank_processes import RankProcesses
 from windlass.launch.rendezvous_store import LOOPBACK, RendezvousStore, is_port_free
 from windlass.launch.supervisor import RankEvents, capture_signals, supervise
+
+_LISTEN_PORTS = range(20_000, 32_000)
+_PORT_TRIALS = 20
 
 
 def start_local_ranks(plan: LaunchPlan, events: RankEvents) -> LaunchExitStatus:
@@ -82,7 +86,14 @@ def check_port(port: int) -> int:
 
 
 def free_port() -> int:
-    """Return a port at which no process of this host listens at present."""
+    """Return a port at which no process of this host listens at present.
+
+    Ports below the kernel's usual range of ephemeral ports are tried first: the kernel may give an ephemeral port to
+    any connection before a rank listens at it.
+    """
+    for port in random.SystemRandom().sample(_LISTEN_PORTS, _PORT_TRIALS):
+        if is_port_free(port):
+            return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
