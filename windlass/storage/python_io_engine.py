@@ -133,10 +133,8 @@ class PythonIoEngine:
                 if span[2] % self._alignment and bounce is None:
                     bounce = mmap.mmap(-1, self._block_size)
                 error, done = self._run_block(request.write, span, bounce)
-            except OSError as failure:  # no memory for the buffer
-                error, done = failure.errno or errno.ENOMEM, 0
-            except MemoryError:
-                error, done = errno.ENOMEM, 0
+            except (OSError, MemoryError) as failure:  # no memory for the buffer
+                error, done = getattr(failure, "errno", None) or errno.ENOMEM, 0
             file, offset = span[:2]
             with self._changed:
                 self._transferred_bytes[request.write] += done
