@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, ds_config, expected, specimen, start, whole_grads, whole_params
@@ -409,6 +409,70 @@ def test_size_changed_on_one_rank_raises_on_all(stage: int) -> None:
     for text, shape in run_ranks(resized_on_one_rank, 2, stage):
         assert "'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in text
         assert shape == (8, 64)
+
+
+class Leaving(nn.Linear):
+    """Layer that keeps a second tensor of its graph in a list outside the model."""
+
+    left: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.left.append(nn.functional.linear(result.tanh(), self.weight).sum())
+        return result
+
+
+def backward_after_context() -> Tensor:
+    """Return the gradient of a loss of gathered values, computed inside the context."""
+    import windlass
+
+    setting = Setting(stage=3, zero=(("offload_param", {"device": "cpu"}),))
+    engine = windlass.initialize(
+        model=nn.Sequential(Leaving(8, 8), nn.Linear(8, 8)), config=ds_config(Recipe(), setting)
+    )[0]
+    weight = engine.module[0].weight
+    with windlass.zero.GatheredParameters([weight]):
+        weight.square().sum().backward()
+    gradient = windlass.zero.full_grad(weight) - 2 * windlass.zero.full_param(weight).detach()
+    engine.zero_grad()
+    with windlass.zero.GatheredParameters([weight]):
+        loss = weight.square().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as refused:
+        engine.backward(loss)
+    assert any("inside GatheredParameters" in note for note in refused.value.__notes__)
+    engine.zero_grad()
+    engine(torch.ones(2, 8))
+    with windlass.zero.GatheredParameters([weight]):
+        pass
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(Leaving.left.pop())
+    engine.destroy()
+    return gradient
+
+
+def test_backward_after_the_context_does_not_read_freed_values() -> None:
+    (gradient,) = run_ranks(backward_after_context, 1)
+    assert torch.equal(gradient, torch.zeros(8, 8))
+
+
+def modify_by(rank: Any) -> str:
+    """Return the error of a context with a modifier rank that does not exist."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=0)))[0]
+    with (
+        pytest.raises(windlass.WindlassError) as refused,
+        windlass.zero.GatheredParameters(engine.module.parameters(), modifier_rank=rank),
+    ):
+        pass
+    engine.destroy()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("rank", [1, -1, "0"])
+def test_modifier_that_is_no_rank_is_refused_by_value(rank: Any) -> None:
+    (text,) = run_ranks(modify_by, 1, rank)
+    assert f"modifier_rank is {rank!r}" in text and "global ranks (0,)" in text
 
 
 def cast_by_one_rank(stage: int) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -269,6 +270,31 @@ def test_errors_are_converted_for_another_number_of_ranks(stage: int, before: in
         assert error <= BOUND, f"rank {rank}: {where} is off by {error:.2e}"
 
 
+def load_weights(case: Case, folder: str) -> list[float]:
+    """Return the largest error feedback of a parameter after training, and after each way to load weights alone."""
+    engine = start(specimen(case.model), case.config)
+    largest = []
+
+    def train_and_measure(load: Callable[[], Any] = lambda: None) -> None:
+        steps(engine, case, 0, 1)
+        load()
+        largest.append(max(float(error.abs().max()) for error in errors_of(engine).values()))
+
+    train_and_measure()
+    engine.save_checkpoint(folder)
+    weights = engine.full_state_dict()
+    train_and_measure(lambda: engine.load_checkpoint(folder, load_optimizer_states=False))
+    train_and_measure(lambda: engine.load_checkpoint(folder, load_module_only=True))
+    train_and_measure(lambda: engine.load_module_state_dict(weights))
+    engine.destroy()
+    return largest
+
+
+def test_a_load_of_weights_alone_resets_the_errors(tmp_path: Path) -> None:
+    ((trained, *loaded),) = run_ranks(load_weights, 1, Case(stage=1), str(tmp_path))
+    assert trained > 0 and loaded == [0.0, 0.0, 0.0]
+
+
 def refreshed_run(case: Case) -> list[dict[str, Any]]:
     """Train without and with a refresh of the model's layout in the middle."""
     results = []
@@ -418,6 +444,25 @@ def fail_inside_the_update() -> None:
 
         engine._sharded.update.step_parameters = broken
     steps(engine, Case(stage=1), 0, 1)
+
+
+def fail_part_way() -> list[str]:
+    """Return the errors of a step that fails after the update has changed a per-rank state, and of the next step."""
+    engine, texts = start(specimen("mlp"), Case(stage=1).config), []
+    for place in ("tests.dist.sign_sgd.sign_step", "time.tzset"):
+        with patch(place, side_effect=ValueError("a broken rule")):
+            try:
+                steps(engine, Case(stage=1), 0, 1)
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    engine.destroy()
+    return texts
+
+
+def test_a_step_that_fails_part_way_counts_as_applied_in_part() -> None:
+    ((failed, after),) = run_ranks(fail_part_way, 1)
+    assert failed == "ValueError: a broken rule"
+    assert after.startswith("UpdateError: ") and "applied in part" in after
 
 
 def test_a_rank_that_fails_inside_the_update_raises_although_the_others_wait_there() -> None:

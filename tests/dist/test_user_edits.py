@@ -271,3 +271,56 @@ def dropped(setting: Setting) -> list[tuple[int, int]]:
 def test_unreferenced_engines_are_collected(transport: str) -> None:
     for counts in run_ranks(dropped, 2, Setting(stage=2), transport=transport):
         assert counts[-1] == counts[1], counts
+
+
+class Renormalized(torch.nn.Module):
+    """Model whose forward changes a parameter: the embedding scales the rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 8, max_norm=0.5)
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.embed(rows)).square().mean()
+        return result
+
+
+def train_renormalized(zero: tuple[tuple[str, Any], ...]) -> dict[str, torch.Tensor] | str:
+    """Return the parameters after training, or the error of `initialize`."""
+    import windlass
+
+    torch.manual_seed(7)
+    config = ds_config(Recipe(optimizer_params=SGD), Setting(stage=1, zero=zero))
+    try:
+        engine = windlass.initialize(model=Renormalized(), config=config)[0]
+    except windlass.WindlassError as error:
+        return str(error)
+    for step in range(STEPS):
+        engine.backward(engine(torch.arange(step, step + 4)))
+        engine.step()
+    result = whole_params(engine.module)
+    engine.destroy()
+    return result
+
+
+OFFLOADED = (("stage", 3), ("offload_param", {"device": "cpu"}))
+
+
+def all_renormalized(settings: list[tuple[tuple[str, Any], ...]]) -> list[dict[str, torch.Tensor] | str]:
+    return [train_renormalized(zero) for zero in settings]
+
+
+def test_an_embedding_with_max_norm_trains_as_in_plain_pytorch_or_is_refused() -> None:
+    torch.manual_seed(7)
+    model = Renormalized()
+    optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    for step in range(STEPS):
+        model(torch.arange(step, step + 4)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    ((trained, refused),) = run_ranks(all_renormalized, 1, [(), OFFLOADED])
+    assert relative_error(trained, {name: p.detach() for name, p in model.named_parameters()})[0] < 1e-6
+    for text in (refused, *(text for rank in run_ranks(all_renormalized, 2, [(), OFFLOADED]) for text in rank)):
+        assert "'embed' has max_norm = 0.5" in text and "max_norm=None" in text, text

@@ -51,7 +51,11 @@ from windlass.zero.differing_replicas import DifferingReplicas, DifferingReplica
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.setup.dp_group_builder import build_dp_groups
 from windlass.zero.setup.existing_states import select_local_states
-from windlass.zero.setup.model_consistency import check_same_model, check_same_units
+from windlass.zero.setup.model_consistency import (
+    check_renormalized_embeddings,
+    check_same_model,
+    check_same_units,
+)
 from windlass.zero.setup.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
 from windlass.zero.setup.unit_partition import plan_units
 from windlass.zero.setup.zero_settings import ZeroSettings
@@ -129,6 +133,8 @@ class ShardedModel:
         completion = CompletionOrder()
         unit_callbacks = UnitCallbacks(self._unshard_for_current_block, completion.enqueue)
         self.units = make_units(plans, settings, tiers, mesh, self.dp_groups, unit_callbacks, trains=trains)
+        if trains:
+            check_renormalized_embeddings(model, self.units, mesh.world)
         self._builder = UnitBuilder(model, settings, tiers, self.dp_groups, device, self.ledger)
         self.make_slot = self._builder.make_slot
         self.averages: dict[str, ExponentialMovingAverage] = {}
@@ -565,6 +571,8 @@ class ShardedModel:
             # `clip` is 0 if the squares of a finite gradient overflow. The divisor infinity then gives a zero gradient,
             # as `torch.nn.utils.clip_grad_norm_` does.
             batches = _stepped(self.update.run(used, scale / clip if clip else math.inf))
+            # From here on, an update with local gradients changes states before it yields its first batch.
+            self.update.has_stepped = self.update.takes_local_gradients
         except Exception as error:
             # A hook of the optimizer raised. The other ranks update and wait for this one, so raise only after the
             # collectives of `_publish_update`.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
+import os
 import struct
 import sys
 from pathlib import Path
@@ -77,6 +79,17 @@ def test_shard_file_reuses_the_space_of_freed_shards(tmp_path: Path) -> None:
     assert file.put(torch.empty(0)).load().numel() == 0
 
 
+def test_a_shard_that_cannot_be_read_names_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = ShardFile(tmp_path).put(torch.arange(5))
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=f"shard of 40 bytes.*{tmp_path}.*Input/output error; .*nvme_path"):
+        shard.load()
+
+
 def test_unusable_path_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="nvme_path.*taken"):
@@ -118,6 +131,9 @@ def test_deferred_tensor_supports_casts_views_and_joins(saved: tuple[Path, dict[
     passed = first["a"][...].detach().to(device="cpu", dtype=torch.float64)
     assert isinstance(passed, DeferredTensor) and passed.dtype == torch.float64 and passed.source is not None
     assert isinstance(nn.Parameter(first["a"]), nn.Parameter)
+    rounded = first["a"].to(dtype=torch.float16).to(dtype=torch.float32)
+    assert isinstance(rounded, DeferredTensor) and rounded.source is not None
+    assert torch.equal(rounded.source.read(0, 12), state["a"].half().float().view(-1))
     for made in (first, second):
         joined = torch.cat([made["a"], made["a"].t().reshape(3, 4) * 2]).chunk(2, dim=0)[1]
         assert isinstance(joined, DeferredTensor) and joined.shape == (3, 4) and joined.source is None

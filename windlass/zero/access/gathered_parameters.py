@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from windlass.base.collective_activity import WaitScope
-from windlass.base.errors import GatherError
+from windlass.base.errors import GatherError, ModelError
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
 from windlass.comm.rank_group import RankGroup, world_group
 from windlass.zero.access.shard_values import is_expert_only, set_part_param
@@ -37,6 +38,8 @@ class GatheredParameters:
     - Under tp and ep, a parameter is only this rank's part of the full parameter. Changes of a part come from the rank
       that has this part at the data-parallel position of `modifier_rank`, so all these ranks must make their changes.
 
+    A loss that is computed from such copies needs its backward inside the context too. `full_param` has no such limit.
+
     Parameters that are neither sharded nor part of an engine are not touched, except while a model is being built under
     `zero.Init`: then the values of `modifier_rank` are broadcast for them too.
 
@@ -52,6 +55,7 @@ class GatheredParameters:
         ModelError: a parameter was resized inside the context. Its change is lost. With a `modifier_rank`, all ranks
             that have the parameter raise if any rank resized it, and the other parameters are set. Without one, only
             the rank that resized it raises.
+        ModelError: the parameters are not on the rank `modifier_rank`.
     """
 
     def __init__(
@@ -75,6 +79,13 @@ class GatheredParameters:
         # ids of the parameters whose data this context replaces
         self._ids = {id(p) for p, _ in self._init_shards} | {id(p) for p, place in self._places if place.unit.reshards}
         self._rank = modifier_rank
+        if modifier_rank is not None and (placed or initial_shard.is_building()):
+            for group in (world_group(), *(init_shard.group for _, init_shard in self._init_shards)):
+                if modifier_rank not in group.ranks:
+                    raise ModelError(
+                        f"modifier_rank is {modifier_rank!r}, which is none of the global ranks "
+                        f"{reprlib.repr(group.ranks)} of these parameters; pass one of them, or None to change nothing"
+                    )
         self._copied: list[tuple[nn.Parameter, ParameterLocation]] = []
 
     def __enter__(self) -> GatheredParameters:
@@ -207,6 +218,8 @@ class GatheredParameters:
             put_data(parameter, place.unit.views()[place.index])  # a sharded parameter keeps its shape
             if place.unit.shard_state is ShardState.SHARDED:
                 mark_sharded(parameter, place.unit)
+                if place.unit.frees_memory:
+                    place.unit.mark_freed()
         self._copied = []
 
 

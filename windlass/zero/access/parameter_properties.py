@@ -100,15 +100,10 @@ class ShardedGradient(torch.Tensor):
             return args[0]
         if name in _KEEPS:
             return args[0]
-        raise gradients[0]._error(name) if gradients else TypeError(f"{name} of a gradient")
+        raise gradients[0]._error(name) if gradients else _access_error(name, "a parameter")
 
     def _error(self, what: str) -> GradientAccessError:
-        return GradientAccessError(
-            f"{what!r} on the gradient of {self.place.name!r}: between backward and step it is reduced and sharded "
-            "over ranks. Read it with windlass.zero.full_grad(parameter), replace it with "
-            "windlass.zero.set_full_grad(parameter, value), which all ranks call; clip with gradient_clipping in the "
-            "configuration; drop it with parameter.grad = None"
-        )
+        return _access_error(what, repr(self.place.name))
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"ShardedGradient of {self.place.name!r}, shape {tuple(self.shape)}, {self.dtype}"
@@ -118,6 +113,14 @@ class ShardedGradient(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise self._error("deepcopy")
+
+
+def _access_error(what: str, name: str) -> GradientAccessError:
+    return GradientAccessError(
+        f"{what!r} on the gradient of {name}: between backward and step it is reduced and sharded over ranks. Read it "
+        "with windlass.zero.full_grad(parameter), replace it with windlass.zero.set_full_grad(parameter, value), which "
+        "all ranks call; clip with gradient_clipping in the configuration; drop it with parameter.grad = None"
+    )
 
 
 def _gradients_in(values: Any) -> list[ShardedGradient]:

@@ -1,4 +1,6 @@
-"""Model consistency check: all ranks have the same model and train the same parameters, or all ranks raise."""
+"""Model consistency checks: all ranks have the same model and train the same parameters, which no forward changes on
+one rank alone; or all ranks raise.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
 from windlass.parallel.placement import get_placement
+from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_plan import UnitPlan
 
 # Name, global shape, dtype, and the optimizer group that trains the parameter, if any.
@@ -72,6 +75,26 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
         f"zero_optimization.stage3_max_live_parameters above {largest}, the elements of all experts of a rank, so that "
         "no rank splits such a block, or choose a number of experts that parallel.ep divides"
     )
+
+
+def check_renormalized_embeddings(model: nn.Module, units: list[Unit], world: RankGroup) -> None:
+    """Check that no embedding scales the rows that it reads where the change would be lost or differ between ranks.
+
+    On one rank that keeps the full parameters, a change in place during the forward also changes the master weights.
+
+    Raises:
+        ModelError: an embedding has `max_norm`, and several ranks train the model or the weight's unit is resharded.
+    """
+    resharded = {id(parameter) for unit in units if unit.reshards for parameter in unit.parameters}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if world.size > 1 or id(module.weight) in resharded:
+            raise ModelError(
+                f"{name!r} has max_norm = {module.max_norm}: its forward scales the rows that it reads in place, "
+                "which would be lost at stage 3 and differ between ranks, each of which reads other rows. Build it "
+                "with max_norm=None, and scale the vectors that it returns"
+            )
 
 
 def _summary_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Summary]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -86,8 +87,22 @@ def deferred_tensor(
     return deferred
 
 
+@dataclass(frozen=True)
+class _CastSource:
+    """Source of another source's values in a dtype to which they were cast."""
+
+    source: DeferredSource
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(start, stop).to(self.dtype)
+
+
 def _again(tensor: DeferredTensor, dtype: torch.dtype) -> DeferredTensor:
-    deferred = deferred_tensor(tuple(tensor.shape), dtype, tensor.source, computes=tensor.computes)
+    source = tensor.source
+    if source is not None and dtype != tensor.dtype:
+        source = _CastSource(source, tensor.dtype)  # a later cast to a wider dtype must not undo the rounding
+    deferred = deferred_tensor(tuple(tensor.shape), dtype, source, computes=tensor.computes)
     if tensor.computed is not None:
         deferred.computed = tensor.computed.to(dtype)
     return deferred

@@ -105,12 +105,19 @@ class ShardFile:
         """Read the shard of `numel` elements at byte `begin`.
 
         Raises:
-            CheckpointError: another process truncated the file.
+            CheckpointError: the disk failed, or another process truncated the file.
         """
         flat = torch.empty(numel, dtype=dtype)
         raw = flat.view(torch.uint8).numpy().data if numel else memoryview(b"")
         while raw:
-            count = os.preadv(self._file.fileno(), [raw[: 1 << 30]], begin)
+            try:
+                count = os.preadv(self._file.fileno(), [raw[: 1 << 30]], begin)
+            except OSError as error:
+                raise CheckpointError(
+                    f"a parameter's shard of {flat.nbytes} bytes cannot be read from "
+                    f"{self.directory}: {error.strerror}; see dmesg, or name another nvme_path, and build the model "
+                    "again"
+                ) from error
             if count == 0:
                 raise CheckpointError(
                     f"the file of parameters in {self.directory} was truncated by another process; build the model "

@@ -119,7 +119,6 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        self.has_stepped = True  # states change before the first batch is yielded
         step = applied_steps(self.optimizer) + 1
         local = self._phase.local_messages(used, divisor, options, weighted=False)
         moved = (self._moved(messages, options) for messages in local)

@@ -130,7 +130,6 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        self.has_stepped = True  # states change before the first batch is yielded
         momenta = None if self._shards else lambda unit: self._momenta(unit, options)
         for _ in self._phase.exchange(self._phase.local_messages(used, divisor, options), momenta):
             pass

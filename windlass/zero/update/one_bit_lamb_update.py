@@ -73,7 +73,6 @@ class OneBitLambUpdate(WholeParameterUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        self.has_stepped = True  # states change before the first batch is yielded
         local = self._phase.local_messages(used, divisor, options)
         for _ in self._phase.exchange(local, lambda unit: self._momenta(unit, options)):
             pass
@@ -91,7 +90,6 @@ class OneBitLambUpdate(WholeParameterUpdate):
     @torch.no_grad()
     def _step_batch(self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options) -> None:
         """Update the parameters of a batch in two passes, with `combine_parts` between them."""
-        self.has_stepped = True
         # Parameters that are not stepped have a row too, so that ranks with other parts of them exchange equal rows.
         parts = [owned for chunk in batch for owned in self._of_chunk[id(chunk)]]
         numbers = torch.zeros(len(parts), 3, dtype=torch.float64, device=batch[0].device)

@@ -96,7 +96,6 @@ class PowerSGDUpdate(ElementwiseUpdate):
         groups: dict[int, dict[str, Any]],
         batches: Iterator[list[UpdateChunk]],
     ) -> Iterator[list[UpdateChunk]]:
-        self.has_stepped = True  # states change before the first batch is yielded
         for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
             if self._phase.group.size > 1:
                 self._average(messages, groups)

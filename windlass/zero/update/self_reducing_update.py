@@ -190,6 +190,15 @@ class SelfReducingUpdate(OrdinaryUpdate, ABC):
                             unit, index, key, unit.parameter_view(flat, index).view(-1), self.rank_state_rules[key]
                         )
 
+    def forget_unsent(self) -> None:
+        """See `Update.forget_unsent`. Sets all per-rank states to zero, their values before the first step.
+
+        Override it in an update with per-rank states that stay valid for other weights, such as a momentum.
+        """
+        for states in self._rank_states.values():
+            for flat in states.values():
+                flat.zero_()
+
     def formats(self) -> dict[int, dict[str, StateFormat]]:
         """See `Update.formats`."""
         return {}

@@ -56,7 +56,6 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        self.has_stepped = True  # states change before the first batch is yielded
         for _ in self._phase.exchange(self._phase.local_messages(used, divisor, options)):
             pass
         yield from self._step_all(used, options, None)

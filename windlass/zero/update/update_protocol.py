@@ -73,8 +73,9 @@ class Update(Protocol):
         steps_whole_units: a chunk is the full state span of a unit; read before the update is constructed.
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters.
         state_offload: offload of master weights and states. Its `states` are the states of this update.
-        has_stepped: True once the running step may have changed weights or states on this rank, even if it raised. An
-            update that changes nothing before it yields its first batch need not set it.
+        has_stepped: True once the running step may have changed weights or states on this rank, even if it raised. The
+            model sets it in steps with local gradients. In other steps, an update that changes nothing before it yields
+            its first batch need not set it.
     """
 
     needs_whole_parameters: ClassVar[bool]

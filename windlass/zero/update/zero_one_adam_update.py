@@ -106,14 +106,12 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        self.has_stepped = True  # states change before the first batch is yielded
         for _ in self._phase.exchange(self._phase.local_messages(used, divisor, options)):
             pass
         yield from self._step_chunks(used, options)
 
     def _run_summed(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
         """Sum the gradients of this rank, and in a synchronization exchange their mean and step. Stages 1 and 2."""
-        self.has_stepped = True  # states change before the first batch is yielded
         syncs = self.kind is StepKind.SYNC
         steps = steps_since_sync(applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0])
         fetched = (SUMMED, WORKER_ERROR) if syncs else (SUMMED,)
@@ -155,7 +153,6 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     # Local steps at stage 0.
 
     def _run_local(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
-        self.has_stepped = True  # states change before the first batch is yielded
         syncs = self.kind is StepKind.SYNC
         local = self._phase.local_messages(used, divisor, options)
         moved = (self._moved(messages, options, syncs=syncs) for messages in local)
