@@ -171,6 +171,16 @@ def test_modified_pages_cannot_be_dropped(tmp_path: Path) -> None:
     assert not pages.drop() and resident(tmp_path / "file") == 0, "the mapping goes with its tensor"
 
 
+def test_locked_pages_are_not_dropped(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(4096))
+    tensor, pages = map_bytes(tmp_path / "file", 0, 4096)
+    libc = ctypes.CDLL(None, use_errno=True)
+    on_fault = ctypes.c_uint(1)  # MLOCK_ONFAULT: without it the system copies pages of a private mapping
+    if libc.mlock2(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(4096), on_fault):
+        pytest.skip(f"no memory can be locked here: {os.strerror(ctypes.get_errno())}")
+    assert not tensor.any() and not pages.drop()
+
+
 def test_a_pickled_model_owns_its_bytes(directory: Path) -> None:
     model = load_packed_model(directory)
     twin = pickle.loads(pickle.dumps(model))

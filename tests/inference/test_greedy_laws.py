@@ -638,6 +638,12 @@ def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_same_bits_are_refused_for_weights_without_native_products(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"deterministic is True, .*q_proj\.weight is {dtype}.*float32 or bfloat16"):
+        LLM(build("llama").to(dtype), deterministic=True)
+
+
 def test_weights_that_change_in_place_are_packed_again() -> None:
     model, other = build_longer("llama"), build_longer("llama", seed=1)
     prompts = make_prompts(4, VOCABULARY, 40)

@@ -11,6 +11,7 @@ import torch
 from tests.causal_models import build
 from windlass.base.errors import EngineOverloadedError
 from windlass.inference.engine_options import EngineOptions, SpeculativeOptions
+from windlass.inference.generation_request import GenerationSequence
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
@@ -121,3 +122,43 @@ def test_an_engine_whose_only_request_is_refused_goes_on() -> None:
     while engine.has_requests():
         outputs = engine.step()
     assert outputs[0].error is None and len(outputs[0].outputs[0].token_ids) == 2
+
+
+def make_preempted(**options: int) -> tuple[LLMEngine, GenerationSequence]:
+    """Return an engine, and a sequence of 20 prompt tokens and 12 of an answer, preempted and computed again."""
+    model = build("llama", max_position_embeddings=96).eval()
+    runner = TimedRunner(model, block_size=16, num_blocks=lambda _: 8)
+    settings = EngineOptions(max_tokens_per_step=32, max_sequences=4, max_model_len=96, prefix_caching=False, **options)
+    cost = StepCost(token_seconds=1e-3, cached_token_seconds=1e-6, pair_seconds=1e-4)
+    engine = LLMEngine(runner, settings, max_model_len=96, cost=cost, clock=lambda: runner.now)
+    engine.add_request("one", list(range(1, PROMPT + 1)), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    for _ in range(12):
+        engine.step()
+    (sequence,) = engine._table.running.values()
+    assert len(sequence.generated) == 12 and sequence.num_computed == 31
+    return engine, sequence
+
+
+def test_tokens_that_are_computed_again_count_as_those_of_a_prompt() -> None:
+    engine, sequence = make_preempted()
+    clock, start, cost = engine._table.fair_clock, sequence.fair_start, replace(engine.cost, scale=1.0)
+    engine._table.preempt(sequence)
+    plan = engine._planner.plan(0.0, has_started=False)
+    assert plan is not None and plan.has_prompts and plan.chosen == [(sequence, 32)]
+    assert plan.predicted == pytest.approx(cost.step_seconds(32, 0, 32 * 16))
+    work = cost.prompt_work(32, 0)
+    assert sequence.fair_start - start == pytest.approx(work)
+    assert engine._table.fair_clock - clock == pytest.approx(work)
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_preempted_blocks_are_kept_if_by_corrected_times_that_is_cheaper(corrects: bool) -> None:
+    engine, sequence = make_preempted(swap_bytes=1 << 30)
+    saved = engine._table._saved
+    seconds = engine.cost.prefill_seconds(sequence.num_computed) * 1.5
+    nbytes = 2 * engine.runner.block_nbytes
+    saved._rates["host"] = 2 * nbytes / seconds  # by the times at the start, moving takes half again as long
+    for _ in range(60 if corrects else 0):
+        engine._planner.correct_cost(4.0, 1.0)
+    engine._table.preempt(sequence)
+    assert (sequence.saved is not None) == corrects

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,9 @@ class CountedSource:
     def finish(self) -> None:
         """Do nothing."""
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_use_gets_the_bytes_of_its_units(seed: int) -> None:
@@ -270,3 +274,84 @@ def test_any_order_of_use_gets_the_bytes_of_its_units(seed: int) -> None:
     if stream.buffer_bytes >= 3 * max(sizes):
         assert found == 0
     stream.close()
+
+
+class LateRead:
+    """Read that writes into its memory when it is finished."""
+
+    def __init__(self, source: LateSource, unit: int, into: torch.Tensor) -> None:
+        self.source, self.unit = source, unit
+        self.first, self.stop = into.data_ptr(), into.data_ptr() + into.numel()
+        self.into = weakref.ref(into)
+
+    def wait(self) -> None:
+        if self.unit == self.source.interrupted_wait:
+            self.source.interrupted_wait = None
+            raise KeyboardInterrupt
+        self.finish()
+
+    def finish(self) -> None:
+        if self in self.source.in_flight:
+            into = self.into()
+            assert into is not None, "the memory was freed during the read"
+            into.fill_(self.unit)
+            self.source.in_flight.remove(self)
+
+
+class LateSource:
+    """Source with reads that stay in flight until they are awaited, and may be interrupted like by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.in_flight: list[LateRead] = []
+        self.interrupted_wait: int | None = None
+        self.interrupted_start: int | None = None
+        self.closed = False
+
+    def allocate_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def start(self, unit: int, into: torch.Tensor) -> LateRead:
+        if self.closed:
+            raise StorageError("closed")
+        read = LateRead(self, unit, into)
+        assert not any(read.first < one.stop and one.first < read.stop for one in self.in_flight), "memory in use"
+        self.in_flight.append(read)
+        if unit == self.interrupted_start:
+            raise KeyboardInterrupt
+        return read
+
+    def close(self) -> None:
+        self.closed = True
+        for read in list(self.in_flight):
+            read.finish()
+
+
+@pytest.mark.parametrize("uses_ring", [True, False])
+def test_memory_of_an_interrupted_wait_is_used_again_only_after_its_read(uses_ring: bool) -> None:
+    """A unit outside of the ring has memory of its own, while another unit fills the ring."""
+    source = LateSource()
+    stream = WeightStream(source, [4096] * 3, 8192 if uses_ring else 4096)
+    stream.begin_forward()
+    with pytest.raises(KeyboardInterrupt), stream.lend(0) if not uses_ring else torch.no_grad():
+        source.interrupted_wait = 0 if uses_ring else 1
+        with stream.lend(source.interrupted_wait):
+            pass
+    assert source.in_flight
+    for _ in range(2):
+        stream.begin_forward()
+        for unit in range(3):
+            with stream.lend(unit) as memory:
+                assert bool((memory == unit).all())
+    stream.close()
+    assert not source.in_flight
+
+
+def test_an_interrupted_start_closes_the_source_before_its_memory_is_used_again() -> None:
+    source = LateSource()
+    stream = WeightStream(source, [4096] * 3, 8192)
+    source.interrupted_start = 1  # the read is in flight, but the stream never gets it
+    with pytest.raises(KeyboardInterrupt):
+        stream.begin_forward()
+    assert source.closed and not source.in_flight
+    with pytest.raises(StorageError, match="closed"):
+        stream.begin_forward()

@@ -61,6 +61,11 @@ class GenerationSequence:
     def num_known(self) -> int:
         return len(self.token_ids) + len(self.drafts)
 
+    @property
+    def is_prompt(self) -> bool:
+        """True until the answer has a token, and while a preempted sequence computes more than its last token again."""
+        return not self.has_sampled or len(self.token_ids) - self.num_computed > 1
+
     def keys_until(self, num_blocks: int, block_size: int) -> list[BlockKey]:
         """Return the keys of the first `num_blocks` blocks, which must be full of tokens of `token_ids`."""
         keys = self.block_keys

@@ -89,7 +89,7 @@ class LLMEngine:
         self._stats = EngineStats(kv_blocks=runner.num_blocks)
         self._factory = RequestFactory(options, tokenizer, self.eos_ids, runner.vocab_size, max_model_len)
         self._table = SequenceTable(runner, options, cost, self._stats)
-        self._planner = StepPlanner(runner, options, self._table, cost, self._depth)
+        self._planner = StepPlanner(runner, options, self._table, self._depth)
         self._answers = AnswerWriter(self._table, tokenizer, self.eos_ids, self._stats, clock, self._forget_drafts)
         self._requests: dict[str, GenerationRequest] = {}
         self._started: deque[_StartedStep] = deque()

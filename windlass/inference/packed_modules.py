@@ -39,6 +39,7 @@ from windlass.parallel.placement import get_placement, has_placement, set_placem
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
 _NUMBER = re.compile(r"\d+")
+_PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # values of `activations` that round to a dtype
 
@@ -318,9 +319,21 @@ def _is_packable(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")  # None e.g. with torch.nn.utils.prune, which computes it
     if weight is None or "forward" in module.__dict__:
         return False
+    return _is_linear(module) and weight.dtype in _PACKABLE_DTYPES and min(weight.shape) >= _LEAST_FEATURES
+
+
+def _is_linear(module: nn.Module) -> bool:
     kind = type(module)
-    known = kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
-    return known and weight.dtype in (torch.float32, torch.bfloat16) and min(weight.shape) >= _LEAST_FEATURES
+    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+
+
+def find_other_dtype(model: nn.Module) -> tuple[str, torch.dtype] | None:
+    """Return the name and dtype of a linear weight for which there are no native products; None: there is none."""
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if _is_linear(module) and weight is not None and weight.dtype not in _PACKABLE_DTYPES:
+            return f"{name}.weight", weight.dtype
+    return None
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:

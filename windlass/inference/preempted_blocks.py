@@ -35,8 +35,8 @@ class PreemptedBlocks:
         StorageError: the swap directory cannot be used.
     """
 
-    def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost) -> None:
-        self._runner, self._cost = runner, cost
+    def __init__(self, runner: ModelRunner, options: EngineOptions) -> None:
+        self._runner = runner
         self._host_left = options.swap_bytes if runner.block_nbytes else 0
         self._directory: ProcessDirectory | None = None
         if options.swap_directory is not None and runner.block_nbytes:
@@ -48,15 +48,19 @@ class PreemptedBlocks:
             weakref.finalize(self, self._directory.release)
         self._files: dict[int, Path] = {}
         self._held: dict[int, int] = {}
+        self._disk_failed = False  # True after a failed write, until one succeeds: such writes give one warning
         self._rates = {"host": 4e9, "disk": 5e8}  # bytes a second, assumed before the first measurement
 
-    def save(self, sequence: GenerationSequence) -> None:
+    def save(self, sequence: GenerationSequence, cost: StepCost) -> None:
         """Save the blocks of a sequence that is being preempted, and set its `saved`. Leave `saved` None if there is no
         room, or if computing the tokens again is predicted to take less time.
+
+        Args:
+            cost: model of the time to compute the tokens again.
         """
         blocks = sequence.blocks[: -(-sequence.num_computed // self._runner.block_size)]
         nbytes = len(blocks) * self._runner.block_nbytes
-        again = self._cost.prefill_seconds(sequence.num_computed)
+        again = cost.prefill_seconds(sequence.num_computed)
         if not blocks or not nbytes:
             return
         if nbytes <= self._host_left and self._moves("host", nbytes, again):
@@ -68,12 +72,23 @@ class PreemptedBlocks:
         elif self._directory is not None and self._moves("disk", nbytes, again):
             began = time.perf_counter()
             path = self._directory.path / str(sequence.sequence_id)
+            saved = self._runner.save_blocks(blocks)
             try:
-                saved = self._runner.save_blocks(blocks)
                 write_tensors(path, {str(number): tensor for number, tensor in enumerate(saved)})
-            except OSError:  # a full disk: the tokens are computed again
+            except OSError as error:
                 path.unlink(missing_ok=True)
+                if not self._disk_failed:
+                    logger.warning(
+                        "the KV blocks of a preempted request cannot be written to %s, so its %d tokens are computed "
+                        "again, as are later ones until a write succeeds: %s; free some space, or give another "
+                        "swap_directory",
+                        path,
+                        sequence.num_computed,
+                        one_line(str(error)),
+                    )
+                self._disk_failed = True
                 return
+            self._disk_failed = False
             self._measure("disk", nbytes, began)
             self._files[sequence.sequence_id] = path
             sequence.saved = []

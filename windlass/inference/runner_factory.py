@@ -17,7 +17,7 @@ from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device, run_probe
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
-from windlass.inference.packed_modules import PackedModules, can_pack, pack_layers, pack_modules
+from windlass.inference.packed_modules import PackedModules, can_pack, find_other_dtype, pack_layers, pack_modules
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
@@ -390,11 +390,15 @@ def _pack(
         raise ConfigError(
             f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
         )
+    if options.deterministic and (other := find_other_dtype(model)) is not None:
+        raise ConfigError(
+            f"deterministic is True, but {other[0]} is {other[1]}, and native products need float32 or bfloat16; "
+            "convert the model, or leave deterministic out"
+        )
     if not (wanted or options.weights) or not can_pack(model):
         if options.deterministic:
             raise ConfigError(
-                "deterministic is True, which needs the native kernels and a model on the CPU in float32 or bfloat16; "
-                "leave deterministic out"
+                "deterministic is True, which needs the native kernels and a model on the CPU; leave deterministic out"
             )
         if options.weights is not None and not prepared:
             pack_layers(model, options.weights)

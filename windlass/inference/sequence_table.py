@@ -20,7 +20,6 @@ class SequenceTable:
     """Running sequences, which hold KV blocks, and waiting ones, which hold none.
 
     Args:
-        cost: model of the time to compute the tokens of a preempted sequence again.
         stats: counters of the engine, which are updated here.
 
     Attributes:
@@ -28,6 +27,7 @@ class SequenceTable:
         blocks: blocks of the KV cache.
         admits: False if sequences waited, the last plan admitted none of them, and no sequence was queued or freed
             since.
+        cost: model of the time of a step; the step planner corrects it by measured times.
         fair_clock: virtual clock of the scheduler; see [Note: fair shares].
     """
 
@@ -36,7 +36,8 @@ class SequenceTable:
         self.blocks = BlockManager(
             runner.num_blocks, runner.block_size, prefix_caching=options.prefix_caching and runner.block_nbytes > 0
         )
-        self._saved = PreemptedBlocks(runner, options, cost)
+        self._saved = PreemptedBlocks(runner, options)
+        self.cost = cost
         self.running: dict[int, GenerationSequence] = {}
         self.waiting: dict[int, GenerationSequence] = {}
         self.admits = True
@@ -100,7 +101,7 @@ class SequenceTable:
         request.metrics.num_preemptions += 1
         self._stats.num_preemptions += 1
         sequence.drafts = []
-        self._saved.save(sequence)
+        self._saved.save(sequence, self.cost)
         self.free(sequence)
         del self.running[sequence.sequence_id]
         self.waiting[sequence.sequence_id] = sequence

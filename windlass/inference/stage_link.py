@@ -17,7 +17,7 @@ from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.inference.model_forward import CausalForward, find_device
-from windlass.parallel.pipeline import apply_pipeline_parallel, get_pipeline_stages
+from windlass.parallel.pipeline import PipelineSequential, apply_pipeline_parallel, get_pipeline_stages
 from windlass.parallel.pipeline.staged_model import StagedModel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -172,20 +172,32 @@ def split_for_inference(model: nn.Module, axis: MeshAxis) -> None:
         ConfigError: there are fewer layers than stages.
         ModelError: the model cannot be split, or is a `PipelineSequential`.
     """
-    if not isinstance(apply_pipeline_parallel(model, axis), StagedModel):
-        raise ModelError(f"{type(model).__name__} is a pipeline module already; pass a plain model, which pp splits")
+    _refuse_pipeline_module(model)
+    apply_pipeline_parallel(model, axis)
 
 
 def open_stage_link(model: nn.Module, axis: MeshAxis | None) -> StageLink | None:
-    """Return the link over `axis` of a model that was split; None if `axis` is None or the model was not split."""
+    """Return the link over `axis` of a model that was split; None if `axis` is None or the model was not split.
+
+    Raises:
+        ModelError: the model is a `PipelineSequential`, and `axis` is not None.
+    """
+    if axis is None:
+        return None
+    _refuse_pipeline_module(model)  # before the ranks broadcast its values
     stages = get_pipeline_stages(model)
-    if axis is None or not isinstance(stages, StagedModel):
+    if not isinstance(stages, StagedModel):
         return None
     found = get_stage_link(model)
     if found is None or found.axis is not axis:
         found = StageLink(model, stages, axis)
         setattr(model, _LINK_ATTRIBUTE, found)
     return found
+
+
+def _refuse_pipeline_module(model: nn.Module) -> None:
+    if isinstance(model, PipelineSequential):
+        raise ModelError(f"{type(model).__name__} is a pipeline module already; pass a plain model, which pp splits")
 
 
 def get_stage_link(model: nn.Module) -> StageLink | None:

@@ -44,15 +44,12 @@ class StepPlanner:
         depth: largest number of started steps that are not finished.
 
     Attributes:
-        cost: model of the time of a step, corrected by measured times.
         limits: limits of the scheduler.
         alone: ids of requests that run alone once, in order; see [Note: failed steps].
     """
 
-    def __init__(
-        self, runner: ModelRunner, options: EngineOptions, table: SequenceTable, cost: StepCost, depth: int
-    ) -> None:
-        self._runner, self._table, self.cost, self._depth = runner, table, cost, depth
+    def __init__(self, runner: ModelRunner, options: EngineOptions, table: SequenceTable, depth: int) -> None:
+        self._runner, self._table, self._depth = runner, table, depth
         self.limits = SchedulerLimits(
             options.policy,
             options.max_tokens_per_step,
@@ -63,6 +60,11 @@ class StepPlanner:
             options.max_wait_seconds,
         )
         self.alone: dict[str, None] = {}
+
+    @property
+    def cost(self) -> StepCost:
+        """Model of the time of a step, corrected by measured times."""
+        return self._table.cost
 
     def set_policy(self, policy: Policy) -> None:
         """Schedule by another policy from the next step on."""
@@ -112,7 +114,7 @@ class StepPlanner:
         if copies:
             self._runner.copy_blocks(copies)
         batch, rows = self._make_batch(chosen)
-        has_prompts = any(not one.has_sampled or count > 1 + len(one.drafts) for one, count in chosen)
+        has_prompts = any(one.is_prompt for one, _ in chosen)
         return PlannedStep(batch, chosen, rows, self._predict(chosen), has_prompts)
 
     def plan_next(self, last: Sequence[GenerationSequence], ids: torch.Tensor) -> PlannedStep | None:
@@ -149,12 +151,12 @@ class StepPlanner:
         """Add the step's work to `fair_start` of its prompts, and advance the clock; see [Note: fair shares]."""
         work = 0.0
         for sequence, count in chosen:
-            if not sequence.has_sampled:
+            if sequence.is_prompt:
                 part = self.cost.prompt_work(count, sequence.num_computed)
                 sequence.fair_start += part
                 work += part
         if work:
-            prompts = sum(not sequence.has_sampled for sequence in self._table.running.values())
+            prompts = sum(sequence.is_prompt for sequence in self._table.running.values())
             self._table.fair_clock += work / (prompts + len(self._table.waiting))
 
     def predict_lateness(self, sequence: GenerationSequence, now: float) -> float:
@@ -171,7 +173,8 @@ class StepPlanner:
         if predicted > 0:
             least, most = _SCALE_RANGE
             ratio = min(max(seconds / predicted, least), most)
-            self.cost = replace(self.cost, scale=self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale))
+            scale = self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale)
+            self._table.cost = replace(self.cost, scale=scale)
 
     def _find_share(self) -> int | None:
         """Return the largest number of sequences of a step that leaves sequences for all stages; None: no limit."""
@@ -229,10 +232,10 @@ class StepPlanner:
         """Return the predicted seconds of a step, without the correction by earlier steps."""
         cached, pairs = 0, 0.0
         for sequence, count in chosen:
-            if sequence.has_sampled:
-                cached += sequence.num_computed
-            else:
+            if sequence.is_prompt:
                 pairs += count * (sequence.num_computed + count / 2)
+            else:
+                cached += sequence.num_computed
         return self.cost.step_seconds(sum(count for _, count in chosen), cached, pairs) / self.cost.scale
 
     def _make_batch(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> tuple[StepBatch, list[list[int]]]:

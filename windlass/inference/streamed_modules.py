@@ -71,6 +71,10 @@ class DiskUnits:
         found = self._units[unit]
         return self.reader.start(f"the weights of {found.name}", found.offset, into)
 
+    def close(self) -> None:
+        """Wait for reads in flight; later reads raise."""
+        self.reader.close()
+
 
 class MappedUnits:
     """Units of a weight file in host memory: the file is mapped, and all processes of the host share its pages."""

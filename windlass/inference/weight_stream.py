@@ -5,6 +5,9 @@ into a ring of staging memory in the order in which an earlier forward used them
 ahead as the ring has room, across the end of a forward too. A unit's bytes are free again as soon as its product is
 computed. If a forward uses a unit that is not in the ring, e.g. another expert, the ring is filled anew from this unit
 on, which only takes longer.
+
+An exception such as Ctrl-C may end the wait for a read, which is then still in flight. So its unit keeps its memory
+until the next forward has finished the read.
 """
 
 from __future__ import annotations
@@ -46,6 +49,10 @@ class WeightSource(Protocol):
 
     def start(self, unit: int, into: torch.Tensor) -> Read:
         """Start to read a unit into the uint8 memory `into`, and return the read."""
+        ...
+
+    def close(self) -> None:
+        """Wait until no read writes to memory any more. Later reads raise."""
         ...
 
 
@@ -104,12 +111,13 @@ class WeightStream:
         self.buffer_bytes = wanted if buffer_bytes is None else page_up(buffer_bytes + 1) - 4096
         self._buffer = source.allocate_buffer(self.buffer_bytes)
         self._staged: deque[_Staged] = deque()
+        self._outside: deque[_Staged] = deque()  # units with memory outside of the ring
         self._order = list(range(len(self._sizes)))
         self._used: list[int] = []
         self._next = 0  # index in `_order` of the next unit to read
         self._reads, self._failed = True, False
         # reads in flight end before their memory is freed
-        self._finish = weakref.finalize(self, _finish_reads, self._staged, self._buffer)
+        self._finish = weakref.finalize(self, _finish_reads, self._staged, self._outside, self._buffer)
         self.stats = StreamStats()
 
     def begin_forward(self) -> None:
@@ -146,28 +154,31 @@ class WeightStream:
             return
         staged = self._find(unit)
         self._used.append(unit)
-        staged.in_use = True
+        began = time.perf_counter()
         try:
-            began = time.perf_counter()
-            try:
-                staged.read.wait()
-            except BaseException:
-                self._failed = True
-                raise
-            finally:
-                self.stats.waited_seconds += time.perf_counter() - began
+            staged.read.wait()
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self.stats.waited_seconds += time.perf_counter() - began
+        try:
+            staged.in_use = True
             yield staged.memory
         finally:
             staged.released = True
-            while self._staged and self._staged[0].released:
-                self._staged.popleft()
+            for units in (self._staged, self._outside):
+                while units and units[0].released:
+                    units.popleft()
             if not self._failed:
                 self._fill()
 
     def close(self) -> None:
         """Wait for reads in flight and free the staging memory."""
-        self._finish()
+        _finish_reads(self._staged, self._outside, self._buffer)
+        self._finish.detach()
         self._staged.clear()
+        self._outside.clear()
         self._order = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -187,9 +198,7 @@ class WeightStream:
         self._next = self._place_after(unit)
         found = self._start(unit)
         if found is None:  # units in use fill the ring, so memory outside of it is used
-            memory = self._source.allocate_buffer(self._sizes[unit])
-            self.stats.bytes_read += self._sizes[unit]
-            return _Staged(unit, 0, self._sizes[unit], self._source.start(unit, memory), memory)
+            return self._start_read(unit, 0, self._source.allocate_buffer(self._sizes[unit]), self._outside)
         self._fill()
         return found
 
@@ -202,12 +211,13 @@ class WeightStream:
         return self._next
 
     def _drop_unused(self) -> None:
-        for staged in self._staged:
-            if not staged.in_use:
-                staged.read.finish()
-        kept = [staged for staged in self._staged if staged.in_use]
-        self._staged.clear()
-        self._staged += kept
+        for units in (self._staged, self._outside):
+            for staged in units:
+                if not staged.in_use:
+                    staged.read.finish()
+            kept = [staged for staged in units if staged.in_use]
+            units.clear()
+            units += kept
 
     def _fill(self) -> None:
         """Start reads in the predicted order while the ring has room."""
@@ -219,11 +229,17 @@ class WeightStream:
         first = self._find_room(nbytes)
         if first is None:
             return None
-        memory = self._buffer[first : first + nbytes]
-        staged = _Staged(unit, first, nbytes, self._source.start(unit, memory), memory)
-        self._staged.append(staged)
-        self.stats.bytes_read += nbytes
-        return staged
+        return self._start_read(unit, first, self._buffer[first : first + nbytes], self._staged)
+
+    def _start_read(self, unit: int, first: int, memory: torch.Tensor, units: deque[_Staged]) -> _Staged:
+        """Start to read a unit into `memory`, and append it to `units`."""
+        try:
+            units.append(_Staged(unit, first, memory.numel(), self._source.start(unit, memory), memory))
+        except BaseException:  # e.g. Ctrl-C after the read has started: nothing else would wait for it
+            self._source.close()
+            raise
+        self.stats.bytes_read += memory.numel()
+        return units[-1]
 
     def _find_room(self, nbytes: int) -> int | None:
         """Return the offset of free bytes behind the last unit, or at the start of the ring; None: too few are free."""
@@ -238,8 +254,8 @@ class WeightStream:
         return tail if tail + nbytes <= head else None
 
 
-def _finish_reads(staged: Iterable[_Staged], buffer: torch.Tensor) -> None:
-    for one in staged:
+def _finish_reads(staged: Iterable[_Staged], outside: Iterable[_Staged], buffer: torch.Tensor) -> None:
+    for one in (*staged, *outside):
         one.read.finish()
 
 

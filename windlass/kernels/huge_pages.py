@@ -7,13 +7,14 @@ anew. Reading it needs fewer translations of addresses, and hardware prefetches 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
 
 import torch
 
-HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20  # bytes: x86-64, or Arm with pages of 4 KiB
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -21,14 +22,26 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a contiguous CPU tensor, on huge pages as far as it fills them and the system grants them."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes < HUGE_PAGE:
         return torch.empty(shape, dtype=dtype)
     # Private: huge pages of shared memory are another setting of the system. Untouched pages take no memory.
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     flat = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
     start = -flat.data_ptr() % HUGE_PAGE
-    memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
+    advise_huge_pages(memory, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     return flat[start : start + nbytes].view(dtype).view(shape)
+
+
+def advise_huge_pages(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """Request huge pages for a range of a mapping. Do nothing where the system has none."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None:
+        return
+    try:
+        memory.madvise(advice, start, nbytes)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel that was built without them
+            raise
 
 
 def populate_pages(tensor: torch.Tensor) -> str | None:

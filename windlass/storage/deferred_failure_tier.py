@@ -14,6 +14,8 @@ from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_transfer import Extent
 
+_NEGATIVE_ZERO_IS_NAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # their only NaN has the bits of -0
+
 
 class DeferredFailureTier(DiskTier):
     """Disk tier whose failed transfers raise no error where they are awaited.
@@ -108,7 +110,8 @@ class DeferredFailureTier(DiskTier):
             self._fail_read(extent, sums.memory, error)
 
     def _fail_read(self, extent: Extent, into: torch.Tensor, error: StorageError) -> None:
-        into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
+        nan = 0x80 if into.dtype in _NEGATIVE_ZERO_IS_NAN else 0xFF  # the byte gives NaN in every floating-point dtype
+        into.detach().reshape(-1).view(torch.uint8).fill_(nan)
         extent.failed_reads += 1
         if isinstance(error, DamageError):  # other errors may be temporary, and the bytes on the disk intact
             self.damaged_extents.setdefault(extent, error)

@@ -137,11 +137,12 @@ def _open(path: Path) -> tuple[int, bool]:
     direct = getattr(os, "O_DIRECT", 0)
     try:
         if direct:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
                 file = os.open(path, flags | direct)
+                opened.callback(os.close, file)
                 if _accepts_direct_reads(file):
+                    opened.pop_all()
                     return file, True
-                os.close(file)
         return os.open(path, flags), False
     except OSError as error:
         raise StorageError(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from windlass.base.errors import StorageError
+from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.storage.disk_error_messages import format_bytes
 from windlass.storage.extent_allocator import page_up
 
@@ -35,9 +36,7 @@ def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
         raise StorageError(
             f"no memory for a staging buffer of {format_bytes(nbytes)} ({error}); lower buffer_size or buffer_count"
         ) from error
-    # huge pages are optional: faster page faults and address translation
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    advise_huge_pages(memory, 0, len(memory))  # faster page faults and address translation
     # Finalizers attach to the ctypes array: one on the mmap would run after the memory is unmapped.
     owner = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
     return torch.frombuffer(owner, dtype=torch.uint8)[:nbytes], owner

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from windlass.comm.anonymous_pages import AnonymousPages
+from windlass.kernels import huge_pages
 from windlass.kernels.huge_pages import HUGE_PAGE, empty_on_huge_pages, populate_pages
+from windlass.storage.staging_memory import aligned_buffer
 
 
 @pytest.mark.parametrize("shape", [(0,), (7,), (3, HUGE_PAGE // 4 + 5), (5, 2, HUGE_PAGE // 4)], ids=str)
@@ -59,3 +64,24 @@ def test_pages_are_allocated_in_advance_and_keep_their_contents() -> None:
 def test_a_refusal_of_the_system_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.kernels.huge_pages._MADV_POPULATE_WRITE", 10**6)
     assert populate_pages(empty_on_huge_pages((HUGE_PAGE,), torch.uint8)) == "Invalid argument"
+
+
+def test_memory_without_huge_pages_is_used_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was built without huge pages refuses the advice with EINVAL."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 10**6)
+    assert empty_on_huge_pages((HUGE_PAGE,), torch.uint8).fill_(3).eq(3).all()
+    assert AnonymousPages(HUGE_PAGE).bytes.eq(0).all()
+    assert aligned_buffer(HUGE_PAGE)[0].fill_(3).eq(3).all()
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert empty_on_huge_pages((HUGE_PAGE,), torch.uint8).fill_(3).eq(3).all()
+    assert AnonymousPages(HUGE_PAGE).bytes.eq(0).all()
+
+
+def test_another_error_of_the_advice_is_raised() -> None:
+    class Failing:
+        def madvise(self, *arguments: int) -> None:
+            raise OSError(errno.EIO, "failed")
+
+    memory: Any = Failing()
+    with pytest.raises(OSError, match="failed"):
+        huge_pages.advise_huge_pages(memory, 0, HUGE_PAGE)

@@ -12,10 +12,23 @@ from windlass.base.errors import StorageError
 from windlass.storage import DeferredFailureTier
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    ],
+)
 def test_failed_read_gives_nan_and_is_recorded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     with DeferredFailureTier([tmp_path]) as tier:
-        extent, values = tier.allocate(40_000, "values"), torch.ones(4000, dtype=dtype)
+        extent, values = tier.allocate(40_000, "values"), torch.ones(4000).to(dtype)
         tier.write(extent, 0, values).wait()
         os.ftruncate(tier._stripes.descriptors[0], 0)
         reading = tier.read(extent, 0, values)
@@ -23,7 +36,7 @@ def test_failed_read_gives_nan_and_is_recorded_once(dtype: torch.dtype, tmp_path
         reading.wait()
         while not reading.poll():
             pass
-        assert bool(values.isnan().all())
+        assert bool(values.double().isnan().all())
         results = tier.take_failure()
         assert (
             results is not None

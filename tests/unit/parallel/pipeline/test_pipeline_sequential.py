@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.inference.stage_link import open_stage_link, split_for_inference
 from windlass.parallel.pipeline.layer_specs import LayerSpec, TiedLayerSpec
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult
@@ -274,3 +276,14 @@ def test_sequential_is_built_on_the_meta_device(at: Any) -> None:
 
 def test_specs_print_as_they_are_written() -> None:
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "LayerSpec(Linear, 2, 3, bias=False)"
+
+
+def test_inference_refuses_a_pipeline_module_and_leaves_it_unchanged() -> None:
+    model = PipelineSequential([_linear(), _linear(), _linear(), _linear()])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    axis: Any = SimpleNamespace(index=0, size=2)
+    for act in (split_for_inference, open_stage_link):
+        with pytest.raises(ModelError, match="PipelineSequential is a pipeline module already; pass a plain model"):
+            act(model, axis)
+        after = model.state_dict()
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)

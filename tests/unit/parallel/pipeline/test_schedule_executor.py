@@ -48,11 +48,11 @@ def test_values_are_flattened_and_unflattened() -> None:
     x, y = torch.randn(2, 3, requires_grad=True), torch.arange(4)
     value = {"x": (x, [y, None, 3]), "pair": Pair(x, "text"), "none": None, "scalar": torch.tensor(2.0)}
     form, tensors = pack_message(value)
-    assert [sheet.shape for sheet in form.tensor_specs] == [(2, 3), (4,), ()] and len(tensors) == 3  # x is sent once
-    assert [sheet.requires_grad for sheet in form.tensor_specs] == [True, False, False] and len(
+    assert [spec.shape for spec in form.tensor_specs] == [(2, 3), (4,), ()] and len(tensors) == 3  # x is sent once
+    assert [spec.requires_grad for spec in form.tensor_specs] == [True, False, False] and len(
         form.differentiable_specs
     ) == 1
-    assert [sheet.nbytes for sheet in form.tensor_specs] == [24, 32, 4]
+    assert [spec.nbytes for spec in form.tensor_specs] == [24, 32, 4]
     again = form.fill([tensor.detach() for tensor in tensors])
     assert isinstance(again["pair"], Pair) and again["pair"].b == "text" and again["x"][1][1:] == [None, 3]
     assert torch.equal(again["x"][0], x) and again["x"][0] is again["pair"].a
