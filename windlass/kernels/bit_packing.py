@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from windlass.base.errors import WeightFormatError
+
 TRITS_OF_BYTE = 5  # 3 ** 5 = 243 values
 
 
@@ -25,10 +27,10 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     padded = F.pad(codes, (0, -count % 32))
     if bits == 8:
         packed = padded
-    elif bits == 3:  # eight codes are three bytes
-        shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=codes.device)
-        joined = (padded.view(rows, -1, 8).to(torch.int32) << shifts).sum(2, dtype=torch.int32)
-        packed = torch.stack([joined & 255, (joined >> 8) & 255, joined >> 16], 2).to(torch.uint8).view(rows, -1)
+    elif 8 % bits:  # codes cross bytes; eight codes are `bits` bytes
+        shifts = _shifts_of_eight(bits, codes.device)
+        joined = (padded.view(rows, -1, 8).to(shifts.dtype) << shifts).sum(2, dtype=shifts.dtype)
+        packed = torch.stack([(joined >> 8 * byte) & 255 for byte in range(bits)], 2).to(torch.uint8).view(rows, -1)
     else:
         parts = padded.view(rows, -1, 8 // bits)
         packed = parts[..., 0].clone()
@@ -46,15 +48,24 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     packed = words.reshape(-1).view(torch.uint8).view(rows, -1)
     if bits == 8:
         return packed[:, :count].contiguous()
-    if bits == 3:
-        packed = F.pad(packed, (0, -packed.shape[1] % 3)).view(rows, -1, 3).to(torch.int32)
-        joined = packed[..., 0] | packed[..., 1] << 8 | packed[..., 2] << 16
-        shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=words.device)
-        codes = ((joined.unsqueeze(2) >> shifts) & 7).to(torch.uint8)
+    if 8 % bits:
+        shifts = _shifts_of_eight(bits, words.device)
+        packed = F.pad(packed, (0, -packed.shape[1] % bits)).view(rows, -1, bits).to(shifts.dtype)
+        joined = packed[..., 0]
+        for byte in range(1, bits):
+            joined = joined | packed[..., byte] << 8 * byte
+        codes: torch.Tensor = ((joined.unsqueeze(2) >> shifts) & (2**bits - 1)).to(torch.uint8)
     else:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
         codes = (packed.unsqueeze(2) >> shifts) & (2**bits - 1)
     return codes.reshape(rows, -1)[:, :count].contiguous()
+
+
+def _shifts_of_eight(bits: int, device: torch.device) -> torch.Tensor:
+    """Return the shifts of eight codes in one number, in a dtype that the number fits."""
+    if bits > 8:
+        raise WeightFormatError(f"codes of {bits} bits are not packed in words; give 1 to 8 bits")
+    return torch.arange(0, 8 * bits, bits, dtype=torch.int32 if bits < 4 else torch.int64, device=device)
 
 
 def pack_trits(digits: torch.Tensor) -> torch.Tensor:

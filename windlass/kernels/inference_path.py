@@ -12,7 +12,7 @@ import torch
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.native_memory import native_access_problem
-from windlass.kernels.kernel_dispatch import REFERENCE_PATH
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH, check_path_name
 
 _ENVIRONMENT_VARIABLE = "WINDLASS_KERNELS"
 
@@ -89,8 +89,7 @@ def _resolve_variable(wanted: str) -> InferencePath:
 @lru_cache(maxsize=8)
 def _find_path(name: str) -> InferencePath:
     names = list_inference_paths()
-    if name not in names:
-        raise ConfigError(f"there is no kernel path {name!r} on this machine; use one of {', '.join(names)}")
+    check_path_name(name, names)
     if name == REFERENCE_PATH:
         return InferencePath(name)
     return InferencePath(name, _native_module(), names.index(name))

@@ -65,6 +65,15 @@ def list_kernel_paths() -> list[str]:
     return [*_instruction_sets(), REFERENCE_PATH]
 
 
+def check_path_name(name: str, available: Sequence[str]) -> None:
+    """Raise a ConfigError if a kernel path is not one of those that can run here."""
+    if name in available:
+        return
+    module, why = _native_module()
+    reason = "" if module is not None else f" ({why})"
+    raise ConfigError(f"there is no kernel path {name!r} on this machine{reason}; use one of {', '.join(available)}")
+
+
 def apply_updates(
     rule: UpdateRule,
     updates: Iterable[UpdateTensors],
@@ -84,8 +93,11 @@ def apply_updates(
             before it changes the page, and renews the checksum after that.
 
     Raises:
+        ConfigError: `path` cannot run here.
         ModelError: tensors do not match, have no memory, or overlap. The message names them.
     """
+    if path is not None:
+        check_path_name(path, list_kernel_paths())
     groups: dict[tuple[torch.dtype | None, ...], list[UpdateTensors]] = defaultdict(list)
     for piece in updates:
         piece.check(len(rule.signed_states))
@@ -131,9 +143,8 @@ def _run_native(
     threads: int,
     page_sums: Sequence[PageSums],
 ) -> None:
-    module, why = _native_module()
-    if module is None:
-        raise ConfigError(f"the native path {path} was requested, but {why}; write {REFERENCE_PATH!r}")
+    module, _ = _native_module()
+    assert module is not None  # a native path is available only with the module
     try:
         module.update(
             path,

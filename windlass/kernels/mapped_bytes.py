@@ -8,6 +8,7 @@ that were written to are private copies, which a drop would lose: then nothing i
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -36,8 +37,8 @@ class MappedBytes:
         self.address, self._pages = address, -(-len(memory) // _PAGE)
 
     def drop(self, begin: int = 0, end: int | None = None) -> bool:
-        """Drop the pages from this process, unless a page was written to or the system does not report writes. Return
-        True if the pages were dropped.
+        """Drop the pages from this process, unless a page was written to or is locked in memory, or the system does not
+        report writes. Return True if the pages were dropped.
 
         Args:
             begin, end: range of the tensor's bytes whose pages are dropped; by default all.
@@ -47,7 +48,12 @@ class MappedBytes:
         last = self._pages if end is None else min(-(-(skipped + end) // _PAGE), self._pages)
         if memory is None or last <= first or self._is_written(first, last):
             return False
-        memory.madvise(mmap.MADV_DONTNEED, first * _PAGE, min(last * _PAGE, len(memory)) - first * _PAGE)
+        try:
+            memory.madvise(mmap.MADV_DONTNEED, first * _PAGE, min(last * _PAGE, len(memory)) - first * _PAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # locked, e.g. by mlockall
+                raise
+            return False
         return True
 
     def _is_written(self, first: int, last: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from windlass.base.errors import ModelError
 from windlass.base.native_memory import freed_storage_problem, has_memory
+from windlass.base.text import plural
 
 SCALE_BLOCK = 256  # elements that share a scale in an 8-bit state
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,7 +48,10 @@ class UpdateTensors:
         """
         count = self.parameter.numel()
         if len(self.states) != num_states:
-            raise ModelError(f"an update needs {num_states} states and got {len(self.states)}")
+            raise ModelError(
+                f"an update needs {num_states} states and got {len(self.states)}; pass {plural(num_states, 'tensor')}, "
+                "in the order of the rule"
+            )
         _check_tensor("parameter", self.parameter, count, FLOAT_DTYPES)
         _check_tensor("gradient", self.gradient, count, FLOAT_DTYPES)
         for number, state in enumerate(self.states):
@@ -56,7 +60,10 @@ class UpdateTensors:
                 raise ModelError(f"state {number} is {state.dtype} and state 0 {self.states[0].dtype}; use one dtype")
         coded = bool(self.states) and self.states[0].dtype == torch.uint8
         if len(self.scales) != num_states * coded:
-            raise ModelError(f"{num_states} states of {self.dtypes[2]} came with {len(self.scales)} tensors of scales")
+            raise ModelError(
+                f"{num_states} states of {self.dtypes[2]} came with {plural(len(self.scales), 'tensor')} of scales; "
+                f"pass {num_states * coded}"
+            )
         for number, scale in enumerate(self.scales):
             _check_tensor(f"scales of state {number}", scale, count_scales(count), (torch.float32,))
         if self.low_precision_copy is not None:
@@ -77,7 +84,9 @@ def _check_tensor(name: str, tensor: torch.Tensor, count: int, dtypes: tuple[tor
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ModelError(f"the {name} of shape {tuple(tensor.shape)} is {tensor.dtype}; it must be one of {names}")
     if tensor.numel() != count:
-        raise ModelError(f"the {name} has {tensor.numel()} elements where {count} are needed")
+        raise ModelError(
+            f"the {name} has {tensor.numel()} elements where {count} are needed; pass a tensor of {count} elements"
+        )
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ModelError(f"the {name} of shape {tuple(tensor.shape)} is not contiguous; pass .contiguous()")
     if not has_memory(tensor):

@@ -71,7 +71,7 @@ def test_unpacked_values_are_the_documented_rounding(name: str, rows: int, colum
     assert all(torch.equal(again[key], packed[key]) for key in packed)
 
 
-@given(bits=st.sampled_from([1, 2, 3, 4, 8]), rows=st.integers(0, 5), columns=st.integers(0, 70))
+@given(bits=st.integers(1, 8), rows=st.integers(0, 5), columns=st.integers(0, 70))
 def test_words_have_the_codes_bit_after_bit(bits: int, rows: int, columns: int) -> None:
     codes = torch.randint(2**bits, (rows, columns), dtype=torch.uint8)
     words = pack_words(codes, bits)
@@ -84,6 +84,14 @@ def test_words_have_the_codes_bit_after_bit(bits: int, rows: int, columns: int) 
     digits = codes % 3
     packed = pack_trits(digits)
     assert packed.shape == (rows, -(-columns // 5)) and torch.equal(unpack_trits(packed, columns), digits)
+
+
+def test_words_of_more_than_eight_bits_are_refused() -> None:
+    message = "codes of 9 bits .*; give 1 to 8 bits"
+    with pytest.raises(WeightFormatError, match=message):
+        pack_words(torch.ones(1, 8, dtype=torch.uint8), 9)
+    with pytest.raises(WeightFormatError, match=message):
+        unpack_words(torch.ones(1, 3, dtype=torch.int32), 9, 8)
 
 
 def test_sizes_of_large_layers() -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.unit.kernels.rule_cases import RULES, piece
 from windlass.base.errors import ConfigError, ModelError
 from windlass.kernels import kernel_dispatch
+from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.kernel_dispatch import REFERENCE_PATH, apply_updates, get_active_kernel_path, list_kernel_paths
 from windlass.kernels.update_tensors import UpdateTensors
 
@@ -37,6 +38,15 @@ def test_unknown_path_error_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch
         get_active_kernel_path()
 
 
+@pytest.mark.parametrize("name", ["sse9", "avx2", "Reference"])
+def test_a_path_is_refused_by_one_rule_for_updates_and_inference(name: str) -> None:
+    said = f"no kernel path '{name}' on this machine.*; use one of .*reference"
+    with pytest.raises(ConfigError, match=said):
+        apply_updates(RULES["sgd"](1), [], path=name)
+    with pytest.raises(ConfigError, match=said):
+        get_inference_path(name)
+
+
 def test_missing_native_module_falls_back_to_the_reference_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[str] = []
     monkeypatch.setattr(kernel_dispatch.logger, "info", lambda text, *values: reported.append(text % values))
@@ -52,7 +62,9 @@ def test_missing_native_module_falls_back_to_the_reference_with_a_reason(monkeyp
             apply_updates(rule, [piece(rule, torch.ones(3), torch.ones(3))])
         assert reported == [f"optimizer kernels: {get_active_kernel_path()}"]
         assert reported[0].startswith("optimizer kernels: reference (") and "compiler" in reported[0]
-        with pytest.raises(ConfigError, match="AVX2"):
+        with pytest.raises(
+            ConfigError, match="no kernel path 'AVX2' on this machine .*compiler.*; use one of reference"
+        ):
             apply_updates(rule, [piece(rule, torch.ones(3), torch.ones(3))], path="AVX2")
     finally:
         monkeypatch.undo()
@@ -68,13 +80,14 @@ def wrong(**changed: Any) -> UpdateTensors:
 @pytest.mark.parametrize(
     ("piece", "said"),
     [
-        (wrong(gradient=torch.zeros(5)), "gradient has 5 elements where 4"),
+        (wrong(gradient=torch.zeros(5)), "gradient has 5 elements where 4 are needed; pass a tensor of 4 elements"),
         (wrong(parameter=torch.zeros(4, dtype=torch.float64)), "parameter.*float64.*float32, bfloat16, float16"),
         (wrong(gradient=torch.zeros(8)[::2]), "gradient.*not contiguous"),
         (wrong(parameter=torch.zeros(4, device="meta")), "parameter is on meta"),
-        (wrong(states=(torch.zeros(4),)), "needs 2 states and got 1"),
+        (wrong(states=(torch.zeros(4),)), "needs 2 states and got 1; pass 2 tensors"),
         (wrong(states=(torch.zeros(4), torch.zeros(4).bfloat16())), "state 1 is torch.bfloat16"),
-        (wrong(states=(torch.zeros(4, dtype=torch.uint8),) * 2), "came with 0 tensors of scales"),
+        (wrong(states=(torch.zeros(4, dtype=torch.uint8),) * 2), "came with 0 tensors of scales; pass 2$"),
+        (wrong(scales=(torch.zeros(1),)), "2 states of torch.float32 came with 1 tensor of scales; pass 0$"),
         (wrong(low_precision_copy=torch.zeros(4)), "lowered copy.*float32"),
     ],
 )
