@@ -9,11 +9,16 @@ import json
 import select
 import socket
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pydantic
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
+from uvicorn.server import ServerState
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, server_on_thread
@@ -22,6 +27,7 @@ from windlass.base.errors import EngineOverloadedError
 from windlass.serving import completions_endpoint
 from windlass.serving.chat_request import ChatRequest
 from windlass.serving.completions_endpoint import CompletionRequest
+from windlass.serving.http_protocol import TimedHttpProtocol
 from windlass.serving.request_body import read_request
 from windlass.serving.request_fields import RequestModel, StructuredOutputsField
 from windlass.serving.responses_request import ResponsesRequest
@@ -61,6 +67,7 @@ def refused(client: TestClient, path: str, body: Any, status: int = 400) -> dict
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "temperature": -Infinity}', "-Infinity"),
         (b'{"prompt": "a", "temperature": 1e999}', "1e999"),
+        (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", "beyond the range of float64"),
         (b'{"prompt": "\\ud800"}', "surrogate \\ud800"),
         (b'{"prompt": ' + b"[" * 99_000, "nested"),
         (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "nested"),
@@ -476,6 +483,25 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
             assert piece, answer
             answer += piece
         assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_head_after_a_long_answer_has_its_own_time() -> None:
+    """The answer ends, and the next head begins, just before the connection is checked."""
+    checks: list[Callable[[], None]] = []
+    loop = SimpleNamespace(call_later=lambda seconds, check: checks.append(check))
+    app = client_of(FakeEngine()).app
+    config = uvicorn.Config(app, http=TimedHttpProtocol, ws="none", lifespan="off", log_config=None)
+    protocol = TimedHttpProtocol(config, ServerState(), {}, _loop=loop)
+    protocol.connection_made(Mock(is_closing=lambda: False))
+    protocol.cycle = cycle = SimpleNamespace(response_complete=False)  # type: ignore[assignment]
+    checks.pop()()
+    checks.pop()()
+    cycle.response_complete = True
+    protocol.data_received(b"GET /health HTTP/1.1\r\nX: ")
+    checks.pop()()
+    assert not protocol.transport.close.called
+    checks.pop()()
+    assert protocol.transport.close.called and not checks
 
 
 def test_a_huge_head_is_refused_and_the_server_goes_on() -> None:

@@ -1,4 +1,5 @@
-"""Tests of the start and restart of replicas after unreadable answers, unexpected errors and unusable paths."""
+"""Tests of the start and restart of replicas after unreadable answers, unexpected errors and unusable paths, and of the
+requests that replicas receive."""
 
 from __future__ import annotations
 
@@ -8,17 +9,22 @@ import io
 import os
 import socket
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.serving.harness import settings_with
 from windlass.base.errors import ConfigError
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.replicas import replica_router
+from windlass.serving.replicas.replica_client import ReplicaResponse
 from windlass.serving.replicas.replica_process import ReplicaTask
-from windlass.serving.replicas.replica_router import ReplicaRouter
+from windlass.serving.replicas.replica_router import ReplicaRouter, build_router_app
 from windlass.serving.replicas.replica_supervisor import ReplicaStartError, ReplicaSupervisor, RestartPolicy
+from windlass.serving.request_counter import ServerPhase
 
 
 def supervisor_of(directory: Path, ended: list[int]) -> ReplicaSupervisor:
@@ -147,3 +153,22 @@ def test_a_long_directory_of_temporary_files_is_an_error_with_a_fix(
     with pytest.raises(ConfigError, match="set TMPDIR to a shorter one"):
         ReplicaRouter(EngineSource("fake"), settings_with(), [{}, {}], lambda: None)
     assert not list(directory.iterdir())
+
+
+def test_the_query_of_a_request_reaches_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def answer(path: str, method: str, target: str, *rest: Any) -> AsyncIterator[ReplicaResponse]:
+        targets.append(target)
+        yield ReplicaResponse(200, {}, asyncio.StreamReader())
+
+    monkeypatch.setattr(replica_router, "request_replica", answer)
+    router = ReplicaRouter(EngineSource("fake"), settings_with(), [{}], lambda: None)
+    router.replicas[0].is_ready = True
+    router.counter.phase = ServerPhase.READY
+    with TestClient(build_router_app(router)) as client:
+        for target in ("/v1/models", "/v1/a%20b?name=c%20d&e"):
+            assert client.get(target).status_code == 200
+    router.kill()
+    assert targets == ["/v1/models", "/v1/a%20b?name=c%20d&e"]

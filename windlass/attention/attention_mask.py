@@ -23,8 +23,9 @@ class AttentionMask:
         padding: `[batch_size, kv_length]`, bool; False hides a key from all queries. None: no padding.
         sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; requires as many queries as
             keys. None: one document in each sample.
-        position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies. None:
-            positions in the whole row. A band may use either, because it depends only on differences of positions.
+        position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies;
+            requires as many queries as keys, and a band or chunks. None: positions in the whole row. A band may use
+            either, because it depends only on differences of positions.
         device: device of the dense mask.
     """
 
@@ -48,10 +49,16 @@ class AttentionMask:
                 raise ModelError(
                     f"{name} of an attention mask has the shape {list(tensor.shape)}; pass one of shape {shape}"
                 )
-        if self.sequence_ids is not None and self.q_length != self.kv_length:
+        for name in ("sequence_ids", "position_ids"):
+            if getattr(self, name) is not None and self.q_length != self.kv_length:
+                raise ModelError(
+                    f"an attention mask of {self.q_length} queries and {self.kv_length} keys has {name}; packed "
+                    "documents need queries and keys of the same tokens"
+                )
+        if self.position_ids is not None and isinstance(self.pattern, MaskPredicate):
             raise ModelError(
-                f"an attention mask of {self.q_length} queries and {self.kv_length} keys has sequence_ids; packed "
-                "documents need queries and keys of the same tokens"
+                "an attention mask with a MaskPredicate has position_ids, which apply to bands and chunks alone; leave "
+                "position_ids out, and look them up in the predicate's function"
             )
 
     def to_dense(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +44,14 @@ def get_backend(name: str, **options: Any) -> AttentionBackend:
             f'no attention backend "{name}" is registered; registered are {", ".join(backend_names())}. Import the '
             "package that defines it, or call windlass.attention.register_backend"
         )
+    factory = _factories[name]
     try:
-        backend = _factories[name](**options)
+        inspect.signature(factory).bind(**options)  # only the call's arguments: errors inside the factory pass through
     except TypeError as error:
         raise ConfigError(
             f'attention backend "{name}" got the options {sorted(options)}: {error}; pass those it accepts'
         ) from error
-    return require_backend(backend)
+    return require_backend(factory(**options))
 
 
 def backend_names() -> list[str]:

@@ -122,7 +122,7 @@ def _is_token(value: Any) -> bool:
 
 @dataclass
 class _Completion:
-    """Answer to one request."""
+    """Answer to one request. Tokens are decoded on the event loop: see [Note: tokenizer threads]."""
 
     generation: Generation
     fields: CompletionRequest

@@ -13,7 +13,10 @@ from windlass.serving.api_errors import ApiError
 from windlass.serving.request_id import request_id_of
 
 HEAD_SECONDS = 30.0
-"""Seconds that a client has for the head of a request. A slower connection is closed after at most twice this time."""
+"""Seconds that a client has for the head of a request, from the start of the connection or the end of the last answer.
+A slower connection is closed after at most twice this time."""
+
+_ANSWERING = object()  # in place of the last request, while it is being answered
 
 MAX_HEAD_BYTES = 2**17
 """Maximum bytes of the head of a request. uvicorn bounds them only with its other parser."""
@@ -75,7 +78,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
     all file descriptors of the process with such connections.
     """
 
-    _last_cycle: Any = None
+    _idle_since: Any = None  # last request before the connection became idle, as of the last check; None: no request
     _head_bytes = 0
     _in_body = False
 
@@ -144,8 +147,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def _close_without_request(self) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle is self._last_cycle and self._is_idle():
+        idle_since = self.cycle if self._is_idle() else _ANSWERING
+        if idle_since is not _ANSWERING and idle_since is self._idle_since:  # idle since the check before
             self.transport.close()
             return
-        self._last_cycle = self.cycle
+        self._idle_since = idle_since
         self.loop.call_later(HEAD_SECONDS, self._close_without_request)

@@ -1,4 +1,11 @@
-"""State that all endpoints of a server share."""
+"""State that all endpoints of a server share.
+
+[Note: tokenizer threads] One thread encodes all texts of a server, because an encoding changes a tokenizer: its
+settings of truncation and padding, and caches of slow tokenizers. Other threads decode meanwhile: the engine's thread
+and the event loop call `decode` and `convert_ids_to_tokens`, which only read the vocabulary, in fast tokenizers as in
+slow ones. The settings of a fast tokenizer must not change during such a call ("Already borrowed" in older releases),
+so the server always encodes with the same settings, which `ServerContext.attach` makes before the first request.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +35,7 @@ class ServerContext:
         self.created = int(time.time())
         self._engine: ServedEngine | None = None
         self._bound = TokenBound(None)
-        # One thread, because a tokenizer is not safe to use from several; long prompts do not block the event loop.
+        # One thread: see [Note: tokenizer threads]. Also, long prompts do not block the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         if engine is not None:
             self.attach(engine)
@@ -53,7 +60,7 @@ class ServerContext:
     def attach(self, engine: ServedEngine) -> None:
         """Serve a started engine from now on."""
         if engine.tokenizer is not None:
-            # The first call sets truncation and padding, which may not happen while the engine's thread decodes.
+            # The first call sets truncation and padding: see [Note: tokenizer threads].
             engine.tokenizer.encode("a", add_special_tokens=False)
             self._bound = TokenBound(engine.tokenizer)
         self._engine = engine

@@ -176,6 +176,19 @@ def test_backend_registry(names: None) -> None:
     assert get_active_backend() is None
 
 
+def test_an_error_inside_a_factory_is_not_an_error_of_its_options(names: None) -> None:
+    def make(speed: Any) -> Doubling:
+        speed + 1  # a fault of the factory for None
+        return Doubling()
+
+    register_backend("doubling", make)
+    assert isinstance(get_backend("doubling", speed=3), Doubling)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        get_backend("doubling", speed=None)
+    with pytest.raises(ConfigError, match=r"\"doubling\" got the options \[\]: missing a required argument: 'speed'"):
+        get_backend("doubling")
+
+
 class _Nameless(AttentionBackend):
     """Backend without the required `name` and `attend`."""
 

@@ -173,3 +173,12 @@ def test_descriptions_of_wrong_shapes_are_refused() -> None:
         AttentionMask(2, 4, 4, padding=torch.ones(2, 3))
     with pytest.raises(ModelError, match="packed documents need queries and keys of the same tokens"):
         AttentionMask(2, 4, 5, sequence_ids=torch.ones(2, 4))
+    with pytest.raises(ModelError, match=r"4 queries and 5 keys has position_ids; packed documents need"):
+        AttentionMask(2, 4, 5, position_ids=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("needs_vmap", [False, True])
+def test_positions_of_a_predicate_are_refused(needs_vmap: bool) -> None:
+    predicate = MaskPredicate(lambda sample, head, query, key: query >= key, needs_vmap)
+    with pytest.raises(ModelError, match="MaskPredicate has position_ids, .*; leave position_ids out"):
+        AttentionMask(2, 11, 11, pattern=predicate, position_ids=POSITIONS.expand(2, -1))

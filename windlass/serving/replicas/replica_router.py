@@ -189,6 +189,8 @@ class ReplicaRouter:
         headers = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
         headers["x-request-id"] = request.state.request_id
         target = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1")
+        if request.url.query:  # not a part of ASGI's `raw_path`
+            target += f"?{request.url.query}"
         try:
             async with request_replica(replica.socket_path, request.method, target, headers, body) as response:
                 yield response
