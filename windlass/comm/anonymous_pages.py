@@ -7,7 +7,7 @@ import resource
 
 import torch
 
-_HUGE = 2 << 20  # size of a huge page in bytes: x86-64, or Arm with pages of 4 KiB
+from windlass.kernels.huge_pages import HUGE_PAGE, advise_huge_pages
 
 
 class AnonymousPages:
@@ -28,13 +28,13 @@ class AnonymousPages:
         kind = mmap.MAP_SHARED if limited else mmap.MAP_PRIVATE
         self._advice = mmap.MADV_REMOVE if limited else mmap.MADV_DONTNEED
         # Map one huge page more than needed, to align the start to a huge page.
-        self._map = mmap.mmap(-1, nbytes + _HUGE, flags=kind | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=kind | mmap.MAP_ANONYMOUS)
         full = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._start, self._nbytes = -full.data_ptr() % _HUGE, nbytes
+        self._start, self._nbytes = -full.data_ptr() % HUGE_PAGE, nbytes
         self.bytes = full.narrow(0, self._start, nbytes)
         # Full huge pages only: a huge page for the remainder would take memory beyond `nbytes`.
-        if not limited and nbytes >= _HUGE:
-            self._map.madvise(mmap.MADV_HUGEPAGE, self._start, nbytes // _HUGE * _HUGE)
+        if not limited and nbytes >= HUGE_PAGE:
+            advise_huge_pages(self._map, self._start, nbytes // HUGE_PAGE * HUGE_PAGE)
 
     def discard(self) -> None:
         """Free the memory; the content is lost."""

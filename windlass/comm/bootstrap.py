@@ -113,14 +113,15 @@ def init_distributed(
     else:
         _rendezvous(_with_master(place, port), backend, timeout, report_after)
     atexit.register(end_distributed)
-    if "LOCAL_RANK" not in os.environ and dist.get_world_size() > 1:
+    if not os.environ.get("LOCAL_RANK") and dist.get_world_size() > 1:
         _learn_local_rank()
 
 
 def discover(port: int = DEFAULT_PORT) -> None:
     """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from the launcher's variables.
 
-    Without a launcher, the values are those of a single process. `LOCAL_RANK` is 0 if the launcher does not set it.
+    Without a launcher, the values are those of a single process. If the launcher of several processes gives no local
+    rank, `LOCAL_RANK` stays unset until `init_distributed` finds it: with 0, all ranks of a host would use one GPU.
 
     Args:
         port: Value of `MASTER_PORT` if the environment has none.
@@ -130,7 +131,8 @@ def discover(port: int = DEFAULT_PORT) -> None:
     """
     place = _rank_environment(True, None, -1, -1) or RankEnvironment("nobody", 0, 1, 0)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
-    os.environ.setdefault("LOCAL_RANK", str(place.local_rank or 0))
+    if place.world == 1 and not os.environ.get("LOCAL_RANK"):
+        os.environ["LOCAL_RANK"] = "0"
     if place.world == 1 and place.master is None:
         place = replace(place, master=HERE)
     _with_master(place, port)

@@ -125,10 +125,12 @@ class CommsLogger:
             raw_name: The operation, which determines how its bandwidth is computed.
             record_name: Name of the record in `comms_dict`.
             latency: Duration in milliseconds.
-            msg_size: Bytes of this rank's message.
+            msg_size: Bytes of this rank's message; for a reduce-scatter, of its input.
             ranks: Number of ranks of the group; None: the world.
         """
-        algorithmic, bus = calc_bw_log(raw_name, msg_size, latency, ranks)
+        ranks = ranks or (dist.get_world_size() if dist.is_initialized() else 1)
+        size = msg_size // ranks if raw_name.startswith("reduce_scatter") else msg_size
+        algorithmic, bus = calc_bw_log(raw_name, size, latency, ranks)
         with self._lock:  # asynchronous calls end on other threads
             record = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
             record[0] += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from windlass.base.errors import CommunicationError
 from windlass.comm.peer_owners import require_own_peers
@@ -19,17 +20,16 @@ def init_default_group(backend: str, **options: Any) -> None:
     """Create the default process group as `torch.distributed.init_process_group` does. Collective over all ranks.
 
     Raises:
-        CommunicationError: a connection leads to a process of another user; no default group is left. Or a rank left
-            before all had checked their connections; the default group then still exists.
+        CommunicationError: a connection leads to a process of another user, or a rank left before all had checked
+            their connections. As after every other error, no default group is left, and the call may be repeated.
     """
     try:
         with require_own_peers(_PURPOSE):
             dist.init_process_group(backend, **options)
-    except CommunicationError:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _wait_for_all_checks(dist.group.WORLD)
+    except BaseException:
+        _discard_default_group()
         raise
-    _wait_for_all_checks(dist.group.WORLD)
 
 
 def new_process_group(
@@ -62,6 +62,18 @@ def new_process_group(
         raise
     _wait_for_all_checks(group)
     return group
+
+
+def _discard_default_group() -> None:
+    """Discard what a failed creation of the default group left.
+
+    torch numbers groups from 0 in each process, also those whose creation fails, and ranks find each other by the
+    number. Without the reset, a rank that failed once would wait for others that fail for the first time.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()  # resets the number too
+    else:
+        distributed_c10d._world.group_count = 0
 
 
 def _wait_for_all_checks(group: Any) -> None:

@@ -80,8 +80,8 @@ class RankProcesses:
         self._server_restarts: dict[int, int] = {}
         self._processes: list[_RankProcess] = []
         self._kill_at: float | None = None
-        # processes that ranks started in other process groups: pid -> start time, recorded when ranks are stopped
-        self._stray_processes: dict[int, str] = {}
+        # processes that ranks started: pid -> start time, recorded when ranks are stopped
+        self._descendants: dict[int, str] = {}
         try:
             for job in jobs:
                 self._start(job, capture)
@@ -120,16 +120,16 @@ class RankProcesses:
         Processes that a rank started in a session of their own do not receive the signal, but are killed at the end.
         """
         self._is_stopping = True
-        self._record_strays()
+        self._record_descendants()
         self._signal_groups(signal_number)
         self._kill_at = time.monotonic() + grace_s
 
     def kill(self) -> None:
         """Kill all ranks and the processes that they started."""
         self._is_stopping = True
-        self._record_strays()
+        self._record_descendants()
         self._signal_groups(signal.SIGKILL)
-        for pid, start in self._stray_processes.items():
+        for pid, start in self._descendants.items():
             if start_time_of(pid) == start:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -203,12 +203,10 @@ class RankProcesses:
             if stream is not None and not stream.closed and stream.fileno() == descriptor:
                 stream.close()
 
-    def _record_strays(self) -> None:
+    def _record_descendants(self) -> None:
+        """Record processes of every process group: one may leave the rank's group after this, and outlive the rank."""
         for pid in self.pid_of_rank.values() if sys.platform == "linux" else ():
-            for child, start in descendants(pid).items():
-                with contextlib.suppress(ProcessLookupError):
-                    if os.getpgid(child) != pid:
-                        self._stray_processes[child] = start
+            self._descendants |= descendants(pid)
 
     def _signal_groups(self, signal_number: int) -> None:
         for one in self._processes:  # an ended rank is not reaped yet, so its pid is still that of its process group

@@ -269,7 +269,11 @@ class ParameterServerWorker:
         kind, *numbers = receive_message(link)
         if kind == MessageKind.PROBLEM:
             raise CommunicationError(f"parameter server: {receive_text(link, numbers[0])}")
-        assert kind == expected, f"{link.peer} sent message {kind} instead of {expected}"
+        if kind != expected:
+            raise CommunicationError(
+                f"parameter server: {link.peer} sent message {kind} instead of {expected.name}; run equal versions of "
+                "windlass on all hosts"
+            )
         return numbers
 
     def _check_gradients(self) -> None:

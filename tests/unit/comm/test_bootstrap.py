@@ -12,9 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from windlass.base.errors import CommunicationError
-from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
+from windlass.comm import group_creation
+from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, discover, init_distributed
+from windlass.comm.group_creation import init_default_group
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OTHERS = ("LOCAL_WORLD_SIZE", "DEEPSPEED_TIMEOUT", "SLURM_NTASKS", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -70,6 +73,37 @@ def test_a_port_of_another_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setenv(name, value)
         with pytest.raises(CommunicationError, match=f"127.0.0.1:{port}: .*give each job a MASTER_PORT of its own"):
             init_distributed(timeout=timedelta(milliseconds=100))
+
+
+def test_failed_default_group_leaves_nothing_to_a_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    one_rank = {"rank": 0, "world_size": 1}
+
+    def left(group: object) -> None:
+        raise CommunicationError("a rank left")
+
+    with pytest.raises(RuntimeError, match="timed out"):
+        init_default_group("gloo", init_method=url, rank=1, world_size=2, timeout=timedelta(milliseconds=100))
+    with monkeypatch.context() as patch, pytest.raises(CommunicationError, match="a rank left"):
+        patch.setattr(group_creation, "_wait_for_all_checks", left)
+        init_default_group("gloo", store=HashStore(), **one_rank)
+    assert not dist.is_initialized(), "a second init_distributed would return with a broken group"
+    with pytest.raises(RuntimeError, match="timed out"):
+        init_default_group("gloo", init_method=url, rank=1, world_size=2, timeout=timedelta(milliseconds=100))
+    init_default_group("gloo", store=HashStore(), **one_rank)
+    try:  # ranks find each other by the name, so it must be that of a rank that has not failed
+        assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_unknown_local_rank_is_left_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    discover()
+    assert "LOCAL_RANK" not in os.environ, "all ranks of a host would use GPU 0"
 
 
 @pytest.mark.parametrize(("count", "lines"), [("4", 1), ("1", 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.process.wait_until import is_alive, until
 from windlass.launch.elastic_restart import run_with_restarts
 from windlass.launch.exit_status import LaunchExitStatus, RankFailure
 from windlass.launch.launch_plan import LaunchPlan
 from windlass.launch.local_launch import start_local_ranks
 from windlass.launch.program import Program
 from windlass.launch.rank_placement import Host
+from windlass.launch.rank_processes import RankJob, RankProcesses
 from windlass.launch.start_ranks import start_ranks
 from windlass.launch.supervisor import RankEvents, ReceivedSignals, capture_signals, supervise
 
@@ -171,3 +174,36 @@ def test_the_master_address_leaves_with_the_first_host() -> None:
     assert plan.with_hosts(hosts[:2], 1).master_addr == "10.0.0.1"
     assert plan.with_hosts(hosts[1:], 1).master_addr is None
     assert plan.with_hosts(hosts[1:], 1).master_port == 7
+
+
+LEAVES_ITS_GROUP = """
+import os, signal, sys, time
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, lambda number, frame: os.setsid())
+    open(sys.argv[1] + ".new", "w").write(str(os.getpid()))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(60)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_process_that_leaves_the_group_of_its_rank_while_it_is_stopped_is_killed(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    job = RankJob(0, [sys.executable, "-I", "-S", "-c", LEAVES_ITS_GROUP, str(child)], dict(os.environ))
+    with selectors.DefaultSelector() as selector:
+        ranks = RankProcesses([job], RankEvents(None), selector, capture=False)
+        try:
+            until(child.exists, "the child is ready")
+            ranks.stop(signal.SIGTERM, 60.0)
+            until(lambda: os.getsid(int(child.read_text())) == int(child.read_text()), "the child leaves the group")
+
+            def has_ended() -> bool:
+                ranks.poll()
+                return not ranks.alive
+
+            until(has_ended, "the rank ends")
+        finally:
+            ranks.close(succeeded=False)
+    until(lambda: not is_alive(int(child.read_text())), "the child ends")

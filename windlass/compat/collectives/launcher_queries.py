@@ -52,6 +52,8 @@ def in_dlts() -> bool:
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` for any known launcher.
 
+    If the launcher of several processes gives no local rank, `init_distributed` sets `LOCAL_RANK`.
+
     Raises:
         CommunicationError: the launcher does not give the address of rank 0, and mpi4py is not installed.
     """
