@@ -1,11 +1,11 @@
 """Optimizers, loss scales and learning-rate schedules.
 
-Reading order: per_parameter_optimizer, lion, lamb, muon, mup, one_bit_adam, one_bit_lamb, zero_one_adam, diloco,
-power_sgd (optimizers that torch lacks); quantized_states (8-bit states that are resharded); cpu_optimizer, cpu_adam,
-cpu_lion, cpu_adagrad, cpu_sgd, cpu_lamb (steps in host memory); elementwise_optimizers (steps on flat spans, fused
-steps); native_cpu_equivalent (replacement of an optimizer by its host-memory class); optimizer_factory (configuration
-to optimizer); loss_scale (fp16); lr_schedule, lr_cycles, lr_warmups (schedules); scheduler_factory (configuration to
-schedule); update_registry (names of user-defined optimizers).
+Reading order: hyperparameter_checks, per_parameter_optimizer, lion, lamb, muon, mup, one_bit_adam, one_bit_lamb,
+zero_one_adam, diloco, power_sgd (optimizers that torch lacks); quantized_states (8-bit states that are resharded);
+cpu_optimizer, cpu_adam, cpu_lion, cpu_adagrad, cpu_sgd, cpu_lamb (steps in host memory); elementwise_optimizers (steps
+on flat spans, fused steps); native_cpu_equivalent (replacement of an optimizer by its host-memory class);
+optimizer_factory (configuration to optimizer); loss_scale (fp16); lr_schedule, lr_cycles, lr_warmups (schedules);
+scheduler_factory (configuration to schedule); update_registry (names of user-defined optimizers).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.kernels.update_rules import AdagradRule
-from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
+from windlass.optim.cpu_optimizer import CPUOptimizer
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 
 
 class CPUAdagrad(CPUOptimizer):

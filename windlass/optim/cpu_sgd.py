@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
 from windlass.kernels.update_rules import SGDRule
-from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
+from windlass.optim.cpu_optimizer import CPUOptimizer
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 
 
 class CPUSGD(CPUOptimizer):

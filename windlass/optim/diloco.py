@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
 from windlass.comm.codec import get_codec, list_codecs
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 from windlass.optim.one_bit_adam import check_equal_in_groups, keep_options
 
 
@@ -56,6 +57,7 @@ class DiLoCo(torch.optim.AdamW):
         mixing: float = 0.5,
         start_step: int = 0,
     ) -> None:
+        check_hyperparameters("DiLoCo", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if inner_steps < 1 or not 1 <= fragments <= inner_steps:
             raise ConfigError(
                 f"DiLoCo: inner_steps is {inner_steps} and fragments is {fragments}; write at least 1, and at most one "

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 from windlass.optim.per_parameter_optimizer import PerParameterOptimizer
 
 _PART = 1 << 17  # elements whose squares are summed at once on a CPU
@@ -53,11 +54,7 @@ class Lamb(PerParameterOptimizer):
             raise ConfigError("Lamb: amsgrad is true, and LAMB has no AMSGrad variant; delete it")
         if max_grad_norm:
             raise ConfigError(f"Lamb: max_grad_norm is {max_grad_norm}; set the top-level gradient_clipping instead")
-        if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(
-                f"Lamb: lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0, "
-                f"betas {tuple(betas)} in [0, 1)"
-            )
+        check_hyperparameters(type(self).__name__, betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0 <= min_coeff <= max_coeff:
             raise ConfigError(f"Lamb: need 0 <= min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
         super().__init__(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from windlass.base.errors import ConfigError
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 from windlass.optim.per_parameter_optimizer import PerParameterOptimizer
 
 
@@ -29,10 +29,7 @@ class Lion(PerParameterOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(
-                f"Lion: lr {lr} and weight_decay {weight_decay} must be at least 0, betas {tuple(betas)} in [0, 1)"
-            )
+        check_hyperparameters("Lion", betas, lr=lr, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def _update_parameter(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 
 _HEAD_NAMES = frozenset({"lm_head", "head", "output", "embed_out", "output_projection", "classifier", "score"})
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -60,12 +61,8 @@ class Muon(torch.optim.Optimizer):
         ns_eps: float = 1e-7,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        rates = [lr, muon_lr or 0.0, adam_lr or 0.0, weight_decay, eps, momentum]
-        if min(rates) < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(
-                f"Muon: learning rates {lr}, {muon_lr}, {adam_lr}, momentum {momentum}, eps {eps} and weight_decay "
-                f"{weight_decay} must be at least 0, betas {tuple(betas)} in [0, 1)"
-            )
+        rates = {"lr": lr, "muon_lr": muon_lr or 0.0, "adam_lr": adam_lr or 0.0}
+        check_hyperparameters("Muon", betas, **rates, momentum=momentum, weight_decay=weight_decay, eps=eps)
         if adjust_lr_fn not in _ADJUSTMENTS:
             raise ConfigError(f"Muon: adjust_lr_fn is {adjust_lr_fn!r}; use one of {_ADJUSTMENTS}")
         if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 
 FREEZE_STEP = 100_000
 
@@ -60,6 +61,7 @@ class OneBitAdam(torch.optim.AdamW):
         max_update: float | None = None,
         sync_interval: int | None = None,
     ) -> None:
+        check_hyperparameters("OneBitAdam", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         check_one_bit_options("OneBitAdam", freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt)
         check_max_update("OneBitAdam", max_update)
         check_sync_interval("OneBitAdam", sync_interval)

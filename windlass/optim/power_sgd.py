@@ -8,6 +8,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
+from windlass.optim.hyperparameter_checks import check_hyperparameters
+from windlass.optim.one_bit_adam import keep_options
 
 
 class PowerSGD(torch.optim.SGD):
@@ -40,6 +42,9 @@ class PowerSGD(torch.optim.SGD):
         start_step: int = 1000,
         min_compression_rate: float = 2.0,
     ) -> None:
+        check_hyperparameters("PowerSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and not momentum:
+            raise ConfigError(f"PowerSGD: nesterov is true and momentum is {momentum}; write a momentum, such as 0.9")
         if rank < 1 or start_step < 0:
             raise ConfigError(
                 f"PowerSGD: rank is {rank} and start_step is {start_step}; write at least 1, such as 4, and at least 0"
@@ -56,10 +61,7 @@ class PowerSGD(torch.optim.SGD):
             "min_compression_rate": min_compression_rate,
             "applied_steps": 0,
         }
-        for group in self.param_groups:
-            for key, value in kept.items():
-                group.setdefault(key, value)
-        self.defaults |= kept
+        keep_options(self, kept)
 
 
 def thin_columns(shape: torch.Size, group: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
+from windlass.optim.hyperparameter_checks import check_hyperparameters
 from windlass.optim.one_bit_adam import (
     FREEZE_STEP,
     check_equal_in_groups,
@@ -77,6 +78,7 @@ class ZeroOneAdam(torch.optim.AdamW):
         max_update: float | None = None,
         sync_interval: int | None = None,
     ) -> None:
+        check_hyperparameters("ZeroOneAdam", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         check_one_bit_options(
             "ZeroOneAdam", var_freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt,
             key="var_freeze_step",

@@ -260,13 +260,13 @@ def test_a_flattened_matrix_is_refused() -> None:
 @pytest.mark.parametrize(
     ("cls", "settings", "word"),
     [
-        (Lion, {"lr": -1.0}, "lr -1.0"),
+        (Lion, {"lr": -1.0}, "Lion: lr is -1.0"),
         (Lion, {"betas": (0.9, 1.0)}, "betas"),
         (Lamb, {"amsgrad": True}, "amsgrad"),
         (Lamb, {"max_grad_norm": 1.0}, "gradient_clipping"),
         (Lamb, {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff"),
-        (Lamb, {"eps": -1.0}, "eps"),
-        (Muon, {"muon_lr": -1.0}, "learning rates"),
+        (Lamb, {"eps": -1.0}, "Lamb: eps is -1.0"),
+        (Muon, {"muon_lr": -1.0}, "Muon: muon_lr is -1.0"),
         (Muon, {"adjust_lr_fn": "mine"}, "mine"),
         (Muon, {"ns_steps": 100}, "ns_steps"),
     ],

@@ -217,6 +217,22 @@ def test_documented_table_equals_the_code() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "params", "reason"),
+    [
+        ("DiLoCo", {"lr": -1.0}, "lr is -1.0"),
+        ("OneBitAdam", {"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\)"),
+        ("OneBitLamb", {"lr": -1.0}, "lr is -1.0"),
+        ("ZeroOneAdam", {"eps": -1.0}, "eps is -1.0"),
+        ("PowerSGD", {"momentum": -1.0}, "momentum is -1.0"),
+        ("PowerSGD", {"momentum": 0.0, "nesterov": True}, "nesterov is true and momentum is 0.0"),
+    ],
+)
+def test_own_classes_name_values_out_of_range(name: str, params: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: {reason}"):
+        optimizer_factory.resolve_optimizer_class(name)(parameters(), **params)
+
+
+@pytest.mark.parametrize(
     ("name", "key", "value"),
     [("ZeroOneAdam", "var_freeze_step", 7), ("ZeroOneAdam", "local_step_clipper", 2), ("DiLoCo", "inner_steps", 8)],
 )
