@@ -99,6 +99,14 @@ class ModelShape:
 
 _LLAMA = ModelShape(hidden=4096, layers=32, heads=32, vocabulary=32_000, intermediate=11_008)
 _GATED = ("silu", "swish", "swiglu", "gelu_pytorch_tanh")
+_EXPERTS_OF_A_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+)
 _TWO_MATRICES = ("bloom", "falcon", "gpt_bigcode", "mpt", "starcoder2")
 """Model types whose feed-forward network has two matrices, although their configuration looks like a gated one."""
 PRESETS = {
@@ -153,7 +161,7 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
             f"{config.get('model_type', 'the model')} has an encoder and a decoder, and only the sizes of a decoder "
             "are known; give those of a decoder with as many parameters: hidden=512,layers=12,heads=8,vocabulary=32000"
         )
-    experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0)
+    experts = first("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", default=0)
     own = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     activation = str(config.get("hidden_act", config.get("activation_function", "silu")))
     # Falcon and GPT-BigCode have one key head by default.
@@ -169,7 +177,7 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
         gated=activation in _GATED and config.get("model_type") not in _TWO_MATRICES,
         tied=bool(config.get("tie_word_embeddings", True)),
         experts=experts,
-        top_k=first("num_experts_per_tok", "top_k", default=2) if experts else 0,
+        top_k=first(*_EXPERTS_OF_A_TOKEN) if experts else 0,
         has_router_loss=bool(experts and config.get("output_router_logits")),
     )
 

@@ -116,7 +116,7 @@ class MemoryPlanner:
         return {key: nbytes for key, nbytes in held.items() if nbytes}
 
     def _is_offloaded(self, unit: Unit) -> bool:
-        return self._layout.gradient_tier(unit) is not Tier.DEVICE
+        return unit.gradient_tier is not Tier.DEVICE
 
     def _window_bytes(self) -> int:
         """Return the bytes of this rank's windows for gathers of buffers that peers do not map."""
@@ -146,9 +146,9 @@ class MemoryPlanner:
             if layout.states.reduces_itself:  # compressed steps keep whole gradients beside the reduced shard
                 yield self._device, "gradients", unit.layout.padded * self._accumulate
                 of_shard = "gradients of averaged steps"
-            yield self._place(layout.gradient_tier(unit)), of_shard, span * self._accumulate
+            yield self._place(unit.gradient_tier), of_shard, span * self._accumulate
             if settings.delayed_update:
-                yield self._place(layout.gradient_tier(unit)), "gradients of a delayed update", span * self._accumulate
+                yield self._place(unit.gradient_tier), "gradients of a delayed update", span * self._accumulate
         else:
             yield self._device, "gradients", unit.layout.padded * self._accumulate
         separate, master = layout.has_separate_masters(unit, plan), layout.master_dtype(unit, plan)

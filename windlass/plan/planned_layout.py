@@ -157,10 +157,6 @@ class PlannedLayout:
         for piece in pieces:
             yield from self.states.of_piece(piece.numel)
 
-    def gradient_tier(self, unit: Unit) -> Tier:
-        """Return the tier of the unit's reduced gradient."""
-        return unit.gradient_tier
-
 
 def plan_layout(
     model: nn.Module,

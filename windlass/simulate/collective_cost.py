@@ -48,6 +48,16 @@ class Phase:
         """Return the time if nothing else uses the links."""
         return self.latency + max((n / cluster.link_part(kind).usable for kind, n in self.loads.items()), default=0.0)
 
+    def slowest_link(self, cluster: Cluster) -> str:
+        """Return the kind of link that limits the transfers; empty if there are none."""
+        return max(self.loads, key=lambda kind: self.loads[kind] / cluster.link_part(kind).usable, default="")
+
+    def plus(self, other: Phase) -> Phase:
+        """Return the sum of latencies and loads. The times add up too if both phases have the same slowest link."""
+        kinds = dict.fromkeys((*self.loads, *other.loads))
+        loads = {kind: self.loads.get(kind, 0.0) + other.loads.get(kind, 0.0) for kind in kinds}
+        return Phase(self.latency + other.latency, loads)
+
 
 @dataclass(frozen=True)
 class CollectiveCost:

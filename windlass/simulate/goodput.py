@@ -51,17 +51,22 @@ def expected_goodput(
         interval: Seconds of work between checkpoints; None: Daly's.
 
     Raises:
-        ConfigError: `devices`, `device_mtbf` or `checkpoint` is not positive.
+        ConfigError: `devices`, `device_mtbf`, `checkpoint` or `interval` is not positive, or `restart` is negative.
     """
-    for name, value in (("device_mtbf", device_mtbf), ("checkpoint", checkpoint), ("devices", devices)):
+    positive = {"device_mtbf": device_mtbf, "checkpoint": checkpoint, "devices": devices}
+    if interval is not None:
+        positive["interval"] = interval
+    for name, value in positive.items():
         if not value > 0:
             raise ConfigError(f"{name} = {value} is not positive; write a number above 0")
+    if not restart >= 0:
+        raise ConfigError(f"restart = {restart} is negative; write at least 0")
     mtbf = device_mtbf / devices
     young = math.sqrt(2 * checkpoint * mtbf)
     daly = young * (1 + math.sqrt(checkpoint / (2 * mtbf)) / 3 + checkpoint / (18 * mtbf)) - checkpoint
     if checkpoint >= 2 * mtbf:
         daly = mtbf
-    chosen = interval or daly
+    chosen = daly if interval is None else interval
     # The inverse of the expected time has negative exponents, so goodput becomes 0 where the expected time overflows:
     # such a run fails before it has restarted.
     restarts, saves = math.exp(-restart / mtbf), -math.expm1(-(chosen + checkpoint) / mtbf)

@@ -140,8 +140,12 @@ def product(m: float, k: float, n: float, style: ComputeStyle, *, weights: int =
     return Operation("product", flops, nbytes, weights, dtype, flops)
 
 
-def twice(one: Operation) -> Operation:
-    """Return the backward of a product: gradients of its input and of its weight."""
+def backward_of(one: Operation) -> Operation:
+    """Return the backward of an operation, with twice the work of its forward.
+
+    The backward of a product is two products: the gradients of its input and of its weight. Other operations read or
+    write about twice the bytes.
+    """
     return replace(
         one,
         flops=2 * one.flops,
@@ -247,7 +251,7 @@ def layer_backward(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, de
         if one.name == "attention":
             segments.append(Segment(one.name, (attention(shape, sizes, style, device, back=True),)))
         else:
-            segments.append(Segment(one.name, tuple(twice(operation) for operation in one.operations)))
+            segments.append(Segment(one.name, tuple(backward_of(operation) for operation in one.operations)))
     return segments
 
 
@@ -288,4 +292,4 @@ def head_work(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle) -> tupl
     head = product(sizes.tokens, shape.hidden, sizes.vocabulary, style, linear=False)
     loss = elementwise(logits, size + 3 * _WIDE, size, 3, style)
     back = elementwise(logits, size + 3 * _WIDE, 2 * size, 3, style)
-    return Segment("head", (norm, head, loss)), Segment("head", (back, twice(head), twice(norm)))
+    return Segment("head", (norm, head, loss)), Segment("head", (back, backward_of(head), backward_of(norm)))

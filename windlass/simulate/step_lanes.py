@@ -29,7 +29,8 @@ class RankLanes:
         self.last: SimulatedTask | None = None
         self.flops = 0.0
         self._pending, self._label = 0.0, ""
-        self._coarse, self._sums = coarse, dict[str, Phase]()
+        self._coarse = coarse
+        self._sums: dict[str, dict[str, Phase]] = {}  # sums of phases, by axis and by the link that limits the phase
         self._known: dict[int, tuple[Segment, float, float]] = {}  # times and FLOPs of segments, by their id
 
     def compute(self, label: str, segment: Segment) -> None:
@@ -55,8 +56,8 @@ class RankLanes:
             self.last = self._loop.add(task)
             self.waits_for, self._pending, self._label = [], 0.0, ""
             sums, self._sums = self._sums, {}
-            for axis, phase in sums.items():
-                cost = CollectiveCost("sum", (phase,))
+            for axis, phases in sums.items():
+                cost = CollectiveCost("sum", tuple(phases.values()))
                 self.last = self.phases(cost, f"collectives along {axis}", axis, axis, [self.last])
                 self.waits_for = [self.last] if self.last is not None else []
         return self.last
@@ -67,7 +68,8 @@ class RankLanes:
         """Add a collective that the next computation waits for.
 
         If the lanes are coarse, all collectives of an axis between two calls of `flush` become one collective behind
-        the computation. Their total time is the same, unless other transfers use the links at that moment.
+        the computation, with one phase for all phases that the same link limits. Their total time is the same, unless
+        other transfers use the links at that moment.
         """
         if self.costs.size(pattern) == 1:
             return
@@ -79,13 +81,11 @@ class RankLanes:
             return
         for name, received in counted.items():
             self.moved[axis][name] += received
-        found = self._sums.get(axis, Phase(0.0, {}))
-        latency, loads = found.latency, dict(found.loads)
+        sums = self._sums.setdefault(axis, {})
         for phase in self.costs.cost(pattern, operation, nbytes).phases:
-            latency += phase.latency
-            for kind, more in phase.loads.items():
-                loads[kind] = loads.get(kind, 0.0) + more
-        self._sums[axis] = Phase(latency, loads)
+            # Phases run one after the other, so the times of phases with different slowest links must be added.
+            slowest = phase.slowest_link(self.costs.cluster)
+            sums[slowest] = sums.get(slowest, Phase(0.0, {})).plus(phase)
 
     def collective(
         self,

@@ -63,7 +63,7 @@ class Dimension:
 
     Attributes:
         key: Dotted key.
-        choices: Values in their order, from small to large.
+        choices: Numbers from small to large; other values in the order in which they are stated.
     """
 
     key: str
@@ -372,12 +372,13 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, sour
     searched = autos or (set() if stated else _usual_keys(limits, world_size))
     train = batch.train if not is_free or has_range else None
     choices: dict[str, tuple[Any, ...]] = {}
+    ascending = {key: _from_small_to_large(values) for key, values in stated.items()}
     for key in _SHORT_NAMES:
         if key in stated:
-            choices[key] = tuple(stated[key])
+            choices[key] = ascending[key]
         elif key in searched and key not in KEYS:
             choices[key] = _choices_of(key, base, limits)
-    choices |= {key: tuple(values) for key, values in stated.items()}
+    choices |= ascending
     if has_range and TRAIN not in choices:
         choices[TRAIN] = _global_batches(limits, data_ranks, batch.train)
     if MICRO not in choices and (MICRO in searched or has_range):
@@ -433,6 +434,11 @@ def _require_choices(stated: Mapping[str, tuple[Any, ...]]) -> None:
                 raise ConfigError(f"{key}: {value!r} is not a choice; write single values, such as {key}=1,2")
             if key in KEYS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{key}: {value!r} is not a batch size; write whole numbers >= 1")
+
+
+def _from_small_to_large(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the choices sorted if all are numbers; otherwise in their order."""
+    return tuple(sorted(values) if all(isinstance(value, int | float) for value in values) else values)
 
 
 def _listed(values: tuple[Any, ...]) -> str:

@@ -103,10 +103,6 @@ class TrialChoice:
         self._memory = CorrectedPredictions(features, prior, _MEMORY if self._has_memory_estimates else _FITTING)
         self._forecast: tuple[object, _TrialForecast] | None = None
 
-    def next(self, records: Mapping[Candidate, TrialRecord]) -> ChosenTrial | None:
-        """Return the next trial; None: every candidate has a record."""
-        return next(iter(self.several(records, 1)), None)
-
     def several(self, records: Mapping[Candidate, TrialRecord], count: int) -> list[ChosenTrial]:
         """Return at most `count` trials to run at the same time."""
         is_open = np.array([candidate not in records for candidate in self._ranked])

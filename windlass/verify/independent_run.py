@@ -16,7 +16,9 @@ from windlass.verify.step_recorder import StepRecord
 class IndependentRun:
     """Plain copy that trains from the first step to the last without resynchronization.
 
-    It takes from the ranks only batches, random states, optimizer options and the decisions to skip steps.
+    It takes from the ranks batches, random states, optimizer options, the decisions to skip steps, and the gradients at
+    which the replayed backwards begin: those of the model's outputs, and of parameters that the loss uses directly. So
+    an error in a loss that is computed outside of the model affects both runs alike.
 
     Args:
         reference: the plain copy.

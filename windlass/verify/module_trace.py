@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from windlass.base.backward_callbacks import current_backward_id
 from windlass.base.tensor_tree import iterate_tensors
@@ -93,7 +92,6 @@ class ModuleTrace:
     def __init__(self, model: nn.Module) -> None:
         self.events: list[TraceEvent] | None = None
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._handles: list[RemovableHandle] = []
         hidden: tuple[str, ...] = ()
         for name, module in model.named_modules():
             if name.startswith(hidden) and hidden:
@@ -101,13 +99,8 @@ class ModuleTrace:
             if getattr(module, "_compiled_call_impl", None) is not None or isinstance(module, torch.jit.ScriptModule):
                 hidden += (f"{name}." if name else "",)
                 continue
-            self._handles.append(module.register_forward_pre_hook(self._forward_pre_hook(name)))
-            self._handles.append(module.register_forward_hook(self._forward_hook(name)))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+            module.register_forward_pre_hook(self._forward_pre_hook(name))
+            module.register_forward_hook(self._forward_hook(name))
 
     def _forward_pre_hook(self, name: str) -> Any:
         def before(module: nn.Module, args: Any) -> None:

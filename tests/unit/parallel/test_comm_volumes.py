@@ -91,6 +91,9 @@ def test_model_shape_is_parsed_from_text_or_a_file(tmp_path: Any) -> None:
             parse_model_shape(text)
     with pytest.raises(ConfigError, match="none of hidden_size, n_embd, d_model"):
         from_transformers({})
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+    with pytest.raises(ConfigError, match="none of num_experts_per_tok"):
+        from_transformers({**sizes, "num_local_experts": 64, "top_k": 50})  # top_k is the default of sampling
 
 
 # ---------------------------------------------------------------------------------------------------- the formulas

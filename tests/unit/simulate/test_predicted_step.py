@@ -21,11 +21,14 @@ from windlass.parallel.model_shape import ModelShape, from_transformers
 from windlass.plan.planned_model import build_on_meta
 from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
+from windlass.simulate.collective_cost import CollectiveCosts, RankPattern
+from windlass.simulate.event_loop import EventLoop, LinkKey
 from windlass.simulate.goodput import expected_goodput
 from windlass.simulate.hardware_parts import DEVICES, HOSTS, DevicePart, LinkPart
 from windlass.simulate.model_blocks import global_model_flops, rank_sizes
 from windlass.simulate.model_states import state_bytes_of_rank
 from windlass.simulate.predict_step import predict_kinds, predict_step
+from windlass.simulate.step_lanes import RankLanes
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import describe_step, shape_of
 from windlass.simulate.timeline import write_trace
@@ -268,6 +271,26 @@ def test_sums_of_blocking_collectives_take_the_same_time() -> None:
     assert len(coarse.loop.tasks) < 0.6 * len(fine.loop.tasks)
 
 
+def test_sums_of_collectives_add_the_times_of_their_phases() -> None:
+    """Phases inside a host and between hosts have different slowest links and do not overlap."""
+    costs = CollectiveCosts(place(32, "dgx-a100"), MeshShape(dp_shard=32))
+    pattern, nbytes = RankPattern(("dp_shard",)), 1e7
+    cost = costs.cost(pattern, "all_gather", nbytes)
+    assert len({phase.slowest_link(costs.cluster) for phase in cost.phases}) == 2
+    seconds = []
+    for coarse in (False, True):
+        rates: dict[LinkKey, float] = {}
+        loop = EventLoop(rates)
+        lanes = RankLanes(0, costs, loop, rates, coarse=coarse)
+        for _ in range(2):
+            lanes.spend("compute", 1e-5)
+            lanes.blocking("zero", "all_gather", nbytes, pattern, label="x", counted={})
+        lanes.flush()
+        seconds.append(loop.run())
+    expected = 2 * (1e-5 + cost.seconds(costs.cluster))
+    assert seconds == [pytest.approx(expected), pytest.approx(expected)]
+
+
 def test_model_flops_equal_those_of_the_traced_model() -> None:
     import transformers
     from torch.utils.flop_counter import FlopCounterMode
@@ -354,6 +377,11 @@ def test_goodput_follows_young_and_daly() -> None:
     assert 0.8 < found.goodput < 1
     with pytest.raises(ConfigError, match="checkpoint = 0"):
         expected_goodput(8, 1.0, 0.0, 0.0)
+    for interval in (0.0, -60.0):
+        with pytest.raises(ConfigError, match=f"interval = {interval} is not positive"):
+            expected_goodput(8, 1e6, 30.0, 600.0, interval)
+    with pytest.raises(ConfigError, match="restart = -1.0 is negative"):
+        expected_goodput(8, 1e6, 30.0, -1.0)
     # A run that fails more often than it can restart, by a factor whose exponential overflows, never advances.
     assert expected_goodput(16_384, 3600.0, 30.0, 600.0).goodput == 0.0
 

@@ -110,6 +110,17 @@ def test_without_a_batch_the_micro_batch_is_free() -> None:
     ]
 
 
+def test_stated_numbers_are_searched_from_small_to_large() -> None:
+    raw = config(zero_optimization={"stage": [3, 0, 2, 1]}, train_micro_batch_size_per_gpu=[8, 1, 4, 2])
+    space = build_space(raw, 1, SearchLimits(choices={"zero_optimization.overlap_comm": (True, False)}))
+    choices = {one.key: one.choices for one in space.dimensions}
+    assert choices == {STAGE: (0, 1, 2, 3), MICRO: (1, 2, 4, 8), "zero_optimization.overlap_comm": (False, True)}
+    start = space.start()
+    assert start is not None and (start.get(STAGE), start.get(MICRO)) == (1, 4)
+    assert {one.get(MICRO) for one in space.neighbours(start) if one.get(STAGE) == 1} == {2, 4, 8}
+    assert space.first_values == {STAGE: 3, MICRO: 8}, "a script that reads the file gets the first value"
+
+
 def test_nvme_takes_part_with_a_path() -> None:
     raw = config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "auto"}})
     space = build_space(raw, 1, SearchLimits(nvme_path="/fast"))
