@@ -119,7 +119,7 @@ def test_mutations_of_a_corpus(name: str, tmp_path: Path) -> None:
 
     def use(path: Path) -> None:
         document_formats.is_text(path)
-        document_formats.has_records(path)
+        document_formats.has_records(path, "text")
         with contextlib.suppress(*document_formats.READ_ERRORS):  # the corpus reports them with the file's name
             for text in read(path):
                 text.encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ def parse_json(
     """
     numbers: dict[str, Any] = {}
     if finite_numbers:
-        numbers = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
+        numbers = {"parse_constant": _refuse_constant, "parse_float": _finite_float, "parse_int": _finite_int}
     try:
         data = json.loads(text, object_pairs_hook=object_pairs_hook, **numbers)
     except JsonError:
@@ -75,6 +76,13 @@ def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise JsonError(f"the number {text[:40]} is beyond the range of float64")
+    return value
+
+
+def _finite_int(text: str) -> int:
+    value = int(text)
+    if len(text) > sys.float_info.max_10_exp:  # fewer digits are always in range
+        _finite_float(text)
     return value
 
 

@@ -34,7 +34,7 @@ def suspend_garbage_collection() -> Callable[[], None]:
 
 
 @contextmanager
-def held_off() -> Iterator[None]:
+def suspended_garbage_collection() -> Iterator[None]:
     """Turn the collector off in a context or a decorated function, for code that creates very many long-lived objects.
 
     The plans and records of a checkpoint with many tensors are hundreds of thousands of objects without cycles. Each

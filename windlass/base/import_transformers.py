@@ -23,9 +23,9 @@ def import_transformers(purpose: str, *, quiet: bool = False) -> Any:
     except ImportError as error:
         raise ModelError(f"{purpose} need transformers: pip install 'windlass[hf]'") from error
     if quiet:
-        talk: Any = transformers.logging
-        talk.set_verbosity_error()
-        talk.disable_progress_bar()
+        transformers_logging: Any = transformers.logging
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
         # huggingface_hub logs each attempt to reach the hub; the ModelError that follows is enough
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     return transformers

@@ -79,7 +79,10 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if a process exists and has not ended. A zombie has ended."""
+    """Return True if a process exists and has not ended.
+
+    A zombie has ended. Outside Linux it still counts as alive, until its parent has waited for it.
+    """
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

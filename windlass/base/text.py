@@ -24,9 +24,10 @@ def escape_unprintable(text: str) -> str:
 
 def one_line(text: str, max_length: int | None = None) -> str:
     """Escape unprintable characters, newlines and tabs in `text`, and truncate it to `max_length` characters."""
-    if max_length is not None and len(text) > max_length:
-        text = f"{text[: max_length - 3]}..."
-    return escape_unprintable(text).replace("\n", "\\n").replace("\t", "\\t")
+    # Escaping never shortens a text, so the characters behind the limit need no escaping.
+    part = text if max_length is None else text[: max_length + 1]
+    line = escape_unprintable(part).replace("\n", "\\n").replace("\t", "\\t")
+    return line if max_length is None or len(line) <= max_length else f"{line[: max_length - 3]}..."
 
 
 def print_escaped(text: str, to_stderr: bool = False) -> None:

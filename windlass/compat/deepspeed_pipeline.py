@@ -17,7 +17,7 @@ from windlass.compat.process_topology import PipeDataParallelTopology, topology_
 from windlass.engine.pipeline_engine import PipelineEngine
 from windlass.parallel.activation_checkpoint_api import checkpoint
 from windlass.parallel.pipeline import pipeline_sequential
-from windlass.parallel.pipeline.layer_sequence import worth_it
+from windlass.parallel.pipeline.layer_sequence import is_checkpointed
 
 
 class PipelineModule(pipeline_sequential.PipelineSequential):
@@ -51,7 +51,7 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
         """For each segment of this rank's layers, True if the backward recomputes it. Empty without an interval."""
         functions, interval = self.forward_funcs, self.activation_checkpoint_interval
         starts = range(0, len(functions), interval) if interval > 0 else ()
-        return [worth_it(functions[start : start + interval], self.checkpointable_layers) for start in starts]
+        return [is_checkpointed(functions[start : start + interval], self.checkpointable_layers) for start in starts]
 
     def _precompute_checkpointable_values(self) -> None:
         """Do nothing: `is_checkpointable_results` is computed on access."""

@@ -63,7 +63,7 @@ def read_calibration_text(
         DataError: there is too little text, or the directory has no tokenizer.
     """
     tokenizer = load_tokenizer(model)
-    corpus = Corpus(find_sources(specs), text_field)
+    corpus = Corpus(find_sources(specs, text_field=text_field), text_field)
     if len(corpus.sizes) < 2:
         raise DataError(f"the text {', '.join(specs)} is empty or a single line; give at least some lines")
     held = choose_held_out(corpus.digests, corpus.sizes, eval_bytes)

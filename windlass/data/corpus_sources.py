@@ -53,7 +53,7 @@ class CorpusSource:
             ) from error
 
 
-def find_sources(specs: Sequence[str], exclude_dir: Path | None = None) -> list[CorpusSource]:
+def find_sources(specs: Sequence[str], exclude_dir: Path | None = None, text_field: str = "text") -> list[CorpusSource]:
     """Return the sources of `specs`, sorted within each spec and without duplicates.
 
     A spec is a file, a directory (read recursively), a glob, `stdlib` (the sources of the running Python), or
@@ -61,6 +61,8 @@ def find_sources(specs: Sequence[str], exclude_dir: Path | None = None) -> list[
 
     Args:
         exclude_dir: directory that is skipped inside other directories, e.g. the output of a run.
+        text_field: field of a record with its text. A `.json` file that is one object without it is read as text,
+            unless a spec names the file.
 
     Raises:
         DataError: a spec matches nothing, or nothing readable.
@@ -69,19 +71,19 @@ def find_sources(specs: Sequence[str], exclude_dir: Path | None = None) -> list[
         raise DataError("no data given; use --data with files, directories, globs, 'stdlib' or 'hub:NAME'")
     found: dict[str, CorpusSource] = {}
     for spec in specs:
-        for source in _expand(spec, exclude_dir and exclude_dir.resolve()):
+        for source in _expand(spec, exclude_dir and exclude_dir.resolve(), text_field):
             found.setdefault(source.location, source)
     return list(found.values())
 
 
-def _expand(spec: str, exclude_dir: Path | None) -> list[CorpusSource]:
+def _expand(spec: str, exclude_dir: Path | None, text_field: str) -> list[CorpusSource]:
     if spec == "stdlib" and not os.path.exists(spec):
         return _stdlib()
     if spec.startswith("hub:"):
         return [CorpusSource(spec.removeprefix("hub:"), "hub")]
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _require_sources(spec, _from_directory(path, _SKIPPED_FOLDERS, exclude_dir))
+        return _require_sources(spec, _from_directory(path, _SKIPPED_FOLDERS, text_field, exclude_dir))
     if path.is_file():
         return [_from_named_file(path)]
     matches = sorted(glob.glob(str(path), recursive=True))
@@ -93,14 +95,20 @@ def _expand(spec: str, exclude_dir: Path | None) -> list[CorpusSource]:
     sources: list[CorpusSource] = []
     for match in map(Path, matches):
         sources += (
-            _from_directory(match, _SKIPPED_FOLDERS, exclude_dir) if match.is_dir() else _readable_sources([match])
+            _from_directory(match, _SKIPPED_FOLDERS, text_field, exclude_dir)
+            if match.is_dir()
+            else _readable_sources([match], text_field)
         )
     return _require_sources(spec, sources)
 
 
 def _stdlib() -> list[CorpusSource]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    sources = [source for source in _from_directory(root, _SKIPPED_IN_STDLIB) if source.location.endswith(".py")]
+    sources = [
+        source
+        for source in _from_directory(root, _SKIPPED_IN_STDLIB, text_field="text")
+        if source.location.endswith(".py")
+    ]
     if not sources:
         raise DataError(
             f"this Python has no sources of its standard library under {root}; pass your own files with --data"
@@ -117,7 +125,9 @@ def _from_named_file(path: Path) -> CorpusSource:
     return CorpusSource(str(path), kind)
 
 
-def _from_directory(root: Path, skipped: set[str], exclude_dir: Path | None = None) -> list[CorpusSource]:
+def _from_directory(
+    root: Path, skipped: set[str], text_field: str, exclude_dir: Path | None = None
+) -> list[CorpusSource]:
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
         visible = (name for name in folders if name not in skipped and not name.startswith("."))
@@ -125,22 +135,22 @@ def _from_directory(root: Path, skipped: set[str], exclude_dir: Path | None = No
             name for name in visible if exclude_dir is None or Path(folder, name).resolve() != exclude_dir
         )
         paths += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    return _readable_sources(paths)
+    return _readable_sources(paths, text_field)
 
 
-def _readable_sources(paths: Sequence[Path]) -> list[CorpusSource]:
+def _readable_sources(paths: Sequence[Path], text_field: str) -> list[CorpusSource]:
     """Return the sources of files that were not named individually. Binary files are skipped."""
-    kinds = [(path, _detect_format(path)) for path in paths if path.is_file()]
+    kinds = [(path, _detect_format(path, text_field)) for path in paths if path.is_file()]
     kept = [CorpusSource(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
     if len(kept) < len(kinds):
         logger.debug("skipped %d files that are not text", len(kinds) - len(kept))
     return kept
 
 
-def _detect_format(path: Path) -> str:
+def _detect_format(path: Path, text_field: str) -> str:
     """Detect the format as `detect_format` does, but treat a `.json` file without records (e.g. settings) as text."""
     kind = detect_format(path)
-    return "text" if kind == "json" and not has_records(path) else kind
+    return "text" if kind == "json" and not has_records(path, text_field) else kind
 
 
 def _require_sources(spec: str, sources: list[CorpusSource]) -> list[CorpusSource]:

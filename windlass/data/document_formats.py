@@ -43,19 +43,25 @@ def is_text(path: Path) -> bool:
     return True
 
 
-def has_records(path: Path) -> bool:
-    """Return True if a `.json` file is an array or JSON lines, False if it is one object over several lines."""
+def has_records(path: Path, field: str) -> bool:
+    """Return True if a `.json` file is an array or JSON lines, False if it is one object over several lines.
+
+    A file of one object on one line is a record if the object has `field`; otherwise it holds settings.
+    """
     try:
         with _open(str(path)) as stream:
-            first = next((line for line in stream if line.strip()), b"")
+            lines = (line for line in stream if line.strip())
+            first = next(lines, b"")
+            is_only = next(lines, None) is None
     except READ_ERRORS:
         return True  # the reader reports the error
     if first.lstrip().startswith(b"["):
         return True
     try:
-        return isinstance(parse_json(first), dict | str)
+        record = parse_json(first)
     except JsonError:
         return False
+    return isinstance(record, str) or isinstance(record, dict) and (field in record or not is_only)
 
 
 def read_text(location: str) -> Iterator[str]:

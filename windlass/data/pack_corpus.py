@@ -105,7 +105,7 @@ def pack_corpus(
     Raises:
         DataError: there is no readable text, the tokenizer is invalid, or the disk is full.
     """
-    corpus = Corpus(find_sources(specs, exclude_dir=directory), text_field)
+    corpus = Corpus(find_sources(specs, directory, text_field), text_field)
     if len(corpus.sizes) < 2:
         raise DataError(
             f"the corpus {', '.join(specs)} is empty or a single line; give at least some lines of text to train on "

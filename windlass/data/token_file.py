@@ -93,16 +93,17 @@ class TokenWriter:
             self._partial.unlink(missing_ok=True)
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append ids, which must be below the vocabulary size.
+        """Append ids from 0 to the vocabulary size - 1.
 
         Raises:
             DataError: an id is outside the vocabulary.
         """
-        if tokens.size and int(tokens.max()) >= self._vocab_size:
-            raise DataError(
-                f"token id {int(tokens.max())} is outside the vocabulary of {self._vocab_size}; "
-                "the tokenizer's files disagree with each other"
-            )
+        for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
+            if not 0 <= token < self._vocab_size:
+                raise DataError(
+                    f"token id {token} is outside the vocabulary of {self._vocab_size}; "
+                    "the tokenizer's files disagree with each other"
+                )
         data = tokens.astype(self._dtype).tobytes()
         self._digest.update(data)
         self._stream.write(data)

@@ -65,16 +65,18 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     """Load the fast tokenizer of a Hugging Face directory.
 
     Raises:
-        DataError: `tokenizer.json` is missing or damaged, or the tokenizer has no end-of-text token.
+        DataError: `tokenizer.json` is missing or damaged, the tokenizer has no end-of-text token, or the package
+            tokenizers is missing.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise DataError(
             f"no tokenizer at {directory}: it holds no tokenizer.json; give a directory saved by save_pretrained"
         )
+    tokenizers = _import_tokenizers()
     try:
         data = file.read_bytes()
-        backend = _import_tokenizers().Tokenizer.from_str(data.decode())
+        backend = tokenizers.Tokenizer.from_str(data.decode())
         settings = _read_settings(directory)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer in {directory}: {error.strerror or error}") from error

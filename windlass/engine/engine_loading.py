@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.base.garbage_collection import held_off
+from windlass.base.garbage_collection import suspended_garbage_collection
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint import (
@@ -164,7 +164,7 @@ class _OpenCheckpoint:
             check_rng_state(own["random"])
 
 
-@held_off()
+@suspended_garbage_collection()
 def load_engine(
     engine: EngineState, directory: str, tag: str | None, options: LoadOptions
 ) -> tuple[str, dict[str, Any]] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.base.errors import CheckpointError
-from windlass.base.garbage_collection import held_off
+from windlass.base.garbage_collection import suspended_garbage_collection
 from windlass.base.log import logger
 from windlass.checkpoint import (
     LazyStorage,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from windlass.zero.sharded_model import ShardedModel
 
 
-@held_off()
+@suspended_garbage_collection()
 def save_engine(
     engine: EngineState,
     directory: str,

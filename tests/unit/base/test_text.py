@@ -31,7 +31,8 @@ def is_harmless(text: str) -> bool:
 def test_printable_text_is_idempotent(text: str) -> None:
     once = escape_unprintable(text)
     assert is_harmless(once) and escape_unprintable(once) == once
-    assert "\n" not in one_line(text) and len(one_line(text, 10)) <= 60
+    assert "\n" not in one_line(text) and len(one_line(text, 10)) <= 10
+    assert one_line(text, 10)[:7] == one_line(text)[:7]
     if text.isprintable():
         assert once == text
 
@@ -87,6 +88,10 @@ def test_the_nearest_name() -> None:
 def test_json_over_the_limits_is_refused(text: str | bytes, reason: str) -> None:
     with pytest.raises(JsonError, match=reason):
         parse_json(text)
+    for number in ("1e999", "-" + "9" * 309, "1" + "0" * 400):
+        with pytest.raises(JsonError, match="beyond the range of float64"):
+            parse_json(number, finite_numbers=True)
+    assert parse_json("1" + "0" * 308, finite_numbers=True) == 10**308
     assert parse_json("[" * 100 + "]" * 100) and not exceeds_depth({"a": [1]}, 2)
 
 

@@ -14,7 +14,11 @@ from windlass.data.corpus_sources import find_sources
 
 
 def texts(*specs: object, field: str = "text") -> list[str]:
-    return [text for source in find_sources([str(spec) for spec in specs]) for text in source.documents(field)]
+    return [
+        text
+        for source in find_sources([str(spec) for spec in specs], text_field=field)
+        for text in source.documents(field)
+    ]
 
 
 @pytest.fixture
@@ -120,7 +124,12 @@ def test_a_damaged_gzip_file_is_named(name: str, tmp_path: Path, damage: Callabl
 def test_configuration_files_beside_records_are_read(tmp_path: Path) -> None:
     (tmp_path / "package.json").write_text('{\n  "name": "x"\n}\n')
     (tmp_path / "records.json").write_text('{"text": "a record"}\n{"text": "another"}\n')
-    assert texts(tmp_path) == ['{\n  "name": "x"\n}\n', "a record", "another"]
+    (tmp_path / "settings.json").write_text('{"name": "x", "size": 3}\n')
+    (tmp_path / "single.json").write_text('{"text": "only one"}\n')
+    settings = '{"name": "x", "size": 3}\n'
+    assert texts(tmp_path) == ['{\n  "name": "x"\n}\n', "a record", "another", settings, "only one"]
+    (tmp_path / "records.json").unlink()
+    assert texts(tmp_path, field="name")[1:] == ["x", '{"text": "only one"}\n']
     with pytest.raises(DataError, match="package.json"):
         texts(tmp_path / "package.json")
 

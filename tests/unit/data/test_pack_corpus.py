@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,15 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     train_tokenizer(["a"], 258, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
     with pytest.raises(DataError, match="eos_token"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_package_is_not_reported_as_a_damaged_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match="^tokenizing needs tokenizers: pip install"):
         load_tokenizer(tmp_path)
 
 

@@ -73,10 +73,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         open_tokens(tmp_path / "none.bin")
 
 
-def test_failed_writer_leaves_only_the_former_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token", [1000, -1])
+def test_failed_writer_leaves_only_the_former_file(tmp_path: Path, token: int) -> None:
     path = write(tmp_path / "t.bin", [1, 2], [3])
-    with pytest.raises(DataError, match="1000"), TokenWriter(path, 1000) as writer:
-        writer.append(np.array([5, 1000]))
+    with pytest.raises(DataError, match=f"token id {token} is outside"), TokenWriter(path, 1000) as writer:
+        writer.append(np.array([5, token]))
     assert open_tokens(path, verify=True).train.tolist() == [1, 2]
     assert list(tmp_path.iterdir()) == [path]
 

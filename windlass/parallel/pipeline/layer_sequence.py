@@ -36,7 +36,7 @@ def run_layers_checkpointed(
     """
     for start in range(0, len(functions), interval):
         segment = functions[start : start + interval]
-        if not worth_it(segment, class_names):
+        if not is_checkpointed(segment, class_names):
             inputs = run_layers(segment, inputs)
         elif isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
             inputs = checkpoint(partial(_run_layers_on, segment), *inputs)
@@ -49,7 +49,7 @@ def _run_layers_on(functions: Sequence[LayerFunction], *inputs: Any) -> Any:
     return run_layers(functions, inputs)
 
 
-def worth_it(segment: Sequence[LayerFunction], names: Sequence[str] | None) -> bool:
+def is_checkpointed(segment: Sequence[LayerFunction], names: Sequence[str] | None) -> bool:
     """Return True if a segment is checkpointed: its classes are all in `names`, or `names` is None and it has
     parameters.
     """

@@ -57,7 +57,7 @@ class MessageLayout:
     @property
     def differentiable_specs(self) -> list[TensorSpec]:
         """Specs of the tensors whose gradients are sent back."""
-        return [sheet for sheet in self.tensor_specs if sheet.requires_grad]
+        return [spec for spec in self.tensor_specs if spec.requires_grad]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Rebuild the value with these tensors."""
@@ -93,8 +93,8 @@ def pack_message(value: Any) -> tuple[MessageLayout, list[torch.Tensor]]:
             "unknown structure; return tensors, and tuples, lists and dicts of them"
         )
     tensors = list(found.values())
-    sheets = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, t.device.type == "cpu") for t in tensors]
-    return MessageLayout(skeleton, tuple(sheets)), tensors
+    specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, t.device.type == "cpu") for t in tensors]
+    return MessageLayout(skeleton, tuple(specs)), tensors
 
 
 def _map_instances(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:

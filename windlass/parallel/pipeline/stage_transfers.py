@@ -186,8 +186,8 @@ class StageTransfers:
             # received, so sender and receiver are at the same position in the schedule.
             form = replace(form, skeleton=pickle.loads(form.skeleton))
         leaves, through = [], []
-        for tensor, sheet in zip(tensors, form.tensor_specs, strict=True):
-            if sheet.requires_grad and torch.is_grad_enabled():
+        for tensor, spec in zip(tensors, form.tensor_specs, strict=True):
+            if spec.requires_grad and torch.is_grad_enabled():
                 # One element, expanded: autograd uses the leaf's shape and `.grad`, never its values.
                 leaves.append(tensor.new_zeros(()).expand(tensor.shape).requires_grad_(True))
                 tensor = _DetachedInput.apply(leaves[-1], tensor)
@@ -209,8 +209,8 @@ class StageTransfers:
 
     def receive_gradient(self, stage: int, micro_batch: int) -> None:
         """Start to receive the gradients of the output of `stage`."""
-        sheets = self._active_layouts[_ACTIVATION, stage, micro_batch].differentiable_specs
-        self._receive(_GRADIENT, stage, micro_batch, stage + 1, sheets, "gradients")
+        specs = self._active_layouts[_ACTIVATION, stage, micro_batch].differentiable_specs
+        self._receive(_GRADIENT, stage, micro_batch, stage + 1, specs, "gradients")
 
     def take_gradients(self, stage: int, micro_batch: int) -> list[torch.Tensor]:
         """Wait for the gradients of the output of `stage` and return them, one for each differentiable tensor.
@@ -236,7 +236,7 @@ class StageTransfers:
             self._send_header(stage, None)
             return
         self._active_layouts[_ACTIVATION, stage, micro_batch] = form
-        empty = [sheet.empty(self._device) for sheet in form.tensor_specs]
+        empty = [spec.empty(self._device) for spec in form.tensor_specs]
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, empty, ok=False)
 
     def send_failed_gradient(self, stage: int, micro_batch: int) -> None:
@@ -246,7 +246,7 @@ class StageTransfers:
         """
         form = self._active_layouts.pop((_GRADIENT, stage, micro_batch), None)
         if form is not None:
-            empty = [sheet.empty(self._device) for sheet in form.differentiable_specs]
+            empty = [spec.empty(self._device) for spec in form.differentiable_specs]
             self._send(_GRADIENT, stage, micro_batch, stage - 1, empty, ok=False)
             self.limit_gradient_sends(stage)
 
@@ -344,11 +344,11 @@ class StageTransfers:
     def _receive(
         self, kind: int, stage: int, micro_batch: int, source: int, tensor_specs: list[TensorSpec], traffic_name: str
     ) -> None:
-        buffers = [sheet.empty(self._device) for sheet in tensor_specs]
+        buffers = [spec.empty(self._device) for spec in tensor_specs]
         mark = torch.zeros(1, dtype=torch.uint8)
         works = self._start([mark, *buffers], source, _tag(kind, source), sends=False)
         self._receiving[kind, stage, micro_batch] = _InFlightTransfer(buffers, works, mark)
-        self._axis.traffic.add(traffic_name, 0, sum(sheet.nbytes for sheet in tensor_specs))
+        self._axis.traffic.add(traffic_name, 0, sum(spec.nbytes for spec in tensor_specs))
 
     def _start(self, tensors: list[torch.Tensor], stage: int, tag: int, *, sends: bool) -> list[Any]:
         """Start one transfer to or from the rank of `stage`: one batch of device tensors and one of host tensors."""
