@@ -333,7 +333,7 @@ def test_tiled_computations_under_deepspeed_names() -> None:
     parameters = list(layer.parameters())
     for shards in (1, 3, 4):
         same(
-            TiledFusedLogitsLoss.apply(loss, layer, hidden, labels, None, shards, parameters, "sum"),
+            TiledFusedLogitsLoss.apply(loss, layer, hidden, labels, None, shards, None, "sum"),
             loss(layer, hidden, labels),
         )
         mask = torch.rand(2, 9).round()
@@ -343,7 +343,7 @@ def test_tiled_computations_under_deepspeed_names() -> None:
     shard, passed = {"x": hidden, "y": labels}, {"self": layer}
     same(sequence_tiled_compute(lambda x, y, self: _mlp(self, x), 9, 4, shard, passed, "x", parameters, 1, None), full)
     for shards in (1, 2, 3, 5):  # not all of these divide the 9 tokens
-        actual = sequence_tiled_compute(loss, 9, shards, shard, passed, "x", parameters, 0, "sum")
+        actual = sequence_tiled_compute(loss, 9, shards, shard, passed, "x", None, 0, "sum")
         same(actual, loss(layer, hidden, labels))
         arguments = ["x", "y"], ["self"], "x", parameters, 0, "mean", hidden, labels, layer
         same(SequenceTiledCompute.apply(loss, 9, shards, *arguments), loss(layer, hidden, labels) / shards)

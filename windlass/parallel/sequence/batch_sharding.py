@@ -15,7 +15,7 @@ from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern, m
 from windlass.parallel.sequence.visible_ranges import BatchMask, make_document_mask, make_full_mask, make_padding_mask
 from windlass.parallel.sequence_loss import shift_targets
 
-SHARD_KEY = "sequence_share"
+SHARD_KEY = "sequence_shard"
 """Key of the `SequenceShard` in a sharded batch."""
 
 SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "token_type_ids")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.parallel.activation_checkpoint_api import checkpoint, checkpoint_to_tier
 from windlass.parallel.activation_store import ActivationTier
 from windlass.parallel.sequence.sequence_support import unwrap_peft
@@ -44,7 +44,7 @@ def apply_long_context(
     Raises:
         ModelError: the model has no MLP, or its MLPs gather tokens; it has no layer that computes logits; its layers
             cannot be recomputed; or `activation_tier` is set without `recompute`.
-        ConfigError: "nvme" has no folder.
+        ConfigError: "nvme" has no folder, or another tier has one.
     """
     inner = unwrap_peft(model)
     name = type(inner).__name__
@@ -52,6 +52,10 @@ def apply_long_context(
         raise ModelError(
             f"{name}: activation_tier = {activation_tier!r} offloads the saved inputs of layers, and "
             "recompute=False saves none; write recompute=True"
+        )
+    if activation_tier is None and nvme_path is not None:
+        raise ConfigError(
+            f'apply_long_context: nvme_path {nvme_path!r} needs activation_tier="nvme"; pass both or neither'
         )
     if not hasattr(inner, "get_output_embeddings"):
         raise ModelError(f"{name} is not a transformers model; use install_tiled_mlp and tiled_loss on its parts")

@@ -66,7 +66,7 @@ class SequenceShard:
         return self.mask[-1].stop if self.mask else 0
 
 
-_current_shard: ContextVar[SequenceShard | None] = ContextVar("windlass_sequence_share", default=None)
+_current_shard: ContextVar[SequenceShard | None] = ContextVar("windlass_sequence_shard", default=None)
 
 
 def get_current_shard() -> SequenceShard | None:

@@ -9,7 +9,6 @@ import torch
 
 from windlass.base.errors import DataError
 from windlass.parallel.sequence.apply_sequence_parallel import SequenceParallel
-from windlass.parallel.sequence.sequence_shard import SequenceShard
 
 
 class SequenceShardedLoader:
@@ -112,6 +111,6 @@ def _describe(value: Any) -> Any:
 
 def _clone_if_view(value: Any) -> Any:
     """Clone a view: it would keep the whole batch in memory."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, SequenceShard):
+    if not isinstance(value, torch.Tensor):
         return value
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()

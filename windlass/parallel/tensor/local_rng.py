@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.parallel.rng_tracker import rng_tracker
+from windlass.parallel.rng_tracker import MODEL_PARALLEL_RNG, rng_tracker
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: keeps the seeds of neighbouring ranks far apart
 _LIMIT = 2**62
@@ -106,4 +106,4 @@ def sync_rng_states(axis: MeshAxis) -> None:
 
 def seed_rng_tracker(axis: MeshAxis, seed: int) -> None:
     """Seed the generator of `rng_tracker.fork()` for users' own layers, differently on each rank of the axis."""
-    rng_tracker.add("model-parallel-rng", seed + _MEGATRON_OFFSET + axis.index)
+    rng_tracker.add(MODEL_PARALLEL_RNG, seed + _MEGATRON_OFFSET + axis.index)

@@ -28,9 +28,9 @@ def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges
         return
     if axis in placed.sharded_axes or placed.ranges[dim] != ((0, size),):
         raise ModelError(
-            f"{name} is sharded along its dim {dim} already: {placed.local_shape} of {placed.global_shape} lie "
-            f"here; only other "
-            f"dims can be sharded over {axis}"
+            f"{name} cannot be sharded along its dim {dim} over {axis}: this rank has {placed.local_shape} of "
+            f"{placed.global_shape} already, sharded over {', '.join(sorted(placed.sharded_axes)) or 'no axis'}; shard "
+            "each axis once, along a dim that is not sharded"
         )
     along = list(placed.ranges)
     along[dim] = ranges

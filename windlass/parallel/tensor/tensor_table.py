@@ -69,6 +69,14 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
                     "linear layer; write a key that matches linear layers"
                 )
             fitting = layers
+        if style is ShardStyle.VOCABULARY:
+            fitting_modules = [name for name in fitting if name in modules]
+            if not fitting_modules:
+                raise ConfigError(
+                    f"parallel.tensor_table has {value!r} for {key!r}, which matches the parameter {fitting[0]} and no "
+                    "module; write a key that matches its embedding or output head"
+                )
+            fitting = fitting_modules
         for name in fitting:
             found[name] = PlanEntry(name, style, sections, heads, is_from_user=True)
     return found

@@ -269,6 +269,10 @@ WRONG = {
         {r"model\.layer\.\d": "row"},
         r"has the key 'model\\\\.layer\\\\.\\\\d', which matches no module.* nearest names",
     ),
+    "a vocabulary without a module": (
+        {r"model\.embed_tokens\.weight": "vocabulary"},
+        "matches the parameter model.embed_tokens.weight and no module; write a key that matches its embedding",
+    ),
     "sections of a row": ({r".*down_proj": "row:3+4"}, "only column layers have sections"),
     "heads of sections": ({r".*q_proj": "column:16+16 of 1+2+3 heads"}, "3 numbers of heads for 2 sections"),
 }
