@@ -49,6 +49,15 @@ SPLITTINGS = {
     for digits, name in (("{1,3}", "llama-bpe"), ("", "qwen2"))
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_REQUIRED_SETTINGS = (
+    "num_attention_heads",
+    "hidden_size",
+    "max_position_embeddings",
+    "num_hidden_layers",
+    "intermediate_size",
+    "rms_norm_eps",
+    "vocab_size",
+)
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -63,8 +72,8 @@ def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -
         The GGUF type of each tensor, as `name: type`.
 
     Raises:
-        ModelError: the package gguf is missing, the model is of another family or has pruned heads, or a format has no
-            GGUF type.
+        ModelError: the package gguf is missing, the model is of another family or has pruned heads, config.json lacks a
+            setting, or a format has no GGUF type.
     """
     gguf = import_gguf()
     directory = ModelDirectory(source)
@@ -168,6 +177,12 @@ def import_gguf() -> Any:
 
 
 def _write_settings(writer: Any, config: Mapping[str, Any], name: str) -> None:
+    missing = [key for key in _REQUIRED_SETTINGS if config.get(key) is None]
+    if missing:
+        raise ModelError(
+            f"config.json lacks {', '.join(missing)}, which a GGUF file needs; add the values, or save the model "
+            "again with transformers"
+        )
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

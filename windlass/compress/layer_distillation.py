@@ -107,7 +107,7 @@ class LayerDistillation(PostTraining):
     def _learn(self, block: CalibratedBlock, targets: Sequence[Tensor], learned: Sequence[_LearnedCodes]) -> None:
         """Train the codes of a block, and keep those with the least loss over all text."""
         options, generator = self.distillation, torch.Generator().manual_seed(self.distillation.seed)
-        rate = options.rate or 1 / options.steps
+        rate = 1 / options.steps if options.rate is None else options.rate
         first = least = _mean_loss(block, targets, learned)
         best = [one.learned.detach().clone() for one in learned]
         every = max(1, options.steps // _EVALUATIONS)

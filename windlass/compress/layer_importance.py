@@ -38,7 +38,9 @@ def find_layer_list(model: nn.Module) -> str:
     """
     name = find_longest_list(model, lambda module: len(module) > 0 and all(list(one.children()) for one in module))
     if name is None:
-        raise ModelError(f"{type(model).__name__} has no list of layers, so that none can be removed")
+        raise ModelError(
+            f"{type(model).__name__} has no list of layers (an nn.ModuleList of blocks) to measure or remove"
+        )
     return name
 
 

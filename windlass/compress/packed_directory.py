@@ -167,8 +167,11 @@ def _choose(
     shared = shared_parameters(model)
     for module_name, module in linear_layers(model).items():
         source = sources.get(f"{module_name}.weight")
-        if source is None or not source.endswith(".weight") or id(module.weight) in shared:
+        if id(module.weight) in shared:
             kept[module_name] = "it shares another tensor"
+            continue
+        if source is None or not source.endswith(".weight"):
+            kept[module_name] = "the files have no tensor of its weight alone"
             continue
         name, is_head = source.removesuffix(".weight"), module is output
         if name != module_name:

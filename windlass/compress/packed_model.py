@@ -138,9 +138,15 @@ def _place(
     try:
         linear = model.get_submodule(module)
     except AttributeError as error:
-        raise ModelError(f"{directory.path} has weights of a layer {layer!r} that the model lacks") from error
+        raise ModelError(
+            f"{directory.path} has weights of a layer {layer!r} that {type(model).__name__} lacks; load "
+            "the directory with the class and config.json that it was compressed with"
+        ) from error
     if type(linear) is not nn.Linear:
-        raise ModelError(f"layer {layer!r} of {directory.path} is packed, and the model's is a {type(linear).__name__}")
+        raise ModelError(
+            f"layer {layer!r} of {directory.path} is packed, and {type(model).__name__} has a "
+            f"{type(linear).__name__} there, not an nn.Linear; load the directory with the class that was compressed"
+        )
     form = get_weight_format(name)
     has_bias = linear.bias is not None
     packed = PackedLinear(linear.in_features, linear.out_features, has_bias, weight_format=form)
@@ -273,7 +279,8 @@ def fill_wide(
         wanted = model.get_parameter(name)
         if tensor.shape != wanted.shape:
             raise ModelError(
-                f"tensor {source!r} of {directory.path} has shape {tuple(tensor.shape)}, not {tuple(wanted.shape)}"
+                f"tensor {source!r} of {directory.path} has shape {tuple(tensor.shape)}, and the model built from its "
+                f"config.json needs {tuple(wanted.shape)}; copy config.json and the tensors from the same model"
             )
         owner, _, leaf = name.rpartition(".")
         value = nn.Parameter(_cast(tensor, dtype), requires_grad=trains and tensor.is_floating_point())
