@@ -57,9 +57,9 @@ def names_gpu(name: str, model: str) -> bool:
 
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the FLOP/s of a GPU by its name, or None if the table lacks it."""
+    """Return the FLOP/s of a GPU by its name, or None if the table lacks it or `dtype` is float64."""
     rates = next((found for key, found in _KNOWN_GPUS.items() if names_gpu(name, key)), None)
-    if rates is None:
+    if rates is None or dtype.itemsize > 4:
         return None
     return 1e12 * (rates[0] if dtype.itemsize <= 2 else rates[1] if tf32 else rates[2])
 

@@ -97,7 +97,7 @@ def memory_timeline(
         if allocations is not None:
             counted = sum(nbytes for holder, nbytes in unsharded.items() if holder in held.from_allocator)
             amounts[ACTIVATIONS] = max(0, allocated - (counted - begun))
-        one, place = MemorySample(time, amounts), int((time - start) / width)
+        one, place = MemorySample(time, amounts), min(int((time - start) / width), _MAX_SAMPLES - 1)
         if place not in samples or one.total >= samples[place].total:
             samples[place] = one  # the largest of its interval
 

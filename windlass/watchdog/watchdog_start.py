@@ -39,7 +39,7 @@ def start(limits: WatchdogLimits | None) -> None:
         return
     board = ControlStore.open()
     if board is None:
-        logger.debug("no watchdog: the process group does not use a TCP store")
+        logger.debug("no watchdog: the process group does not use a TCP store, or has no connection left")
         return
     # torch's launcher may serve the store; else rank 0 does
     keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0

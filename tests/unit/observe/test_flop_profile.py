@@ -360,6 +360,7 @@ def test_peaks() -> None:
     assert known_peak("NVIDIA H100 PCIe", torch.bfloat16, tf32=False) == 756e12
     assert known_peak("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12
     assert known_peak("NVIDIA GH200 480GB", torch.bfloat16, tf32=False) == 989.4e12
+    assert known_peak("NVIDIA H100 PCIe", torch.float64, tf32=True) is None
     assert known_peak("NVIDIA GB200", torch.bfloat16, tf32=False) == 2500e12
     for name in ("some other device", "NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA T400 4GB"):
         assert known_peak(name, torch.float32, tf32=False) is None, name
