@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,11 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.tensor([float(index)])
 
 
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([float(index)]) for index in range(3))
+
+
 def order(folder: str) -> list[list[list[float]]]:
     """Return batches of the loader: twice, in the next epoch, after a load; and those of an evaluation loader."""
     from windlass.compat.deepspeed_initialize import initialize
@@ -229,6 +235,8 @@ def order(folder: str) -> list[list[list[float]]]:
     results.append(once())
     evaluated = engine.deepspeed_io(Numbers(), route="eval")
     results.append([batch.flatten().tolist() for batch in evaluated])
+    for route in ("eval", "predict"):
+        assert [batch.flatten().tolist() for batch in engine.deepspeed_io(Stream(), route=route)] == [[0.0, 1.0], [2.0]]
     engine.destroy()
     return results
 

@@ -105,7 +105,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "deepspeed.accelerator deepspeed_engine_config import_deepspeed",
         "cli/benches/offload_bench.py": "DeepSpeed _DEEPSPEED_ROWS _deepspeed_configs deepspeed_baseline "
         "deepspeed_engine_config",
-        "cli/main.py": "DeepSpeed",
     },
     "a package whose version or presence is asked": {
         "observe/environment/version_facts.py": "deepspeed",

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.errors import ModelError
+
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """Return the attribute at a dotted path, e.g. `model.layers[0].mlp` for `layers.0.mlp`.
@@ -34,16 +36,31 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
     """Replace each layer of `convert_type`, whose weight is `[in, out]`, by an equivalent `nn.Linear`.
 
-    Return the model.
+    A layer with several names has one replacement. Return the model.
+
+    Raises:
+        ModelError: the model itself is such a layer, which cannot be replaced in place.
     """
-    for name, module in list(model.named_modules()):
+    if isinstance(model, convert_type):
+        raise ModelError(
+            f"convert_conv1d_to_linear: the model itself is a {type(model).__name__}, which cannot be replaced in "
+            "place; pass the module that contains it"
+        )
+    replacements: dict[nn.Module, nn.Linear] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, convert_type):
-            weight, bias = module.weight, getattr(module, "bias", None)
-            assert isinstance(weight, torch.Tensor)
-            rows, columns = weight.shape
-            layer = nn.Linear(rows, columns, bias=bias is not None, device=weight.device, dtype=weight.dtype)
-            layer.weight.copy_(weight.t())
-            if bias is not None:
-                layer.bias.copy_(bias)
-            recursive_setattr(model, name, layer)
+            if module not in replacements:
+                replacements[module] = _as_linear(module)
+            recursive_setattr(model, name, replacements[module])
     return model
+
+
+def _as_linear(module: nn.Module) -> nn.Linear:
+    weight, bias = module.weight, getattr(module, "bias", None)
+    assert isinstance(weight, torch.Tensor)
+    rows, columns = weight.shape
+    layer = nn.Linear(rows, columns, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    layer.weight.copy_(weight.t())
+    if bias is not None:
+        layer.bias.copy_(bias)
+    return layer

@@ -120,13 +120,14 @@ def make_engine_loader(
 ) -> DeepSpeedDataLoader:
     """Create a loader of an engine's micro-batches.
 
-    The order is shuffled for `route="train"`, and that of the dataset for "eval" and "predict".
+    The order is shuffled for `route="train"`, and that of the dataset for "eval" and "predict". An iterable dataset is
+    read in its order.
 
     Raises:
         DataError: the dataset is empty.
     """
     ranks, rank = engine.dp_world_size, engine.get_data_parallel_rank()
-    if data_sampler is None and route in ("eval", "predict"):
+    if data_sampler is None and route in ("eval", "predict") and not isinstance(dataset, IterableDataset):
         data_sampler = DistributedSampler(dataset, ranks, rank, shuffle=False)
     loader = DeepSpeedDataLoader(
         dataset,

@@ -24,7 +24,7 @@ from windlass.compat.checkpoint_file_names import CheckpointFileNames
 from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
 from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config_value
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
-from windlass.compat.engine_config import EngineConfig, asked
+from windlass.compat.engine_config import EngineConfig, as_engine_config
 from windlass.compat.engine_groups import groups_of_engine, set_current_engine
 from windlass.compat.flops_profiler import EngineFlopsProfiler
 from windlass.compat.full_state_dicts import FullStateDicts
@@ -152,7 +152,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         collate_fn: Any,
     ) -> None:
         """Store the arguments of `initialize`, which scripts read back. Collective."""
-        self.config, self.mpu, self._config = given_config, mpu, asked(self._config, self.progress.batch)
+        self.config, self.mpu, self._config = given_config, mpu, as_engine_config(self._config, self.progress.batch)
         self._saved_config = json.loads(json.dumps(load_ds_config(given_config), default=str))
         self._scaler = scale_of(self._scaler, zero=self.zero_optimization())
         self._publish_groups()

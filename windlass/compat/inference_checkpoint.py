@@ -36,7 +36,8 @@ def load_inference_checkpoint(
         checkpoint: a description `{"type", "checkpoints", "version"}` or the path of its JSON file, a file of weights,
             a directory of a transformers model, or a checkpoint directory of DeepSpeed or windlass.
         base_dir: directory of the files with relative names; `base_dir` of the description takes precedence.
-        dtype: dtype of the parameters of a module on the meta device.
+        dtype: dtype of the parameters of a model of transformers on the meta device. Any other module on the meta
+            device takes the dtypes of the files.
 
     Returns:
         Names of the checkpoint's tensors that the module lacks.
@@ -47,8 +48,8 @@ def load_inference_checkpoint(
         CheckpointError: a directory has no complete checkpoint.
     """
     values, source = _read_values(checkpoint, base_dir)
-    load = _load_by_transformers if _is_pretrained(module) else _load_by_name
-    missing, unexpected, mismatched = load(module, values, dtype)
+    loaded = _load_by_transformers(module, values, dtype) if _is_pretrained(module) else _load_by_name(module, values)
+    missing, unexpected, mismatched = loaded
     if missing or mismatched:
         problems = [f"lacks {_some(missing)}"] if missing else []
         problems += [f"has other shapes for {_some(mismatched)}"] if mismatched else []
@@ -194,7 +195,7 @@ def _move_tensors(source: nn.Module, target: nn.Module) -> None:
                 setattr(part, key, value)
 
 
-def _load_by_name(module: nn.Module, values: dict[str, torch.Tensor], dtype: torch.dtype) -> _Loaded:
+def _load_by_name(module: nn.Module, values: dict[str, torch.Tensor]) -> _Loaded:
     """Load tensors under the module's own names."""
     state = module.state_dict(keep_vars=True)
     by_tensor = {id(tensor): name for name, tensor in state.items() if name in values}

@@ -63,6 +63,8 @@ def test_cpu_accelerator_methods() -> None:
         host.pin_empty(2, dtype=torch.int8, device="meta")
     assert host.FloatTensor([1, 2]).tolist() == [1.0, 2.0] and host.LongTensor(4).shape == (4,)
     assert host.HalfTensor(2, 2).dtype == torch.float16
+    for shape in ((), (torch.Size([2, 3]),), (torch.Size([]),), (2, 3)):
+        assert host.FloatTensor(*shape).shape == torch.FloatTensor(*shape).shape, shape
     with host.stream(host.current_stream()):
         host.range_push("here")
         host.range_pop()

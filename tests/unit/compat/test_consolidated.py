@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.deepspeed_checkpoint_writer import write
 from tests.unit.compat.test_deepspeed_index import MODEL, OPTIM, changed, trained
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.compat.checkpoint import consolidated
+from windlass.compat.checkpoint import consolidated, to_windlass
 from windlass.compat.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
 from windlass.compat.checkpoint.to_windlass import convert_to_windlass
 from windlass.compat.checkpoint.to_windlass import main as ds_to_universal
@@ -186,6 +187,14 @@ def test_clones_have_their_own_storage() -> None:
     assert result["a"][1][1] == "x" and isinstance(result["a"][1], tuple) and result["n"] == 3
     result["a"][0].zero_()
     assert flat[2] == 2
+
+
+def test_a_failed_write_frees_the_tensor_that_was_read() -> None:
+    stored = SimpleNamespace(read_full=lambda name: torch.ones(2))
+    storage = to_windlass._StoredTensorStorage(stored, "up.weight")  # type: ignore[arg-type]
+    with pytest.raises(OSError), storage.open():
+        raise OSError(28, "No space left on device")
+    assert storage._values is None
 
 
 def test_numbered_states_are_not_dropped_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

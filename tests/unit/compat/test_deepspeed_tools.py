@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass.base.errors import ModelError
 from windlass.base.log import logger as own_logger
 from windlass.compat import (
     attribute_paths,
@@ -341,6 +342,11 @@ def test_transposed_layers_become_linear() -> None:
     assert attribute_paths.convert_conv1d_to_linear(model, Transposed) is model
     assert isinstance(model[0], nn.Linear)
     torch.testing.assert_close(model(data), expected)
+    shared = Transposed()
+    twice = attribute_paths.convert_conv1d_to_linear(nn.ModuleDict({"a": shared, "b": shared}), Transposed)
+    assert isinstance(twice["a"], nn.Linear) and twice["b"] is twice["a"]
+    with pytest.raises(ModelError, match="the model itself is a Transposed.*pass the module that contains it"):
+        attribute_paths.convert_conv1d_to_linear(shared, Transposed)
 
 
 def test_numa_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
 from windlass.compat import collectives as comm
+from windlass.compat.collectives.monitored_barrier import find_missing
 from windlass.compat.deepspeed_initialize import initialize
 
 # Parameters of DeepSpeed 0.19's functions, in the same order.
@@ -144,6 +147,8 @@ def test_switches_of_the_comms_logger_select_operations() -> None:
         assert log.should_record("recv", False)
         log.append("send", "mine", latency=1.0, msg_size=8, ranks=2)
         assert log.get_raw_data() == log.comms_dict and log.get_raw_data()["mine"][8][0] == 1
+        log.append("reduce_scatter_tensor", "parts", latency=8.0, msg_size=4_000_000, ranks=4)  # the input is logged
+        assert log.comms_dict["parts"][4_000_000] == [1, [8.0], [4.0], [3.0]]
     finally:
         log.enabled = False
 
@@ -160,3 +165,39 @@ def test_comms_logger_accepts_every_configuration_form(given: object) -> None:
         assert log.enabled and log.prof_ops == ["broadcast"] and log.should_record("x", False)
     finally:
         log.enabled = False
+
+
+class Arrivals:
+    """Store in which the key of each rank is set at a given time, with the clock that its waits advance."""
+
+    def __init__(self, times: dict[int, float]) -> None:
+        self.times, self.now = times, 0.0
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self.times[int(key)] <= self.now for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        assert timeout >= timedelta(milliseconds=1)  # torch truncates to milliseconds
+        at, until = max(self.times[int(key)] for key in keys), self.now + timeout.total_seconds()
+        self.now = max(self.now, min(at, until))
+        if at > until:
+            raise RuntimeError("timeout")
+
+
+@pytest.mark.parametrize(
+    ("times", "missing", "all_missing"),
+    [
+        ({1: 0.9, 2: 1.8, 3: 2.7}, [2], []),  # rank 2 arrives while all ranks are waited for
+        ({1: 5.0, 2: 0.9, 3: 5.0}, [1], [1, 3]),
+        ({1: 1.0, 2: 1.0, 3: 0.5}, [], []),
+    ],
+)
+def test_the_first_rank_of_a_monitored_barrier_waits_for_one_timeout(
+    times: dict[int, float], missing: list[int], all_missing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for the result twice as long, or with `wait_all_ranks` one timeout for each rank."""
+    for wait_all_ranks, expected, limit in ((False, missing, 1.0), (True, all_missing, 3.0)):
+        store = Arrivals(times)
+        monkeypatch.setattr(time, "monotonic", lambda store=store: store.now)
+        assert find_missing(store, [1, 2, 3], timedelta(seconds=1), wait_all_ranks=wait_all_ranks) == expected
+        assert store.now <= limit

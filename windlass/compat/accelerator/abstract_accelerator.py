@@ -324,10 +324,13 @@ class DeepSpeedAccelerator(ABC):
 
     def _tensor_factory(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
         def make(*args: Any) -> torch.Tensor:
-            """Create a tensor on the current device with the given values, or of the given shape."""
-            if len(args) == 1 and not isinstance(args[0], int):
+            """Create a tensor on the current device with the given values, or of the given shape, as torch.Tensor()."""
+            shape: Sequence[int] = args or (0,)
+            if len(args) == 1 and isinstance(args[0], torch.Size):
+                shape = args[0]
+            elif len(args) == 1 and not isinstance(args[0], int):
                 return torch.as_tensor(args[0], dtype=dtype, device=self.current_device_name()).clone()
-            return torch.empty(args, dtype=dtype, device=self.current_device_name())
+            return torch.empty(shape, dtype=dtype, device=self.current_device_name())
 
         return make
 

@@ -129,10 +129,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     path = _tag_directory(checkpoint_dir, tag)
     found: dict[str, Any] = OrderedDict()
     for name, weight in _stored_weights(path, exclude_frozen_parameters).items():
-        # one tensor object for all names of a tied parameter
-        first = next((known for known in found if weight.name == known), None)
-        if first is not None:
-            found[name] = found[first]
+        if weight.name in found:  # one tensor object for all names of a tied parameter
+            found[name] = found[weight.name]
         elif lazy_mode:
             found[name] = GatheredTensor(weight.dtype, torch.Size(weight.shape), weight.read_full)
         else:

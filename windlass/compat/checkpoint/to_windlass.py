@@ -47,8 +47,10 @@ class _StoredTensorStorage:
     def open(self) -> Iterator[None]:
         """Keep the values in memory inside the context."""
         self._values = self._stored.read_full(self._name).view(-1)
-        yield
-        self._values = None
+        try:
+            yield
+        finally:
+            self._values = None
 
     def shard(self) -> FlatShard:
         """Return the full tensor as a shard."""

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
-from windlass.compat.collectives.backend_capabilities import capabilities_of, group_or_world, require_rank
+from windlass.compat.collectives.backend_capabilities import (
+    backend_of,
+    capabilities_of,
+    group_or_world,
+    require_rank,
+)
 from windlass.compat.collectives.byte_payload import (
     as_bytes,
     combine_callbacks,
@@ -95,13 +100,8 @@ def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any
 
 def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> CollectiveWork:
     """Start an all-gather of every rank's `tensor` into `output`, concatenated in rank order."""
+    check_all_gather_into_tensor(output, tensor, group)
     size = dist.get_world_size(group)
-    require_dense(output)
-    if output.numel() != size * tensor.numel() or output.dtype != tensor.dtype:
-        raise CommunicationError(
-            f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, "
-            f"{describe_tensor(tensor)}; pass an output of that size and of the input's dtype"
-        )
     into, finish = receive_buffer(output)
     own = as_bytes(tensor)
     if own.numel() == 0:
@@ -110,6 +110,20 @@ def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: An
         copy_elements(tensor, output)
         return CollectiveWork(outputs=[output])
     return CollectiveWork([_ALL_GATHER(into, own, group=group, async_op=True)], finish, [output])
+
+
+def check_all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
+    """Raise CommunicationError unless `output` can receive the `tensor` of every rank."""
+    size = dist.get_world_size(group)
+    require_dense(output)
+    require_dense(tensor)
+    if output.numel() != size * tensor.numel() or output.dtype != tensor.dtype:
+        raise CommunicationError(
+            f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, "
+            f"{describe_tensor(tensor)}; pass an output of that size and of the input's dtype"
+        )
+    if size > 1:
+        backend_of(group, tensor.device)  # raises if there is none
 
 
 def gather(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: int, group: Any) -> CollectiveWork:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from windlass.base.errors import CommunicationError
 from windlass.compat.collectives import byte_collectives, reductions, send_and_receive
 from windlass.compat.collectives.backend_capabilities import group_or_world, require_initialized, warn_unless_member
 from windlass.compat.collectives.collective_work import CollectiveWork, wait_or_return
@@ -174,12 +175,14 @@ def all_reduce_coalesced(
     debug: Any = None,
 ) -> Any:
     """All-reduce several tensors, with one work object for all."""
-    return _start(
-        "all_reduce_coalesced",
-        group,
-        async_op,
-        lambda: _combine_works([reductions.all_reduce(one, to_reduce_operator(op), group) for one in tensors]),
-    )
+
+    def start() -> CollectiveWork:
+        operator = to_reduce_operator(op)
+        for one in tensors:
+            reductions.check_all_reduce(one, operator, group)
+        return _combine_works([reductions.all_reduce(one, operator, group) for one in tensors])
+
+    return _start("all_reduce_coalesced", group, async_op, start)
 
 
 @timed_op
@@ -236,13 +239,19 @@ def all_gather_coalesced(
     debug: Any = None,
 ) -> Any:
     """Call `all_gather_into_tensor` for several pairs of tensors, with one work object for all."""
-    pairs = zip(output_tensors, input_tensors, strict=True)
-    return _start(
-        "all_gather_coalesced",
-        group,
-        async_op,
-        lambda: _combine_works([byte_collectives.all_gather_into_tensor(out, own, group) for out, own in pairs]),
-    )
+
+    def start() -> CollectiveWork:
+        if len(output_tensors) != len(input_tensors):
+            raise CommunicationError(
+                f"all_gather_coalesced: got {len(output_tensors)} output_tensors and {len(input_tensors)} "
+                "input_tensors; pass one output for each input"
+            )
+        pairs = list(zip(output_tensors, input_tensors, strict=True))
+        for out, own in pairs:
+            byte_collectives.check_all_gather_into_tensor(out, own, group)
+        return _combine_works([byte_collectives.all_gather_into_tensor(out, own, group) for out, own in pairs])
+
+    return _start("all_gather_coalesced", group, async_op, start)
 
 
 @timed_op

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm import bootstrap
 from windlass.comm.rank_environment import local_rank_of, rank_environment
-from windlass.compat.collectives.backend_capabilities import group_or_world, require_initialized
+from windlass.compat.collectives.backend_capabilities import require_initialized
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = bootstrap.DEFAULT_PORT
 NCCL_BACKEND, GLOO_BACKEND, MPI_BACKEND = "nccl", "gloo", "mpi"
@@ -73,9 +75,12 @@ def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
     mpi_discovery(verbose=verbose)
 
 
-def is_parallel(group: object) -> bool:
-    """Return True if `group` has more than one rank, False for None."""
-    return group is not None and torch.distributed.get_world_size(group_or_world(group)) > 1
+def is_parallel(group: Any) -> bool:
+    """Return True if `group` has more than one rank, False for None.
+
+    None is a parallel axis that is not used, and not the group of all ranks as in the collectives.
+    """
+    return group is not None and dist.get_world_size(group) > 1
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,8 @@ def monitored_barrier(
     """Block until every rank of the group reaches this call.
 
     Args:
-        timeout: time that the group's first rank waits for each other rank; None: 30 minutes.
+        timeout: time that the group's first rank waits for all others; with `wait_all_ranks`, for each of them. None:
+            30 minutes.
         wait_all_ranks: wait for all ranks and name every missing one, not only the first.
 
     Raises:
@@ -46,19 +48,40 @@ def monitored_barrier(
     store = PrefixStore(f"{name} {count}", _get_default_store())
     if rank != ranks[0]:
         store.set(str(rank), "")
-        # The first rank may wait its timeout for several ranks before it publishes the result.
+        # The first rank may arrive a timeout later, and it publishes the result after its own waits.
         _wait_for_result(store, ranks[0], patience * (len(ranks) if wait_all_ranks else 2))
         return
-    missing = []
-    for other in ranks[1:]:
-        try:
-            store.wait([str(other)], patience)
-        except RuntimeError:  # the store raises different subclasses for different failures
-            missing.append(other)
-            if not wait_all_ranks:
-                break
+    missing = find_missing(store, ranks[1:], patience, wait_all_ranks=wait_all_ranks)
     store.set("verdict", ",".join(map(str, missing)))
     _raise_if_missing(missing, patience)
+
+
+def find_missing(store: Any, ranks: list[int], timeout: timedelta, *, wait_all_ranks: bool) -> list[int]:
+    """Return the ranks without a key in the store: the first one at `timeout`, or each whose own timeout has passed.
+
+    As in torch's barrier, the ranks share one timeout unless `wait_all_ranks` is set.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    missing = []
+    for rank in ranks:
+        remaining = timeout if wait_all_ranks else timedelta(seconds=end - time.monotonic())
+        if not _has_arrived(store, rank, remaining):
+            missing.append(rank)
+            if not wait_all_ranks:
+                break
+    return missing
+
+
+def _has_arrived(store: Any, rank: int, timeout: timedelta) -> bool:
+    if store.check([str(rank)]):
+        return True
+    if timeout < timedelta(milliseconds=1):  # torch truncates to milliseconds, and waits without limit for 0
+        return False
+    try:
+        store.wait([str(rank)], timeout)
+    except RuntimeError:  # the store raises different subclasses for different failures
+        return False
+    return True
 
 
 def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:

@@ -48,6 +48,13 @@ def all_reduce(operand: Operand, operator: ReduceOperator, group: Any) -> Collec
     return CollectiveWork([work], _finish_callback(wire, tensors[0], way, size), tensors)
 
 
+def check_all_reduce(operand: Operand, operator: ReduceOperator, group: Any) -> None:
+    """Raise CommunicationError if `all_reduce` does not take the operand."""
+    tensors = _check_operand(operand, operator)
+    if tensors[0].numel():
+        _find_native(tensors, operator, group)  # raises if the group has no backend for the device
+
+
 def reduce(operand: Operand, dst: int, operator: ReduceOperator, group: Any) -> CollectiveWork:
     """Start a reduction of every rank's `operand` into rank `dst`'s. The other ranks' operands are unchanged."""
     tensors, size = _check_operand(operand, operator), dist.get_world_size(group)
