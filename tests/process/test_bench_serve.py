@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from windlass.base.errors import ModelError
 from windlass.cli.bench import bench_app
+from windlass.cli.benches import fastgen_bench
 from windlass.cli.benches.load_bench import LoadSettings, run_load_bench
+from windlass.cli.benches.service_level import LoadRequest
+from windlass.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 SMALL = ["--hidden", "64", "--layers", "1", "--clients", "2,1", "--requests", "8", "--prompt", "40", "--answer", "8"]
 
@@ -35,6 +41,24 @@ def test_unknown_workloads_and_clients_are_refused() -> None:
     for wrong in (["--workload", "rain"], ["--clients", "1,zero"], ["--hidden", "65"]):
         result = CliRunner().invoke(bench_app, ["serve", *wrong])
         assert result.exit_code == 2 and wrong[1] in result.output
+
+
+def test_the_width_is_not_checked_if_a_model_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.cli.benches.fastgen_bench.run_fastgen_bench", lambda settings, out: True)
+    result = CliRunner().invoke(bench_app, ["serve", "--model", "trained", "--hidden", "65"])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_failed_request_ends_the_measurement() -> None:
+    """A request without tokens has no times."""
+
+    def step() -> list[RequestOutput]:
+        answer = CompletionOutput(0, "", [], finish_reason="error")
+        return [RequestOutput("0", None, [5, 6], None, [answer], True, RequestMetrics(0.0), error="a logit is nan")]
+
+    engine: Any = SimpleNamespace(use_idle_time=lambda: False, add_request=lambda *given, **options: None, step=step)
+    with pytest.raises(ModelError, match="request 0 of the load failed: a logit is nan"):
+        fastgen_bench._StepDriver(engine).run([LoadRequest([5, 6], 4)], 1, None)
 
 
 @pytest.mark.slow  # `tests/serving/test_served_model.py` has the same law in one process

@@ -56,6 +56,7 @@ def test_a_choice_is_a_single_value(value: str, tmp_path: Path) -> None:
         ({"search": ["zero_optimization.stage=1", "zero_optimization.stage=2"]}, "stage is given twice; write it once"),
         ({"memory": "0"}, "--memory 0 is not above 0"),
         ({"sampler": "optuna", "exhaustive": True}, "--sampler optuna .* with --exhaustive; leave one of them out"),
+        ({"trials": 5, "exhaustive": True}, "--trials 5 has no effect with --exhaustive; leave one of them out"),
         ({"sampler": "optuna", "ray": "auto"}, "--sampler optuna .* with --ray; leave one of them out"),
     ],
 )

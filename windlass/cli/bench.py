@@ -1,4 +1,4 @@
-"""Commands of `windlass bench`, which run the experiments of DeepSpeed's tutorials on the ranks of this machine."""
+"""Commands of `windlass bench`, which measure training, transports, disks, the device and servers of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.base.bounded_input import MAX_RANKS_PER_HOST
 
 bench_app = typer.Typer(
     name="bench",
-    help="Experiments of DeepSpeed's tutorials: a table, conclusions, a JSON file and a picture.",
+    help="Measurements of training, transports, disks, the device and servers of this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -226,7 +226,8 @@ def serve(
     long requests over HTTP."""
     if workload not in ("fastgen", "load"):
         raise typer.BadParameter(f"{workload!r} is not a workload; write fastgen or load", param_hint="--workload")
-    _check_hidden_size(hidden)
+    if model is None:
+        _check_hidden_size(hidden)
     if workload == "load":
         from windlass.cli.benches.load_bench import LoadSettings, run_load_bench
 

@@ -58,11 +58,16 @@ def check(
 def _resolve_world_size(option: int | None) -> tuple[int, str]:
     if option is not None:
         return option, "--world-size"
-    environment = os.environ.get("WORLD_SIZE", "")
+    environment = os.environ.get("WORLD_SIZE", "").strip()
+    if not environment:
+        return 1, "assumed; give --world-size"
     number = parse_int(environment)
-    if number is not None:
-        return number, "WORLD_SIZE in the environment"
-    return 1, "assumed; give --world-size"
+    if number is None:
+        raise ConfigError(
+            f"the environment variable WORLD_SIZE = {environment!r} is not a whole number; correct or unset it, or "
+            "give --world-size"
+        )
+    return number, "WORLD_SIZE in the environment"
 
 
 def report_problems(console: Console, found: ValidationResult, autos: AutoValues) -> int:

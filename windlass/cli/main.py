@@ -89,7 +89,7 @@ COMMANDS = (
         "bench",
         "windlass.cli.bench",
         "bench_app",
-        "Run the experiments of DeepSpeed's tutorials.",
+        "Measure training, transports, disks, the device and servers.",
     ),
     CliCommand("env", "windlass.cli.env", "env", "Print the facts of this machine for a bug report."),
 )

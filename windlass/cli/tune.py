@@ -94,6 +94,8 @@ def tune(
     if sampler == "optuna" and (exhaustive or ray is not None):
         other = "--exhaustive" if exhaustive else "--ray"
         raise ConfigError(f"--sampler optuna has no effect with {other}; leave one of them out")
+    if exhaustive and trials is not None:
+        raise ConfigError(f"--trials {trials} has no effect with --exhaustive; leave one of them out")
     if sampler == "optuna":
         import_optuna()  # raises before the first trial
     path = config if config is not None else find_config(program)

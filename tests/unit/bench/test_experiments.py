@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,16 @@ from typer.testing import CliRunner
 
 from windlass.base.errors import ConfigError, WindlassError
 from windlass.cli.bench import bench_app
-from windlass.cli.benches import bar_chart, bench_results, deepspeed_baseline, load_bench, offload_bench, training_bench
+from windlass.cli.benches import (
+    bar_chart,
+    bench_results,
+    deepspeed_baseline,
+    line_chart,
+    load_bench,
+    offload_bench,
+    server_under_test,
+    training_bench,
+)
 from windlass.cli.benches.bench_engines import check_engine_name, synchronizes_gradients
 from windlass.cli.benches.bench_models import LanguageModel, linear_stack
 from windlass.cli.benches.expected_order import (
@@ -23,6 +34,7 @@ from windlass.cli.benches.expected_order import (
     describe_order,
     find_contradictions,
 )
+from windlass.cli.benches.server_under_test import ServerUnderTest
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(1, 100), min_size=1), st.floats(0, 0.5))
@@ -220,3 +232,35 @@ def test_the_load_fits_the_vocabulary_and_the_window_of_a_model() -> None:
     assert min(tokens) >= 128 and max(tokens) < 256
     with pytest.raises(WindlassError, match="--model m takes 512 tokens"):
         fitted.fitted(256, 512)
+
+
+def test_every_line_of_a_panel_is_drawn_in_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(line_chart, "write_figure", lambda figure, path: figures.append(figure))
+    panel = line_chart.LinePanel("t", "s", "clients", [1, 2], {f"line {number}": [1.0, 2.0] for number in range(14)})
+    assert line_chart.draw_lines([panel], tmp_path / "lines.png", "title")
+    lines = figures[0].axes[0].lines
+    assert [line.get_label() for line in lines] == list(panel.values)
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 14
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (3, r"ended with exit code 3 before it was ready; the end of .*log: no model \| bye; correct this"),
+        (None, r"is not ready after 0 s; the end of .*log: no model \| bye; give a smaller model"),
+    ],
+)
+def test_a_server_that_ended_is_not_reported_as_slow(
+    code: int | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_under_test, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(server_under_test.time, "monotonic", lambda: 5.0)
+
+    def start(command: list[str], stdout: Any, stderr: Any) -> Any:
+        stdout.write(b"no model\nbye\n")
+        return SimpleNamespace(poll=lambda: code, kill=lambda: None)
+
+    monkeypatch.setattr(server_under_test.subprocess, "Popen", start)
+    with pytest.raises(WindlassError, match=message):
+        ServerUnderTest(tmp_path, [], tmp_path / "log")

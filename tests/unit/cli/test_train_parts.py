@@ -448,6 +448,20 @@ def test_failed_export_keeps_the_former_export(llama: Any, tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["hf", "old"]
 
 
+def test_an_error_of_the_model_is_not_reported_as_a_full_disk(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer_dir = llama
+
+    def wrong(*arguments: Any, **options: Any) -> None:
+        raise TypeError("an attribute of the configuration is not JSON")
+
+    monkeypatch.setattr(type(model), "save_pretrained", wrong)
+    with pytest.raises(TypeError, match="not JSON"):
+        export_model(model, dict(model.state_dict()), tokenizer_dir, tmp_path / "hf")
+    assert not any(tmp_path.iterdir())
+
+
 def test_directory_replaces_another(tmp_path: Path) -> None:
     for name in ("new", "target"):
         (tmp_path / name).mkdir()

@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from windlass.base.errors import ConfigError
 from windlass.cli.check import check
 
 app = typer.Typer()
@@ -70,6 +71,14 @@ def test_all_errors_are_printed_at_once(tmp_path: Path) -> None:
         "stage       0",
     ):
         assert words in text, words
+
+
+@pytest.mark.parametrize("world", ["two", "8.0"])
+def test_a_world_size_of_the_environment_is_not_replaced_by_one(world: str, tmp_path: Path) -> None:
+    path = write(tmp_path, '{"train_batch_size": 4}')
+    with pytest.raises(ConfigError, match=rf"WORLD_SIZE = '{world}' .* correct or unset it, or give --world-size"):
+        run(path, world=world)
+    assert run(path, "--world-size", "2", world=world)[0] == 0
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])

@@ -22,6 +22,7 @@ import torch
 from rich.progress import Progress
 from rich.table import Table
 
+from windlass.base.errors import ModelError
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 from windlass.cli.benches.line_chart import LinePanel, draw_lines
@@ -31,6 +32,7 @@ from windlass.inference.async_engine import AsyncLLMEngine
 from windlass.inference.engine_factory import make_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.outputs import RequestOutput
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.scheduler import POLICIES, Policy, ServiceLevel
 from windlass.kernels.inference_path import get_inference_path
@@ -244,7 +246,7 @@ class _StepDriver(_Driver):
                 engine.add_request(str(sent), load[sent].prompt, _forced(load[sent]), level=level_of, streams=True)
                 running, sent = running + 1, sent + 1
             for output in engine.step():
-                _note(found[int(output.request_id)], output.outputs[0].token_ids)
+                _note(found[int(output.request_id)], output)
                 running -= output.finished
         return found
 
@@ -277,7 +279,7 @@ class _ThreadDriver(_Driver):
             request, times = load[place], found[place]
             times.sent = time.perf_counter()
             async for output in self._engine.stream(request.prompt, _forced(request), sla=_declare(level, request)):
-                _note(times, output.outputs[0].token_ids)
+                _note(times, output)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._engine.shutdown())
@@ -294,7 +296,15 @@ def _declare(level: Level | None, request: LoadRequest) -> ServiceLevel | None:
     return ServiceLevel(level.token_seconds * len(request.prompt), 1 / level.gap_seconds)
 
 
-def _note(times: RequestTimes, tokens: list[int]) -> None:
+def _note(times: RequestTimes, output: RequestOutput) -> None:
+    """Add the arrival of the new tokens to the times of a request.
+
+    Raises:
+        ModelError: the request ended by an error, so its times mean nothing.
+    """
+    if output.error is not None:
+        raise ModelError(f"request {output.request_id} of the load failed: {output.error}")
+    tokens = output.outputs[0].token_ids
     times.arrivals += [time.perf_counter()] * (len(tokens) - len(times.tokens))
     times.tokens = list(tokens)
 

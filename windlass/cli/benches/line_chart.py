@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, product
 from pathlib import Path
 
 from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
 
 _COLORS = ("#1f4e79", "#c0651a", "#7a7a7a", "#3c8d40", "#8a3d6b", "#2a9d8f")
+_STYLES = ("-", ":", "-.")  # "--" is the style of limits
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ def draw_lines(panels: Sequence[LinePanel], path: Path, title: str) -> bool:
     figure = Figure(figsize=(4.4 * len(panels), 3.8), dpi=140, layout="constrained")
     everything = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(everything, panels, strict=True):
-        for color, (label, values) in zip(_COLORS, panel.values.items(), strict=False):
-            axes.plot(panel.at, values, color=color, marker="o", markersize=4, label=label)
+        for (style, color), (label, values) in zip(cycle(product(_STYLES, _COLORS)), panel.values.items()):
+            axes.plot(panel.at, values, color=color, linestyle=style, marker="o", markersize=4, label=label)
         if panel.limit is not None:
             axes.axhline(panel.limit, color="#b00020", linewidth=0.8, linestyle="--")
         axes.set(title=panel.title, ylabel=panel.unit, xlabel=panel.at_unit)

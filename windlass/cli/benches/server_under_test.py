@@ -46,16 +46,17 @@ class ServerUnderTest:
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + _START_SECONDS
-        while time.monotonic() < until:
-            if self.process.poll() is not None:
-                break
+        while (code := self.process.poll()) is None and time.monotonic() < until:
             try:
                 with urllib.request.urlopen(f"{self.address}/ready", timeout=5):
                     return
             except (OSError, urllib.error.HTTPError):  # not listening yet, or 503 while the model is loaded
                 time.sleep(0.1)
         lines = self._log.read_text(errors="replace").splitlines()[-5:]
-        raise WindlassError(f"the server is not ready; the end of {self._log}: " + " | ".join(lines))
+        problem, fix = f"is not ready after {_START_SECONDS:.0f} s", "give a smaller model"
+        if code is not None:
+            problem, fix = f"ended with exit code {code} before it was ready", "correct this, and start again"
+        raise WindlassError(f"the server {problem}; the end of {self._log}: {' | '.join(lines)}; {fix}")
 
     def max_model_len(self) -> int:
         """Return the number of tokens that the model takes, of a prompt and its answer together."""

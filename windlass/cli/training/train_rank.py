@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 import windlass
 from windlass import watchdog
@@ -64,7 +65,7 @@ def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: P
             if (tokenizer_dir / name).is_file():
                 shutil.copyfile(tokenizer_dir / name, partial / name)
         replace_directory(partial, target)
-    except Exception as error:  # safetensors raises its own exception type for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own exception type for a full disk
         raise CheckpointError(
             f"cannot write the exported model to {target}: {error}; free some space or choose another --out"
         ) from error
