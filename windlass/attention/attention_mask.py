@@ -24,8 +24,11 @@ class AttentionMask:
         sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; requires as many queries as
             keys. None: one document in each sample.
         position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies. None:
-            positions in the whole row. A band may use either, because it depends only on differences of positions.
+            positions in the row. A band may use either, because it depends only on differences of positions.
         device: device of the dense mask.
+
+    Raises:
+        ModelError: a tensor has another shape, or `sequence_ids` come with unequal numbers of queries and keys.
     """
 
     batch_size: int
@@ -57,7 +60,7 @@ class AttentionMask:
     def to_dense(self) -> torch.Tensor:
         """Return the mask as a bool tensor `[batch_size, 1, q_length, kv_length]`; True is visible.
 
-        It takes memory for all pairs. The values equal those of transformers' `sdpa_mask`.
+        The tensor may take memory for all pairs. The values equal those of transformers' `sdpa_mask`.
         """
         queries = torch.arange(self.q_length, device=self.device) + self.q_offset
         keys = torch.arange(self.kv_length, device=self.device) + self.kv_offset

@@ -1,6 +1,6 @@
 """Token file: a packed corpus in one file that every rank maps, with a checked JSON header.
 
-Layout: 8 bytes of magic; JSON with a hash of its own fields, padded with spaces to 4,096 bytes; the training tokens;
+Layout: a header of 4,096 bytes (8 bytes of magic, JSON with a hash of its own fields, and spaces); the training tokens;
 the held-out tokens. Tokens are little-endian uint16, or uint32 for a vocabulary above 65,536.
 """
 
@@ -43,7 +43,7 @@ class TokenFileHeader:
 
     @property
     def checksum(self) -> str:
-        """Hash of all other fields, since damage in the header could change a score undetected."""
+        """Hash of all fields, since damage in the header could change a score undetected."""
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
@@ -93,10 +93,10 @@ class TokenWriter:
             self._partial.unlink(missing_ok=True)
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append ids, which must be below the vocabulary size.
+        """Append ids, which must not be negative.
 
         Raises:
-            DataError: an id is outside the vocabulary.
+            DataError: an id is not below the vocabulary size.
         """
         if tokens.size and int(tokens.max()) >= self._vocab_size:
             raise DataError(
@@ -164,7 +164,8 @@ def read_header(path: Path) -> TokenFileHeader:
     """Read only the header.
 
     Raises:
-        DataError: the file is missing, is not a token file, or has a format version that this release does not read.
+        DataError: the file is missing, is not a token file, has a damaged header, or has a format version that this
+            release does not read.
     """
     try:
         if path.exists() and not path.is_file():

@@ -20,7 +20,7 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Tokenizer from text to ids. `eos` ends every document and precedes the first."""
+    """Tokenizer from text to ids. `eos` ends every document and precedes the first held-out one."""
 
     backend: Any  # tokenizers.Tokenizer
     eos: int
@@ -65,7 +65,8 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     """Load the fast tokenizer of a Hugging Face directory.
 
     Raises:
-        DataError: `tokenizer.json` is missing or damaged, or the tokenizer has no end-of-text token.
+        DataError: `tokenizer.json` is missing or damaged, the tokenizer has no end-of-text token, or the package
+            tokenizers is missing.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():

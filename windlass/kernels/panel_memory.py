@@ -76,7 +76,7 @@ def take_panels(nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tens
 
 
 def share_parameters(parameters: Iterator[torch.nn.Parameter], at_least: int = 1 << 20) -> None:
-    """Move large frozen parameters on the CPU into the shared file, if one is active."""
+    """Move contiguous CPU parameters of at least `at_least` bytes into the shared file, if one is active."""
     shared = _active.get()
     if shared is None:
         return

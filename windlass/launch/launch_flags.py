@@ -19,7 +19,7 @@ AXIS_FLAGS = {
 }
 """Flags that set axis sizes, for a dry run."""
 _UNBOUNDED = 10**15
-_MAX_SECONDS = 10**8  # three years; time.sleep and select raise above about 10^9
+_MAX_SECONDS = 10**8  # three years
 LOG_LEVEL_NAMES = ("debug", "info", "warning", "error", "critical")
 
 _DESCRIPTION = """Start SCRIPT on N ranks of this machine, or on those of several hosts over ssh.
@@ -329,8 +329,11 @@ def _takes_next_word(parser: argparse.ArgumentParser, word: str) -> bool:
 
 
 def copy_flags(parser: argparse.ArgumentParser, names: Container[str]) -> None:
-    """Add those flags of `windlass run` to `parser` that a DeepSpeed command has too, without the short form `-m`. Set
-    the defaults of the others."""
+    """Add the flags of `windlass run` in `names` to `parser`, without the short form `-m`. Set the defaults of others.
+
+    Args:
+        names: names of the flags as attributes of the parsed arguments, such as `num_gpus`.
+    """
     for action in build_run_parser()._actions:
         if action.dest == "help":
             continue

@@ -13,10 +13,11 @@ from windlass.serving.api_errors import ApiError
 from windlass.serving.request_id import request_id_of
 
 HEAD_SECONDS = 30.0
-"""Seconds that a client has for the head of a request. A slower connection is closed after at most twice this time."""
+"""Seconds between two checks of a connection. It is closed if no answer is in progress and no head of a request was
+completed since the last check."""
 
 MAX_HEAD_BYTES = 2**17
-"""Maximum bytes of the head of a request. uvicorn bounds them only with its other parser."""
+"""Maximum bytes of the head of a request. uvicorn bounds them only with its parser h11."""
 
 _TOO_LARGE = ApiError(431, f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes; send fewer headers")
 _NOT_HTTP = ApiError(400, "the request is not valid HTTP/1.1; check what sends it", code="invalid_http")

@@ -49,7 +49,7 @@ class ComputeStyle:
 
 @dataclass(frozen=True)
 class Operation:
-    """Operations of one kind that run one after the other.
+    """Operations of one kind that run in sequence.
 
     Attributes:
         kind: `product`, `attention` or `other`.
@@ -141,7 +141,7 @@ def product(m: float, k: float, n: float, style: ComputeStyle, *, weights: int =
 
 
 def twice(one: Operation) -> Operation:
-    """Return the backward of a product: gradients of its input and of its weight."""
+    """Return twice the work of `one`, as in a backward: e.g. gradients of a product's input and of its weight."""
     return replace(
         one,
         flops=2 * one.flops,

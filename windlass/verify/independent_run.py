@@ -14,9 +14,11 @@ from windlass.verify.step_recorder import StepRecord
 
 
 class IndependentRun:
-    """Plain copy that trains from the first step to the last without resynchronization.
+    """Plain copy that trains from the first step to the last, and takes over no weights unless the script sets or loads
+    them.
 
-    It takes from the ranks only batches, random states, optimizer options and the decisions to skip steps.
+    It takes from the ranks' records the arguments, random states, buffers, gradients of the model's outputs, gradients
+    from outside the model, optimizer options, and the decisions to skip steps.
 
     Args:
         reference: the plain copy.
