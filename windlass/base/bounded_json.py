@@ -28,10 +28,11 @@ def parse_json(
         text: a string, or bytes in UTF-8, UTF-16 or UTF-32.
         object_pairs_hook: called for each object with its keys and values in order; its result replaces the object.
         max_depth: maximum nesting of objects and lists.
-        finite_numbers: refuse NaN, Infinity and numbers beyond float64, which Python's parser accepts.
+        finite_numbers: refuse NaN, Infinity and floats beyond float64, which Python's parser accepts; not integers.
 
     Raises:
-        JsonError: the text is not JSON, is nested too deeply, or has a number with thousands of digits.
+        JsonError: the text is not JSON, is nested too deeply, or has a number with thousands of digits or one that
+            `finite_numbers` refuses.
     """
     numbers: dict[str, Any] = {}
     if finite_numbers:

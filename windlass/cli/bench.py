@@ -1,4 +1,4 @@
-"""Commands of `windlass bench`, which run the experiments of DeepSpeed's tutorials on the ranks of this machine."""
+"""Commands of `windlass bench`: each runs one experiment on this machine."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def offload(
     rivals: Annotated[bool, typer.Option(help="Measure DeepSpeed too, if it is installed.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure samples per second, memory and copies with states and parameters on the device, in host memory and on
-    disk, beside DeepSpeed."""
+    """Measure samples per second, memory and copies with optimizer states and parameters on the device, in host
+    memory and on disk, compared with DeepSpeed."""
     from windlass.cli.benches import offload_bench as experiment
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
@@ -177,7 +177,7 @@ def disk(
     rounds: RoundsOption = 2,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure the disk tier with each setting of the section aio, and write the fastest section."""
+    """Measure the disk tier with each setting of the section `aio`, and write the best setting as that section."""
     from windlass.cli.benches import disk_bench
     from windlass.compat.ds_io import parse_size
 
@@ -193,8 +193,8 @@ def device(
     size: Annotated[int, typer.Option(min=16, max=1 << 15, help="Rows and columns of a product's factors.")] = 2048,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure products, attention, memory and the smallest operation of this device, and write the section `[device]`
-    of a cluster file for `windlass simulate`. A CPU is measured with this process's threads (OMP_NUM_THREADS).
+    """Measure matrix products, attention, memory and launch time on this device, and write the section `[device]` of a
+    cluster file for `windlass simulate`. A CPU is measured with this process's threads (OMP_NUM_THREADS).
     """
     from windlass.cli.benches import device_bench
 
@@ -270,6 +270,6 @@ def _check_hidden_size(hidden: int) -> int:
 
 
 def _exit_on_mismatch(is_valid: bool) -> None:
-    """Exit with code 1 if losses or tokens differ, or a request was lost: the figures then mean nothing."""
+    """Exit with code 1 if the check of an experiment failed, e.g. because losses differ or a request was lost."""
     if not is_valid:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Weights of `deepspeed.init_inference(checkpoint=...)`: files listed in a JSON description, or a directory."""
+"""Weights of `deepspeed.init_inference(checkpoint=...)`: files of a JSON description, a file, or a directory."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def load_inference_checkpoint(
         checkpoint: a description `{"type", "checkpoints", "version"}` or the path of its JSON file, a file of weights,
             a directory of a transformers model, or a checkpoint directory of DeepSpeed or windlass.
         base_dir: directory of the files with relative names; `base_dir` of the description takes precedence.
-        dtype: dtype of the parameters of a module on the meta device.
+        dtype: dtype of the parameters of a transformers model on the meta device; other modules take the files' dtypes.
 
     Returns:
         Names of the checkpoint's tensors that the module lacks.
 
     Raises:
-        ConfigError: the description is wrong, or lists parts of tensors.
+        ConfigError: the description is wrong, lists parts of tensors, or files have different values of a tensor.
         ModelError: a file cannot be read, the module's weights are incomplete, or have other shapes.
         CheckpointError: a directory has no complete checkpoint.
     """
@@ -159,7 +159,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: torch.dtype) -> _Loaded:
-    """Load a second model by transformers, which maps former and tied names, and move its tensors to `module`."""
+    """Load a second model by transformers, which maps older and tied names, and move its tensors to `module`."""
     own = next((one.dtype for one in module.parameters() if one.is_floating_point() and not one.is_meta), dtype)
     loaded, facts = type(module).from_pretrained(
         None,

@@ -24,7 +24,7 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """Compute `fn` on `shards` parts of a sequence, one after another, and recompute them in the backward.
+    """Compute `fn` on at most `shards` parts of a sequence, one at a time, and recompute them in the backward.
 
     Args:
         fn: called with the keywords of both dicts.

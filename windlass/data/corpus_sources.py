@@ -65,7 +65,7 @@ def find_sources(specs: Sequence[str], exclude_dir: Path | None = None, text_fie
             unless a spec names the file.
 
     Raises:
-        DataError: a spec matches nothing, or nothing readable.
+        DataError: no spec is given, or a spec matches nothing readable.
     """
     if not specs:
         raise DataError("no data given; use --data with files, directories, globs, 'stdlib' or 'hub:NAME'")

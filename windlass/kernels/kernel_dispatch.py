@@ -83,18 +83,19 @@ def apply_updates(
     threads: int | None = None,
     page_sums: Sequence[PageSums] = (),
 ) -> None:
-    """Apply `rule` to every update in one pass over memory: unscale, update, write the 16-bit copy.
+    """Apply `rule` to every update in one pass over memory (LAMB: two): unscale, update, write the 16-bit copy.
 
     Args:
         divisor: gradients are divided by it (loss scale over clip coefficient).
         path: one of `list_kernel_paths()` in place of the active one.
         threads: threads of the native code; by default torch's number.
-        page_sums: memory with checksums, in which tensors of the updates lie. Native code compares each of its pages
-            before it changes the page, and renews the checksum after that.
+        page_sums: memory with checksums that contains tensors of the updates. Native code compares each page before an
+            update changes it, and renews its checksum afterwards. The reference ignores them.
 
     Raises:
         ConfigError: `path` cannot run here.
         ModelError: tensors do not match, have no memory, or overlap. The message names them.
+        ConfigError: `WINDLASS_KERNELS` names a path that is not available, or `path` needs native code that is missing.
     """
     if path is not None:
         check_path_name(path, list_kernel_paths())
@@ -120,7 +121,11 @@ def can_sum_pages() -> bool:
 
 
 def compare_pages(page_sums: PageSums) -> None:
-    """Compare the checksums of all pages that were not compared before. `can_sum_pages` must be true."""
+    """Compare the checksums of all pages that were not compared before.
+
+    Raises:
+        ConfigError: there is no native code; see `can_sum_pages`.
+    """
     module, why = _native_module()
     if module is None:
         raise ConfigError(f"no checksums can be compared: {why}")

@@ -14,7 +14,7 @@ _COLORS = ("#1f4e79", "#c0651a", "#7a7a7a", "#3c8d40", "#8a3d6b", "#2a9d8f")
 
 @dataclass(frozen=True)
 class LinePanel:
-    """Lines of one quantity: a value for each number in `at`.
+    """Lines of one quantity. Each line has one value for each number in `at` (positive: the axis is logarithmic).
 
     Attributes:
         limit: value at which a horizontal line is drawn; None: no line.
@@ -29,7 +29,8 @@ class LinePanel:
 
 
 def draw_lines(panels: Sequence[LinePanel], path: Path, title: str) -> bool:
-    """Write a PNG to `path`. Return False, and log one line, if matplotlib is not installed."""
+    """Write a PNG to `path`, with the first 6 lines of each panel. Return False, and log one line, if matplotlib is not
+    installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
