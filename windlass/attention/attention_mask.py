@@ -29,8 +29,8 @@ class AttentionMask:
         device: device of the dense mask.
 
     Raises:
-        ModelError: a tensor has another shape, `sequence_ids` or `position_ids` come with unequal numbers of queries and
-            keys, or `position_ids` with a pattern that takes none.
+        ModelError: a tensor has another shape; `sequence_ids` or `position_ids` come with unequal numbers of queries
+            and keys, or `position_ids` with a `MaskPredicate`.
     """
 
     batch_size: int
