@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -411,48 +411,51 @@ def test_size_changed_on_one_rank_raises_on_all(stage: int) -> None:
         assert shape == (8, 64)
 
 
-class Leaving(nn.Linear):
-    """Layer that keeps a second tensor of its graph in a list outside the model."""
-
-    left: ClassVar[list[Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        self.left.append(nn.functional.linear(result.tanh(), self.weight).sum())
-        return result
+SGD = (("lr", 0.1), ("momentum", 0.9))
 
 
-def backward_after_context() -> Tensor:
-    """Return the gradient of a loss of gathered values, computed inside the context."""
+class TiedHead(nn.Module):
+    """Model whose output layer gathers the weight of its embedding, as scripts of DeepSpeed do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(12, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        import windlass
+
+        hidden = self.layer(self.embed(ids)).tanh()
+        with windlass.zero.GatheredParameters([self.embed.weight]):
+            return nn.functional.linear(hidden, self.embed.weight).square().mean()
+
+
+def train_tied_head() -> dict[str, Tensor]:
     import windlass
 
+    torch.manual_seed(3)
     setting = Setting(stage=3, zero=(("offload_param", {"device": "cpu"}),))
-    engine = windlass.initialize(
-        model=nn.Sequential(Leaving(8, 8), nn.Linear(8, 8)), config=ds_config(Recipe(), setting)
-    )[0]
-    weight = engine.module[0].weight
-    with windlass.zero.GatheredParameters([weight]):
-        weight.square().sum().backward()
-    gradient = windlass.zero.full_grad(weight) - 2 * windlass.zero.full_param(weight).detach()
-    engine.zero_grad()
-    with windlass.zero.GatheredParameters([weight]):
-        loss = weight.square().sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as refused:
-        engine.backward(loss)
-    assert any("inside GatheredParameters" in note for note in refused.value.__notes__)
-    engine.zero_grad()
-    engine(torch.ones(2, 8))
-    with windlass.zero.GatheredParameters([weight]):
-        pass
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        engine.backward(Leaving.left.pop())
+    engine = windlass.initialize(model=TiedHead(), config=ds_config(Recipe(optimizer_params=SGD), setting))[0]
+    for step in range(2):
+        engine.backward(engine(torch.arange(step, step + 6)))
+        engine.step()
+    result = whole_params(engine.module)
     engine.destroy()
-    return gradient
+    return result
 
 
-def test_backward_after_the_context_does_not_read_freed_values() -> None:
-    (gradient,) = run_ranks(backward_after_context, 1)
-    assert torch.equal(gradient, torch.zeros(8, 8))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forward_may_gather_a_parameter_of_another_block(ranks: int) -> None:
+    torch.manual_seed(3)
+    model = TiedHead()
+    optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    for step in range(2):
+        model(torch.arange(step, step + 6)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for result in run_ranks(train_tied_head, ranks):
+        assert relative_error(result, expected)[0] < 1e-6
 
 
 def modify_by(rank: Any) -> str:

@@ -131,3 +131,22 @@ def test_offloaded_layer_inputs(tier: str, tmp_path: Path) -> None:
     """Exactly the hidden states before two layers are offloaded: 32 features of each token of two samples."""
     moved = run_ranks(kept_elsewhere, 2, tier, str(tmp_path), env={"WINDLASS_EMULATE_DEVICE": "1GB"})
     assert moved == [2 * 2 * tokens * 32 * 4 for tokens in (31 + 32, 32 + 32)]
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+def test_recomputation_beside_states_on_disk(tier: str, tmp_path: Path) -> None:
+    """The folder of the states is not a folder of activations."""
+    from windlass.config import load_config
+    from windlass.engine.parallelize import apply_memory_savings
+
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = load_config(
+        {
+            "train_batch_size": 1,
+            "zero_optimization": {"stage": 2, "offload_optimizer": offload},
+            "parallel": {"recompute": True, "activation_tier": tier},
+        }
+    )
+    model = build("llama")
+    apply_memory_savings(model, config)
+    assert model.model.layers[0].gradient_checkpointing and not list(tmp_path.iterdir())

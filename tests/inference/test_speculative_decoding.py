@@ -209,3 +209,12 @@ def test_a_draft_model_from_a_directory_runs_recorded_steps(tmp_path: Path) -> N
         stats = llm.stats()
     assert_greedy(model_of(), outputs)
     assert stats.accepted_draft_tokens > 0.9 * stats.draft_tokens > 0
+
+
+def test_a_draft_model_of_another_dtype_serves_a_deterministic_model() -> None:
+    prompts = make_prompts(3, VOCABULARY, 12, shared=4)
+    drafts = {"method": "draft", "num_tokens": 2, "model": model_of(5, num_hidden_layers=1).double()}
+    model = model_of()
+    with LLM(model, deterministic=True, check_at_load=False, speculative=drafts, max_model_len=64) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+    assert_greedy(model, outputs)

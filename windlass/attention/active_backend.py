@@ -1,9 +1,9 @@
 """Stack of the attention backends that are active in the running context.
 
-[Note: active backends] The stack is a context variable: each thread and each asyncio task has its own, and an
-exception unwinds it. Only a call switches the backend; modules hold no reference to one, so two engines can use the
-same modules. A `BoundMask` has the backend that made it, so a layer that is recomputed in the backward, after the
-context has ended and perhaps in a thread of autograd, uses the backend of its forward.
+[Note: active backends] The stack is a context variable: each thread and each asyncio task has its own, and an exception
+unwinds it. Modules hold no reference to a backend, so two engines can use the same modules. A `BoundMask` has the
+backend that made it, so a layer that is recomputed in the backward, after the context has ended and perhaps in a thread
+of autograd, uses the backend of its forward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def get_backend_stack() -> BackendStack:
 
 @contextmanager
 def restore_backends(stack: BackendStack) -> Iterator[None]:
-    """Replace the whole stack inside the `with` block, e.g. to recompute a forward as it ran."""
+    """Replace the full stack inside the `with` block, e.g. to recompute a forward with its backends."""
     token = _stack.set(stack)
     try:
         yield

@@ -29,10 +29,10 @@ class AttentionBackend(Protocol):
         name: name of the backend, for messages.
         supported_arguments: keyword arguments of `attend` that the backend honours, e.g. `softcap`. Any other argument
             that changes the result raises an error that names it.
-        computes_local_heads: `attend` may be called with some heads of a layer, given by `heads`, and whole sequences,
+        computes_local_heads: `attend` may be called with some heads of a layer, given by `heads`, and full sequences,
             so the backend can be combined with Ulysses sequence parallelism.
-        depends_on_head: the computation of a head depends on its index, as the slopes of ALiBi do. Such a backend is
-            refused under tensor parallelism, where a layer holds some heads without their indices.
+        depends_on_head: the computation of a head depends on its index, as the slopes of ALiBi do. The backend is
+            then refused under tensor parallelism, where a layer holds some heads without their indices.
     """
 
     name: str

@@ -27,6 +27,10 @@ class AttentionMask:
             requires as many queries as keys, and a band or chunks. None: positions in the whole row. A band may use
             either, because it depends only on differences of positions.
         device: device of the dense mask.
+
+    Raises:
+        ModelError: a tensor has another shape; `sequence_ids` or `position_ids` come with unequal numbers of queries
+            and keys, or `position_ids` with a `MaskPredicate`.
     """
 
     batch_size: int
@@ -64,7 +68,7 @@ class AttentionMask:
     def to_dense(self) -> torch.Tensor:
         """Return the mask as a bool tensor `[batch_size, 1, q_length, kv_length]`; True is visible.
 
-        It takes memory for all pairs. The values equal those of transformers' `sdpa_mask`.
+        The tensor may take memory for all pairs. The values equal those of transformers' `sdpa_mask`.
         """
         queries = torch.arange(self.q_length, device=self.device) + self.q_offset
         keys = torch.arange(self.kv_length, device=self.device) + self.kv_offset

@@ -1,4 +1,4 @@
-"""Attention by matrix products that materialize the scores of all pairs, with every variation that models use."""
+"""Attention by matrix products that materialize the scores of all pairs, with soft caps, position biases and sinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.attention.sdpa_backend import repeat_kv_heads, resolve_mask
 
 
 class EagerBackend(AttentionBackend):
-    """Backend `"eager"`: the reference. It takes `samples * heads * queries * keys` elements of memory.
+    """Backend `"eager"`: the reference. Each tensor of scores has `samples * heads * queries * keys` elements.
 
     Subclasses override `bias_scores` for a bias that depends on heads and positions.
     """

@@ -32,7 +32,7 @@ class MaskBand:
         return seen
 
     def visible(self, samples: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return True where a query attends to a key, broadcast from tensors of sample, query and key indices."""
+        """Return a bool tensor, True where a query attends to a key. The index tensors broadcast against each other."""
         return self.allows(queries - keys)
 
     def intersect(self, other: MaskBand) -> MaskBand:
@@ -61,7 +61,7 @@ class ChunkedMask:
     band: MaskBand = CAUSAL
 
     def visible(self, samples: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return True where a query attends to a key, broadcast from tensors of sample, query and key indices."""
+        """Return a bool tensor, True where a query attends to a key. The index tensors broadcast against each other."""
         first = 0 if self.left_padding is None else self.left_padding[samples]
         same_chunk = (queries - first) // self.chunk_size == (keys - first) // self.chunk_size
         return same_chunk & self.band.allows(queries - keys)

@@ -1,7 +1,7 @@
 """Recognition of transformers' mask functions, from the closures that `transformers.masking_utils` builds.
 
-transformers describes a mask by a function of sample, head, query and key. Its own functions are intersections of few
-kinds of leaves, which are recognized exactly by their code objects. No mask is evaluated for it.
+transformers describes a mask by a function of sample, head, query and key. Its masks are intersections of a few kinds
+of functions, which are recognized by their code objects, without computing the mask.
 """
 
 from __future__ import annotations

@@ -59,6 +59,9 @@ def resolve_mask(
     Args:
         mask: a description that needs no tensor, a tensor, or None. None is read as transformers does: causal if
             `is_causal` or, by default, `module.is_causal`, unless there is a single query.
+
+    Raises:
+        ModelError: the mask has another type.
     """
     if isinstance(mask, AttentionMask):
         return None, mask.pattern == CAUSAL and mask.q_length > 1
@@ -73,7 +76,11 @@ def resolve_mask(
 
 
 def repeat_kv_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat the heads of keys or values, `[samples, key heads, tokens, features]`, to `heads` query heads."""
+    """Repeat the heads of keys or values, `[samples, key heads, tokens, features]`, to `heads` query heads.
+
+    Raises:
+        ModelError: `heads` is not a multiple of the key heads.
+    """
     if tensor.shape[1] == heads:
         return tensor
     if tensor.shape[1] == 0 or heads % tensor.shape[1]:

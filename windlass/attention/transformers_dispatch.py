@@ -1,7 +1,8 @@
 """The attention function and the mask function that windlass registers with transformers, under the name "windlass".
 
-Without an active backend both do what transformers' `"sdpa"` does. A model's own code decides which layers get which
-mask, so sliding windows on some layers and bidirectional attention arrive unchanged; see [Note: active backends].
+Without an active backend both do what transformers' `"sdpa"` does; layers with soft caps or sinks use `EagerBackend`. A
+model's code decides which layers get which mask, so sliding windows on some layers and bidirectional attention arrive
+unchanged; see [Note: active backends].
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def register_attention() -> None:
 
 
 def install_attention(model: Any, *backends: AttentionBackend | str) -> None:
-    """Route the attention of a transformers model through windlass. Without an active backend nothing changes.
+    """Route the attention of a transformers model through windlass. Without an active backend it computes `"sdpa"`.
 
     Args:
         backends: backends with which the model will run, or their names; each checks the model before it is changed.
@@ -107,7 +108,7 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of a transformers layer with the backend of its mask, else with the active one.
+    """Compute the attention of a transformers layer with the backend of its mask, else with the active backend.
 
     Args:
         query: `[samples, heads, queries, features]`.

@@ -1,6 +1,6 @@
-"""New files and directories that no other user may write, and atomic writes of small files.
+"""New files and directories that only their owner and group may write, and atomic writes of small files.
 
-A file is written under a temporary name beside its target and then renamed.
+A file is written under a temporary name in the directory of its target and then renamed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from windlass.base.log import logger
 
 PARTIAL_SUFFIX = ".part"
-# Permissions before the umask is applied: under umask 000 too, other users cannot write.
+# Permissions before the umask is applied: only the owner and the group can write, even under umask 000.
 _FILE_MODE, _DIRECTORY_MODE = 0o664, 0o775
 _TOKEN_BYTES = 8
 
@@ -37,7 +37,7 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
 
 
 def open_new(path: str | os.PathLike[str], mode: str = "xb", **options: Any) -> Any:
-    """Open a file for writing as `open` does. Other users cannot write a new file, even under umask 000."""
+    """Open a file for writing as `open` does. Only owner and group can write a new file, even under umask 000."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, _FILE_MODE), **options)
 
 
@@ -91,7 +91,7 @@ def replace_directory(source: Path, target: Path) -> None:
     former one is moved away first, and back if the renaming fails.
 
     Raises:
-        OSError: a directory cannot be renamed.
+        OSError: a directory cannot be renamed, or what a stopped process left cannot be removed.
     """
     # Not `.NAME.replaced`, which may be the only copy of a checkpoint that is being replaced.
     old = target.absolute().with_name(f".{target.name}.previous")
@@ -106,7 +106,7 @@ def replace_directory(source: Path, target: Path) -> None:
         raise
     try:
         _remove(old)
-    except OSError as error:  # e.g. on NFS, while a process maps a file of it
+    except OSError as error:  # e.g. on NFS, while a process maps a file in `old`
         logger.warning("%s is no longer needed, but could not be removed: %s", old, error)
 
 

@@ -1,4 +1,4 @@
-"""Parsing of numbers from command lines, hostfiles and environment variables, within bounds that catch mistakes."""
+"""Parsing of numbers from command lines, hostfiles and environment variables, and reading of files, within bounds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _READ_BYTES = 2**16
 
 
 def parse_int(text: str) -> int | None:
-    """Parse at most 18 ASCII digits with an optional minus sign. Return None for anything else."""
-    digits = text.strip(string.whitespace).removeprefix("-")  # strip() alone removes \x1f too, which int() refuses
+    """Parse at most 18 ASCII digits with an optional minus sign and surrounding spaces; None for anything else."""
+    digits = text.strip(string.whitespace).removeprefix("-")  # bare strip() removes \x1f too, which int() refuses
     if not (digits.isascii() and digits.isdigit()) or len(digits) > _MAX_DIGITS:
         return None
     return int(text)

@@ -31,7 +31,8 @@ def parse_json(
         finite_numbers: refuse NaN, Infinity and numbers beyond float64, which Python's parser accepts.
 
     Raises:
-        JsonError: the text is not JSON, is nested too deeply, or has a number with thousands of digits.
+        JsonError: the text is not JSON, is nested too deeply, or has a number with thousands of digits or one that
+            `finite_numbers` refuses.
     """
     numbers: dict[str, Any] = {}
     if finite_numbers:

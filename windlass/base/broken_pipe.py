@@ -29,7 +29,7 @@ def _discard_output() -> None:
     """Redirect the unwritten output to /dev/null, so that the interpreter's last flush does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or one without a file descriptor
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or its pipe is closed
             stream.flush()
             continue
         with contextlib.suppress(AttributeError, OSError, ValueError):

@@ -10,7 +10,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_bytes(text: str, source: str) -> int:
-    """Parse a number of bytes: `1500000`, `1.5G`, `512MiB`.
+    """Parse a number of bytes: `1500000`, `1.5G`, `512MiB`. K, M, G and T are powers of 1024, with or without `B`.
 
     Raises:
         ConfigError: the text is not a number of bytes. The message names `source`.

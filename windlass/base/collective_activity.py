@@ -10,13 +10,14 @@ from windlass.base import trace_ranges
 
 
 class CollectiveActivity:
-    """Waits and collectives of this process, written by the engine and read by the watchdog's thread.
+    """Waits and collectives of this process, read by the watchdog's thread.
 
     Attributes:
         last_wait: wait that began last, in any thread.
-        failed_wait: id of the latest error that ended a wait, and that wait. Only the id is kept, because the error
-            would keep its frames alive.
-        pending_collective: oldest unfinished collective that runs asynchronously to the host (NCCL), with its wait.
+        failed_wait: id of the latest error that ended a wait, and the innermost wait that it ended. Only the id is
+            stored, because the error would keep its frames alive.
+        pending_collective: oldest unfinished collective that runs asynchronously to the host (NCCL), with the wait
+            in which it was started.
         caught_error: error in a collective call that the script caught; empty once the ranks continue together.
         is_evaluating: True if the last forward was in evaluation mode.
     """
@@ -48,14 +49,14 @@ class CollectiveActivity:
         return around
 
     def leave_wait(self, outer_wait: WaitScope | None) -> None:
-        """Record the end of this thread's innermost wait."""
+        """Record the end of this thread's innermost wait; `outer_wait` is what `enter_wait` returned for it."""
         if outer_wait is None:
             self._wait_of_thread.pop(threading.get_ident(), None)
         else:
             self._wait_of_thread[threading.get_ident()] = outer_wait
 
     def collective_started(self, work: object) -> None:
-        """Record a collective that the host does not wait for, if no older one is unfinished."""
+        """Record a collective that the host does not wait for, if a watchdog runs and no older one is recorded."""
         if self.is_watched and self.pending_collective is None:
             self.pending_collective = work, self.current_wait
 
@@ -79,7 +80,7 @@ class WaitScope:
     def __init__(self, operation: str, parameter_names: Sequence[str] = ()) -> None:
         self.operation, self.parameter_names = operation, parameter_names
         self.outer: WaitScope | None = None
-        self._token: int | None = None  # range token of a profile's recorder
+        self._token: int | None = None  # token of this wait's range in the profile's recorder
 
     def __enter__(self) -> None:
         self.outer = activity.enter_wait(self)

@@ -9,7 +9,7 @@ import torch
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank: `cuda:LOCAL_RANK` if CUDA is available, else the CPU."""
+    """Return the device of this rank: the GPU `LOCAL_RANK` modulo the number of GPUs; the CPU without CUDA."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -27,6 +27,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def synchronized_time(device: torch.device) -> float:
-    """Return the time in seconds, after all work queued on `device`."""
+    """Return `time.perf_counter()` in seconds, after all work queued on `device`."""
     synchronize(device)
     return time.perf_counter()

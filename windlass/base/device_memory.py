@@ -60,13 +60,17 @@ class EmulatedDeviceMemory:
 
 
 class DeviceMemoryLedger:
-    """Emulated device memory of one model, by holder (a buffer or slot). A real device's is counted by torch."""
+    """Emulated device memory of one model, by holder (a buffer or slot). torch counts that of a real device."""
 
     def __init__(self) -> None:
         self._bytes_of_holder: dict[Hashable, int] = {}
 
     def set_held_bytes(self, holder: Hashable, nbytes: int) -> None:
-        """Set the number of device bytes of `holder`."""
+        """Set the number of device bytes of `holder`.
+
+        Raises:
+            DeviceMemoryError: the emulated device has too little memory. Nothing was changed.
+        """
         if trace_ranges.recorder is not None:
             trace_ranges.recorder.set_held_bytes(str(holder), nbytes)
         place = emulated_device_memory()
@@ -151,7 +155,7 @@ _copy_streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 def _copy_on_stream(target: torch.Tensor, source: torch.Tensor) -> Pending:
     """Start a copy on a separate stream, after the work queued so far.
 
-    `wait` makes the current stream wait for the copy. For a copy to the host it also blocks the caller.
+    For a copy to the host, `wait` blocks the caller; otherwise it makes the current stream wait for the copy.
     """
     to_host = target.device.type == "cpu"
     device = source.device if to_host else target.device

@@ -6,7 +6,7 @@ from windlass.base.text import escape_unprintable
 
 
 class WindlassError(Exception):
-    """Base of every error raised on purpose. The command line prints its text without a traceback.
+    """Base of these errors. The command line prints its text without a traceback.
 
     Attributes:
         exit_code: exit code of a command that ends with this error.
@@ -26,7 +26,7 @@ class ConfigError(WindlassError, ValueError):
 
 
 class DataError(WindlassError, ValueError):
-    """Training data or a tokenizer that is missing, unreadable, empty or damaged."""
+    """Training data or a tokenizer that is missing, unreadable, damaged, too short, or different between ranks."""
 
 
 class ModelError(WindlassError, ValueError):
@@ -52,7 +52,7 @@ class RequestError(WindlassError, ValueError):
 
 
 class EngineOverloadedError(RequestError):
-    """Request that was not accepted because too many others wait; it may be sent again after `retry_after` seconds."""
+    """Request that was not served because too many others wait; it may be sent again after `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -80,15 +80,15 @@ class CommunicationError(WindlassError, RuntimeError):
 
 
 class CollectiveArgumentError(CommunicationError, ValueError):
-    """Tensor, parts of a tensor or peer do not fit the group of the collective."""
+    """Tensor, split sizes or peer that do not fit the group of a collective."""
 
 
 class CodecError(CommunicationError, ValueError):
-    """A codec that does not exist, differs between ranks, or cannot encode a tensor of the given dtype."""
+    """A codec that does not exist, differs between ranks, or cannot encode a tensor."""
 
 
 class PeerError(WindlassError, RuntimeError):
-    """Error of another rank in a collective operation. The text names the rank, its position and its error."""
+    """Error of another rank in a collective operation. The message names the rank and its error."""
 
 
 class ShardedParameterError(WindlassError, RuntimeError):
@@ -104,7 +104,7 @@ class LossScalingError(ModelError, RuntimeError):
 
 
 class DeviceMemoryError(WindlassError, RuntimeError):
-    """Too little memory on the (emulated) device."""
+    """Too little memory on the emulated device."""
 
 
 class LossError(WindlassError, ArithmeticError):
@@ -112,7 +112,7 @@ class LossError(WindlassError, ArithmeticError):
 
 
 class UpdateError(WindlassError, RuntimeError):
-    """Failure of a delayed update, which ran during the next forward and backward. The original error is the cause."""
+    """Optimizer update that failed after it changed a part of the state, e.g. a delayed update of the previous step."""
 
 
 class StorageError(WindlassError, RuntimeError):

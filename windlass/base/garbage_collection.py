@@ -15,7 +15,7 @@ def suspend_garbage_collection() -> Callable[[], None]:
 
     Returns:
         A function that ends the suspension. When all suspensions have ended, the collector is turned on again if it was
-        on before. Further calls do nothing.
+        on before. Further calls of the function do nothing.
     """
     global _was_enabled
     holder = object()
@@ -52,7 +52,7 @@ def freeze_live_objects() -> None:
     """Collect garbage once, and exclude the objects that are left from later collections.
 
     A server process calls this function after its model is loaded. Imported packages and a model are half a million
-    objects, whose traversal holds up all requests for 0.2 to 0.5 seconds. Objects among them that become garbage are
+    objects, whose traversal delays all requests by 0.2 to 0.5 seconds. Objects among them that become garbage are
     not collected if they are in cycles.
     """
     gc.collect()

@@ -31,7 +31,7 @@ def set_log_level(name: str, source: str) -> None:
 
 
 def set_config_log_level(name: str | None) -> None:
-    """Set the level of a configuration's `log_level`, unless the environment variable sets one."""
+    """Set the configured `log_level`, unless it is None or `WINDLASS_LOG_LEVEL` is set."""
     if name is not None and not os.environ.get(LOG_LEVEL_VARIABLE):
         set_log_level(name, "log_level")
 

@@ -19,7 +19,7 @@ _malloc_keeps_memory = False
 
 
 def keep_freed_memory() -> bool:
-    """Make malloc keep freed memory for reuse in the next step.
+    """Make malloc keep freed blocks of up to 1 GiB for reuse in the next step.
 
     [Note: freed memory on CPU] A fresh page costs several times the copy that fills it (measured: 34 ms against 5 ms
     for 100 MB), and glibc returns large blocks to the system at every free. `WINDLASS_KEEP_FREED_MEMORY=0` leaves
@@ -41,15 +41,15 @@ def return_freed_memory() -> None:
     """Make malloc return large blocks to the system at every free, until training begins.
 
     [Note: freed memory while building] glibc raises its threshold to the largest block that was freed, and from then on
-    allocates such blocks from its heap. There, freed blocks (full parameters) cannot be returned while long-lived
-    blocks (shards) lie behind them. A zeroed block from the heap is also written to, while a mapped one costs nothing
-    until it is used.
+    allocates blocks up to this size from its heap. There, freed blocks (full parameters) cannot be returned while
+    long-lived blocks (shards) are behind them. A zeroed block from the heap is also written to, while a mapped one
+    costs nothing until it is used.
     """
     _set_malloc_thresholds(_MMAP_FROM_BYTES)
 
 
 def restore_kept_memory() -> None:
-    """Restore `keep_freed_memory` if training has already begun with another model."""
+    """Make malloc keep freed memory again if `keep_freed_memory` was called before, e.g. to train another model."""
     if _malloc_keeps_memory:
         _set_malloc_thresholds(_KEPT_BLOCK_BYTES)
 
@@ -78,8 +78,10 @@ def loading_without_gaps() -> Iterator[None]:
 
 
 def _set_malloc_thresholds(nbytes: int) -> bool:
-    """Return free memory to the system, and let malloc map each later block of at least `nbytes` separately. Return
-    True if malloc is glibc's."""
+    """Return free memory to the system, and let malloc map each later block of at least `nbytes` separately.
+
+    Returns False if malloc is not glibc's or refuses the thresholds.
+    """
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL("libc.so.6")

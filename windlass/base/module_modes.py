@@ -10,9 +10,11 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode inside the `with` block. Afterwards each of its modules has its own mode again, which
-    may differ from the mode of the model, as in a frozen part. A module that was added meanwhile gets the mode of the
-    model."""
+    """Put a model in eval mode inside the `with` block, and restore the mode of each module afterwards.
+
+    Modules may have different modes, e.g. a frozen part. A module added inside the block gets the mode of the model,
+    unless all modules were in eval mode before: then no mode is set.
+    """
     if not any(module.training for module in model.modules()):
         yield  # setting a mode costs more than reading it, and an inference engine does both in every step
         return

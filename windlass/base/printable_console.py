@@ -15,7 +15,7 @@ WIDTH_WITHOUT_TERMINAL = 170
 class PrintableConsole(Console):
     """Console that escapes control characters in all strings, including those in tables.
 
-    Where the output is not a terminal, lines are up to 170 characters wide, because nothing there cuts them.
+    Where the output is not a terminal, lines are up to 170 characters wide unless a width or COLUMNS is set.
     """
 
     def __init__(self, **settings: Any) -> None:

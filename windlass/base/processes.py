@@ -16,7 +16,7 @@ WATCHDOG_EXIT_CODE = 86
 
 
 class SignalInterrupt(KeyboardInterrupt):
-    """Request to end the program by a signal: its clean-up is that of Ctrl-C, its exit code that of the signal.
+    """Request to end the program by a signal, with the cleanup of Ctrl-C and the exit code of the signal.
 
     Attributes:
         number: number of the signal.
@@ -68,7 +68,7 @@ def exit_on_interrupted_import() -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process, which processes started in the context inherit; restore all at its end."""
+    """Set environment variables inside the context, also for processes that it starts; restore all afterwards."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -116,7 +116,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def start_time_of(pid: int) -> str:
-    """Return the start time of a process in kernel ticks; empty if there is no such process. Linux only."""
+    """Return the start time of a process in clock ticks since boot; "" if there is no such process. Linux only."""
     return next(iter(_stat_fields(pid)[19:20]), "")
 
 

@@ -21,11 +21,11 @@ def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
     """Open the regular file `path` for reading.
 
     Args:
-        root: directory that symbolic links must not leave; None: links may lead anywhere.
+        root: directory that must contain the resolved path; None: symbolic links may lead anywhere.
 
     Raises:
-        OSError: the file can't be opened, is not a regular file (a pipe is refused without blocking), or is a link that
-            leaves `root`. `strerror` gives the reason.
+        OSError: the file can't be opened, is not a regular file (a pipe is refused without blocking), or resolves to a
+            path outside `root`. `strerror` gives the reason.
     """
     real = path if root is None else resolve_within(path, root)
     _require_regular(os.stat(real).st_mode, path)  # check before opening, since opening a device can have side effects

@@ -1,7 +1,7 @@
 """Refusal to run Python code from a model's directory or repository.
 
 Every call that reads a model passes `trust_remote_code`, which is False unless the user set it. Without the argument
-transformers asks on the terminal, and a pipe that sends "y" would answer for the user.
+transformers prompts on the terminal, and a pipe that sends "y" would answer for the user.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def needs_remote_code(error: BaseException) -> bool:
 
 
 def remote_code_refusal(name: object) -> str:
-    """Return the message that `name` needs its own code, with the option that allows it."""
+    """Return the error message for a model `name` that needs its Python code, with the option that allows it."""
     return (
         f"{name} contains Python code, which is not run; read it, and if you trust it pass "
         "--trust-remote-code (in Python trust_remote_code=True)"

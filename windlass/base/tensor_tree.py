@@ -1,4 +1,4 @@
-"""Iteration over tensors in nested containers, dataclasses and plain objects."""
+"""Iteration over tensors in nested containers, dataclasses and plain objects, and their replacement in containers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in `value` once, in order. Attributes of unknown objects are searched too, but not modules."""
+    """Yield every tensor in `value` once, in order.
+
+    Attributes of other objects are searched too, except those of modules, classes and callables.
+    """
     yield from _iterate(value, set())
 
 
@@ -46,9 +49,10 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor], *, in_place: bool = False) -> Any:
-    """Return `value` with tensors replaced by id. Tuples without such a tensor are returned unchanged.
+    """Return `value` with tensors in nested tuples, lists and dicts replaced. Other containers are not searched.
 
     Args:
+        replacements: new tensors by the `id` of the old.
         in_place: Change lists and dicts of `value` in place. Otherwise they are copied.
     """
     if isinstance(value, torch.Tensor):
@@ -67,7 +71,7 @@ def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor], *, in_
         if new is item:
             continue
         if isinstance(value, list):
-            list.__setitem__(value, key, new)  # a subclass may refuse changes by its own `__setitem__`
+            list.__setitem__(value, key, new)  # the `__setitem__` of a subclass may refuse changes
         else:
             value[key] = new
     return value

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterable
 from itertools import islice
 
-# Control characters except newline and tab, line separators, bidirectional overrides, and lone surrogates. A terminal
+# Control characters (not newline and tab), line separators, bidirectional overrides, and lone surrogates. A terminal
 # executes control characters; separators and overrides change the displayed message; UTF-8 can't encode surrogates.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MAX_NAME_LENGTH = 80
@@ -16,7 +16,7 @@ _MAX_CANDIDATES = 2000
 
 
 def escape_unprintable(text: str) -> str:
-    """Replace characters that control a terminal by escapes such as `\\x1b`. Newlines and tabs stay."""
+    """Replace unprintable characters by escapes such as `\\x1b`. Newlines and tabs stay; CRLF becomes a newline."""
     if text.isascii() and text.isprintable():
         return text
     return _UNPRINTABLE.sub(_escape_character, text.replace("\r\n", "\n"))
@@ -32,7 +32,7 @@ def one_line(text: str, max_length: int | None = None) -> str:
 
 def print_escaped(text: str, to_stderr: bool = False) -> None:
     """Print text that quotes names, paths or output of other hosts, with unprintable characters escaped."""
-    # `print` writes the line and its end one after the other, and lines of several threads would mix.
+    # `print` writes the line and its end separately, so lines of several threads would mix.
     stream = sys.stderr if to_stderr else sys.stdout
     stream.write(escape_unprintable(text) + "\n")
     stream.flush()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class RangeRecorder(Protocol):
-    """Receiver of ranges, of operations in flight, and of changes of memory. `recorder` is None, or one of these."""
+    """Receiver of ranges, of operations in flight, and of changes of memory."""
 
     def begin(self, kind: str, name: str, detail: str = "") -> int:
         """Begin a range on this thread. Return a token for `end`."""
@@ -41,7 +41,7 @@ def traced(kind: str, name: str = "") -> AbstractContextManager[None]:
 
     Args:
         kind: `forward`, `backward`, `step`, `update`, `fetch`, `store`, `send`, `disk`, ...
-        name: existing text. Composing a text for this call would cost time even without a recorder.
+        name: a string that exists already. Composing one for this call would cost time even without a recorder.
     """
     return _NOTHING if recorder is None else _TracedRange(recorder, kind, name)
 

@@ -30,7 +30,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 @dataclass(frozen=True)
 class UnknownEnumMember:
-    """Member of an enumeration whose module is not imported where a checkpoint is read.
+    """Member of an enumeration that the imported modules lack where a checkpoint is read.
 
     Attributes:
         module: module that defines the enumeration.
@@ -64,17 +64,18 @@ def encode(
     Return the encoded value, and the tensors found in it by the names under which they are stored.
 
     Tuples, sets, bytes, dtypes, numpy arrays, dictionaries with other keys than strings, infinities and NaNs are
-    restored exactly. Namespaces are restored as `argparse.Namespace`, numpy numbers as Python's numbers, paths as text.
-    Members of enumerations are stored by name, except that those of number and text types become plain numbers and
-    texts. Objects of classes that a load may rebuild are stored as their state ([Note: stored objects]).
+    restored exactly. Namespaces are restored as `argparse.Namespace`, numpy numbers as Python's numbers, paths as text,
+    bytearrays as bytes, named tuples as tuples, other mappings as dictionaries. Members of enumerations are stored by
+    name, except that those of number and text types become plain numbers and texts. Objects of classes that a load may
+    rebuild are stored as their state ([Note: stored objects]).
 
     Args:
         prefix: prefix of each tensor's name, such as `plain/`.
         tensor_types: classes whose objects are stored as tensors.
 
     Raises:
-        CheckpointError: a value of any other type, with the path to it; or values nested too deep to be read again, or
-            that contain themselves.
+        CheckpointError: a value of any other type, with the path to it; an integer of more than 8000 bits; or values
+            nested too deep to be read again, or that contain themselves.
     """
     found = _FoundTensors(prefix, tensor_types)
     return _encode(value, "", found, 0), found.tensors
@@ -118,7 +119,7 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator)
 
 
 def tensor_names(value: Any) -> list[str]:
-    """Return the names of the tensors that encoded plain data refers to."""
+    """Return the names of the tensors that encoded plain data refers to. Raises CheckpointError for an invalid tag."""
     if isinstance(value, list):
         return [name for item in value for name in tensor_names(item)]
     if not isinstance(value, dict):

@@ -34,10 +34,10 @@ class RankFile:
     """Data file that this rank writes.
 
     [Note: saving while training goes on] An async save copies resident tensors to a host buffer with the layout of the
-    file; from there whole pages are written to disk without another copy. Offloaded values are not copied but read one
-    storage handle after the other, before the copy is written. An update waits before it changes the values of a handle
-    that is not yet read, and that handle is read next (`OffloadedStorage`). So the memory is the size of this rank's
-    resident tensors, kept for the next save, and one storage handle.
+    file; from there full pages are written to disk without another copy. Offloaded values are not copied but read one
+    storage handle at a time, before the copy is written. An update waits before it changes the values of a handle
+    that is not yet read, and that handle is read next (`OffloadedStorage`). So the memory is a buffer for this rank's
+    resident tensors, which the next save reuses, and one storage handle.
 
     Args:
         items: entries of the file, which has them in this order, except that wide dtypes come first.
@@ -64,7 +64,8 @@ class RankFile:
         return sum(page_up(stop - start) + 2 * PAGE for _, start, stop in self._resident_runs())
 
     def copy_resident(self, buffer: torch.Tensor) -> None:
-        """Copy the resident tensors. `write` writes the copy, so the tensors may change.
+        """Copy the resident tensors. `write` writes the copy, so the tensors may change. Updates of offloaded values
+        wait until `write` has copied these values.
 
         Args:
             buffer: `[bytes]` uint8 on the CPU, at least `copy_nbytes`; not to be modified until `write` is over.

@@ -25,9 +25,9 @@ _DEFAULT = re.compile(r"^global_step\d+$")
 def remove_old_checkpoints(
     directory: str | os.PathLike[str], keep_last: int, saved_tag: str, own_tags: Collection[str]
 ) -> list[str]:
-    """Remove the oldest checkpoints of a run beyond the last `keep_last`, and return their tags. Called on one rank.
+    """Remove the oldest checkpoints of a run beyond the last `keep_last`. Called on one rank.
 
-    Checkpoints that cannot be removed stay, with a warning: the save itself succeeded.
+    Return the tags to remove. Checkpoints that cannot be removed stay, with a warning: the save itself succeeded.
 
     Args:
         saved_tag: the tag that was just saved.

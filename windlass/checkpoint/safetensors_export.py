@@ -80,20 +80,20 @@ def export_safetensors(
 ) -> ExportResult:
     """Write parameters and buffers of a checkpoint to the directory `target`, which appears atomically.
 
-    Memory: some megabytes, for any size of a tensor. A tied parameter is stored once, under its first name; its
-    aliases are in the files' header, as `safetensors.torch.save_model` writes them.
+    Memory: some megabytes, for any size of a tensor, if windlass wrote the checkpoint. A tied parameter is stored once,
+    under its first name; its aliases are in the files' header, as `safetensors.torch.save_model` writes them.
 
     Args:
         checkpoint: DIRECTORY/TAG, or a checkpoint directory, whose latest checkpoint is exported.
         dtype: dtype of all floating-point tensors; None: each in its compute dtype.
         shard_size: maximum bytes of a file with more than one tensor.
-        allow_partial: export a checkpoint without frozen parameters; else this raises.
+        allow_partial: export a checkpoint without frozen parameters; False: this raises.
         overwrite: replace an existing directory.
         companion_dirs: more directories to search for the model's configuration and tokenizer.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, lacks parameters or holds packed weights, or the
-            files cannot be written.
+            target exists, contains checkpoints or cannot be written.
     """
     directory, tag = split_checkpoint_path(checkpoint)
     root = Path(target)
@@ -134,8 +134,8 @@ def _refuse_checkpoint_target(target: Path, exported: Path) -> None:
 
 
 def _refuse_packed(stored: StoredCheckpoint) -> None:
-    """Refuse to write the bytes of packed layers beside a model's config.json: from_pretrained would ignore them, and
-    fill the layers with random values. The model's own class loads them."""
+    """Refuse to write the bytes of packed layers next to a model's config.json: from_pretrained would ignore them, and
+    fill the layers with random values."""
     for name, where in stored_names(stored).items():
         dtype = stored.meta_tensor(where).dtype
         if is_packed_parameter(name, dtype):
@@ -169,7 +169,8 @@ def stored_names(stored: StoredCheckpoint) -> dict[str, str]:
 
 
 def stored_param_dtype(stored: StoredCheckpoint, name: str) -> torch.dtype:
-    """Return the compute dtype of the parameter stored as `name`: its master weights may be wider."""
+    """Return the compute dtype of the parameter stored as `name`, whose master weights may be wider, or the dtype of a
+    buffer."""
     recorded_dtype = (
         stored.engine_data.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
     )

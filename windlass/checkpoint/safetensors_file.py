@@ -69,7 +69,7 @@ class TensorFileWriter:
         layout: `lay_out_entries(entries)`, if it is known.
 
     Raises:
-        CheckpointError: the disk is full or the path cannot be written.
+        CheckpointError: the disk is full or the path cannot be written, or an entry is missing when the statement ends.
     """
 
     def __init__(
@@ -89,7 +89,11 @@ class TensorFileWriter:
         return found
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
-        """Start to write the entry `name`, and return its crc32. A CPU tensor must not change before `wait`."""
+        """Start to write the entry `name`, and return its crc32. A CPU tensor must not change before `wait`.
+
+        Raises:
+            CheckpointError: the tensor has another shape than the entry, or the disk fails.
+        """
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name!r} was declared with shape {entry.shape} and has {tuple(tensor.shape)}")
@@ -258,7 +262,7 @@ class TensorFile:
             )
 
     def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless the entry exists, lies inside the file, and has this dtype and shape."""
+        """Raise CheckpointError unless the entry exists and has this dtype and shape."""
         found = self._entry(entry)
         if (found.dtype, found.shape) != (CODES[dtype], shape):
             raise CheckpointError(
@@ -296,7 +300,8 @@ class TensorFile:
         return found
 
     def _checksum_range(self, entry: str) -> tuple[int, int, int]:
-        """Return the byte range that the file's own checksum covers, and that checksum."""
+        """Return the byte range that the file's own checksum covers, and that checksum. A plain safetensors file has
+        none: this raises CheckpointError."""
         raise CheckpointError(f"the checkpoint file {self.path} has no checksum for entry {entry!r}")
 
     def _read_header(self, file: BufferedReader) -> None:

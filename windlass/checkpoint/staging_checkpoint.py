@@ -1,4 +1,4 @@
-"""Checkpoint under construction in a hidden directory, and removal of such directories whose writer died."""
+"""Checkpoint under construction in a staging directory, and removal of staging directories whose writer died."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ class StagingCheckpoint:
     """Hidden directory `.TAG.XXXXXXXX.writing`, initially empty, which becomes `TAG` or is removed.
 
     [Note: abandoned staging checkpoints] Every attempt has a unique name, so that a rank of a dead run cannot affect
-    the next one. Rank 0 locks a file in its staging directory while it lives. If another process can take that lock,
-    the writer is gone, on any host, and the process removes the directory; a locked directory is left alone. If the
-    file system has no locks, the file records its writer, so that writers that died on this host are recognized.
+    the next one. Rank 0 locks a file in its staging directory while its process runs. If another process can take
+    that lock, the writer has ended, on any host, and the process removes the directory; a locked directory stays. If
+    the file system has no locks, the file records its writer, so that writers that died on this host are recognized.
 
     Args:
         directory: directory of all checkpoints; created if missing.
 
     Raises:
-        CheckpointError: the directory cannot be created, or `tag` exists and is not a checkpoint.
+        CheckpointError: the directory cannot be created, `tag` exists and is not a checkpoint, or another job is saving
+            the tag.
     """
 
     def __init__(self, directory: Path, tag: str) -> None:
@@ -71,7 +72,7 @@ class StagingCheckpoint:
         """Rename the directory to the tag, and return the path.
 
         An earlier checkpoint of that tag stays intact until then. If the tag is a symbolic link, the link is replaced,
-        and its target is kept.
+        and its target stays.
         """
         final, former = self._directory / self._tag, replaced_path(self._directory, self._tag)
         with disk_errors(final, 0), rename_lock(self._directory):
@@ -214,7 +215,7 @@ def _create_staging(directory: Path, tag: str) -> tuple[Path, int | None]:
 
 
 def _try_lock(staging: Path) -> int | None:
-    """Return a descriptor that holds the lock of a staging directory; None if its writer lives."""
+    """Return a descriptor that holds the lock of a staging directory; None if its writer is running."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(staging / _LOCK, flags, 0o600)
     try:

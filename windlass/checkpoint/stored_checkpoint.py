@@ -74,7 +74,7 @@ class StoredCheckpoint:
     If a read inside the statement fails after another save replaced the checkpoint, the error names that cause.
 
     Args:
-        directory: the directory given to the save.
+        directory: the directory that was passed to the save.
         tag: tag of the checkpoint; None: the tag in `latest`.
         parameter_order: see `read_any_index`.
 
@@ -96,7 +96,7 @@ class StoredCheckpoint:
     def from_path(
         cls, path: Path, parameter_order: ParameterOrder | None = None, checked_files: slice = slice(None)
     ) -> StoredCheckpoint:  # noqa: B008
-        """Open the checkpoint whose files lie in `path`, which may be a staging directory.
+        """Open the checkpoint whose files are in `path`, which may be a staging directory.
 
         Args:
             checked_files: slice of the sorted data files whose headers are compared with the index; other ranks check
@@ -127,7 +127,8 @@ class StoredCheckpoint:
         return f"{self.path} was replaced or removed by another save while it was read; load again"
 
     def read_rank_plain(self, rank: int) -> dict[str, Any] | None:
-        """Return the plain data of one of the ranks that saved; None if there were fewer ranks."""
+        """Return the plain data of one of the ranks that saved; None if there were fewer ranks or the rank saved
+        none."""
         if rank >= self.index.world_size or self.index.ranks[rank] is None:
             return None
         with self:

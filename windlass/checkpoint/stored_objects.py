@@ -52,7 +52,7 @@ def to_stored_object(value: object) -> UnknownObject | None:
 
 
 def from_stored_object(stored: UnknownObject) -> Any:
-    """Rebuild an object, or return `stored` if its class is neither known nor declared.
+    """Rebuild an object, or return `stored` if its class is neither known nor declared, or not imported.
 
     Raises:
         ValueError: the state is not valid for the class.
@@ -102,7 +102,7 @@ def _declared_class(module: str, qualname: str) -> type[Any] | None:
 def _require_rebuildable(kind: type[Any]) -> None:
     """Raise ValueError unless objects of the class are made without arguments and consist of their state.
 
-    torch and numpy declare classes of their own, whose constructors expect arguments from a pickle.
+    torch and numpy declare classes too, whose constructors expect arguments from a pickle.
     """
     for name in ("__new__", "__reduce__", "__reduce_ex__"):
         if getattr(kind, name) is not getattr(object, name):

@@ -3,7 +3,7 @@
 [Note: fingerprint] Each element adds `bits * key` modulo 2^64, where the key is odd and derived from the tensor's name,
 shape and dtype and from the element's position. So ranks hash their own ranges, and the sums are added. A change of a
 single element always changes the sum (multiplication by an odd number is invertible); several changes cancel by
-accident once in 2^64 cases, and at most once in 2^32 if they all lie in the sign bits. The hash does not protect
+accident once in 2^64 cases, and at most once in 2^32 if all are in the sign bits. The hash does not protect
 against a deliberate collision.
 """
 
@@ -26,14 +26,18 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorHash:
-    """Sum of the hashed elements. The sums of several ranks add up to that of all elements."""
+    """Sum of the hashed elements. The sums of several ranks add up, modulo 2^64, to that of all elements."""
 
     def __init__(self) -> None:
         self._sums: dict[torch.device, torch.Tensor] = {}
         self._on_host = 0
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> None:
-        """Add elements `[start, start + n)` of a row-major tensor, given as `flat` `[n]` on any device."""
+        """Add elements `[start, start + n)` of a row-major tensor, given as `flat` `[n]` on any device.
+
+        Raises:
+            CheckpointError: the elements do not have 1, 2, 4 or 8 bytes.
+        """
         seed = _seed(name, tuple(shape), str(flat.dtype))
         if flat.element_size() not in _WORDS:
             raise CheckpointError(f"{name!r} has elements of {flat.dtype}, which the fingerprint does not support")

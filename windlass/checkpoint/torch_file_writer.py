@@ -28,8 +28,8 @@ def write_torch_file(path: Path, value: Any) -> None:
     """Write `value` (see `pickle_writer`) durably. Memory: one part of a tensor, and the plain data.
 
     Raises:
-        CheckpointError: the disk is full, the path cannot be written, `value` contains anything else than plain data
-            and tensors, or parts do not add up to their tensor.
+        CheckpointError: the disk is full, the path cannot be written, `value` contains other values than plain
+            data and tensors, or parts do not add up to their tensor.
     """
     with TorchFileWriter(path, value) as file:
         for tensor in file.tensors:
@@ -37,7 +37,7 @@ def write_torch_file(path: Path, value: Any) -> None:
 
 
 class TorchFileWriter:
-    """Writer of a file whose plain data is written first, and then one tensor after the other.
+    """Writer of a file whose plain data is written first, then its tensors in any order.
 
     Use it in a `with` statement.
 

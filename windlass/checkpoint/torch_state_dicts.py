@@ -28,10 +28,10 @@ def read_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Pla
 
     Args:
         path: a checkpoint directory, or DIRECTORY/TAG.
-        tag: a tag in that directory; None: the tag in `path`, else the one in `latest`.
+        tag: a tag in that directory; None: the tag in `path`, or in `latest` if `path` has none.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, it is damaged, or it was not saved by an engine.
     """
     directory, named = (path, tag) if tag is not None else split_checkpoint_path(path)
     return PlainCheckpoint(directory, named)
@@ -43,7 +43,7 @@ class PlainCheckpoint:
     Attributes:
         tag: tag of the checkpoint.
         global_steps: number of optimizer steps.
-        client_state: the caller's data given to the save.
+        client_state: data that the caller passed to the save.
         scheduler_state: state of the learning rate scheduler; None without one.
     """
 
@@ -93,8 +93,8 @@ class PlainCheckpoint:
                 another order.
 
         Raises:
-            CheckpointError: parameters of one group were in several groups in training, or the optimizer's parameters
-                are not the model's.
+            CheckpointError: parameters of one group were in several groups in training or only partly trained, the
+                optimizer has parameters that the model lacks, or the checkpoint is damaged.
         """
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -147,7 +147,11 @@ def _full_states(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
 
 
 def decode_full_state(stored: StoredCheckpoint, name: str, key: str, *, signed: bool) -> torch.Tensor:
-    """Return a full state in float32 that was quantized to 8 bits."""
+    """Return a full state in float32 that was quantized to 8 bits.
+
+    Raises:
+        CheckpointError: the scales do not fit the state.
+    """
     codes = stored.read_full(f"state/{name}/{key}")
     spans = stored.engine_data.get("spans", {}).get(name, [])
     quantized_states.check_coverage(spans, 0, codes.numel(), f"the state {key!r} of {name!r}")

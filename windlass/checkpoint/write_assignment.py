@@ -59,7 +59,7 @@ def describe_held(held: Mapping[str, HeldTensor]) -> HeldTensorInfos:
 
 
 def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
-    """Assign each box to one rank. Return the boxes that each rank writes, and their total bytes.
+    """Assign each box to one rank.
 
     Args:
         ranks: descriptions of the tensors that each rank holds.
@@ -97,7 +97,7 @@ def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
         boxes = [(offsets, same[0][2]) for offsets, same in holders.items()]
         if len(boxes) != 1 or boxes[0][1] != shape:
             check_coverage(name, shape, boxes)
-    # `chosen` follows the order of names over all ranks; each rank has its boxes in the order of its own names
+    # `chosen` follows the order of names over all ranks; each rank has its boxes in the order of its names
     order = list(names)
     return [
         _reorder_flags(bytes(flags), described, order) for flags, described in zip(chosen, ranks, strict=True)

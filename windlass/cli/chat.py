@@ -145,7 +145,7 @@ class Conversation:
 def talk(
     conversation: Conversation, runner: asyncio.Runner, console: Console, read_line: Callable[[], str | None]
 ) -> None:
-    """Answer one line after the other until the end of input."""
+    """Answer each line until `/exit`, `/quit` or the end of input."""
     console.print(_HELP, style="dim")
     while (line := read_line()) is not None:
         text = line.strip()
@@ -177,10 +177,10 @@ async def _show_answer(conversation: Conversation, console: Console, text: str) 
 
 
 def _check_text(system: str | None) -> None:
-    """Raise unless the instructions are text.
+    """Check that the value of `--system` is valid UTF-8.
 
     Raises:
-        ConfigError: the argument is not valid UTF-8.
+        ConfigError: the value is not valid UTF-8.
     """
     try:
         (system or "").encode()
@@ -189,7 +189,7 @@ def _check_text(system: str | None) -> None:
 
 
 def _accept_any_bytes() -> None:
-    """Decode bytes of the standard input that are not text as replacement characters."""
+    """Decode bytes of standard input that are not valid text as replacement characters."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
 

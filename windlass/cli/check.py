@@ -120,7 +120,7 @@ def report_late_start(console: Console, config: Config) -> int:
 
 
 def report_accepted(console: Console, found: ValidationResult) -> None:
-    """Print the given keys that are accepted without effect, each with the reason."""
+    """Print the configured keys that are accepted without effect, each with the reason."""
     lines = [
         f"{path}: {row.reason}"
         for path in _given_keys(found.config)
@@ -145,7 +145,7 @@ def _print_list(console: Console, title: str, items: Sequence[object]) -> None:
 
 
 def _given_keys(section: ConfigSection, path: str = "") -> Iterator[str]:
-    """Yield the dotted path of every key that was given, including those of sections, in the order of the schema."""
+    """Yield the dotted path of every configured key and section, in the order of the schema."""
     for name in type(section).model_fields:
         if name in section.model_fields_set:
             inner = f"{path}.{name}".lstrip(".")
@@ -203,7 +203,7 @@ def report_disks(console: Console, config: Config) -> int:
 
 
 def resolved_rows(config: Config) -> list[tuple[str, str]]:
-    """List the values that follow from a configuration for any number of ranks, as (name, value)."""
+    """List the resolved values that do not depend on the number of ranks, as (name, value)."""
     zero = config.zero_optimization
     optimizer = config.optimizer.resolve() if config.optimizer else None
     rows = [

@@ -1,4 +1,4 @@
-"""Command `windlass checkpoints`: lists the checkpoints of a directory and checks whether each can be loaded."""
+"""Command `windlass checkpoints`: lists the checkpoints of a directory and checks their files for damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoints(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare it with its crc32.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the checkpoints in DIR, oldest first: step, size, layout, age, health. Exit code 1 if one is damaged."""
+    """List the checkpoints in DIR, oldest first: step, size, layout, time, health. Exit code 1 if one is damaged."""
     from windlass.checkpoint.checkpoint_listing import list_checkpoints
 
     directory = checkpoint_directory_of(directory)

@@ -1,4 +1,4 @@
-"""Command `windlass compress`: prunes, distils and rounds a model, and writes it with packed weights."""
+"""Command `windlass compress`: writes a model with packed weights, or pruned, sparse or distilled."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def compress(
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,
 ) -> None:
-    """Write MODEL pruned, trained and with packed weights to OUT. The same command continues an interrupted run."""
+    """Compress MODEL and write it to OUT: packed weights, pruning, sparsity, distillation. The same command continues
+    an interrupted run."""
     from windlass.cli.compression_settings import CompressionSettings
     from windlass.cli.compression_stages import CompressionRun
 

@@ -42,14 +42,14 @@ ATTEMPTS = 4  # maximum number of choices that are rounded and measured
 _MARGIN = 0.9  # the next choice is made for this fraction of the allowed loss
 _USED = 0.8  # a choice that uses less than this fraction of the allowed loss is made again
 _LEAST_SHARE = 1e-3
-_LOOSEST = 4.0  # largest factor between the allowed losses of two successive choices
+_LOOSEST = 4.0  # largest factor by which the allowed loss rises between two successive choices
 
 
 class FormatChooser:
-    """Chooser of the formats of one run. Choices and measurements are kept in the workspace.
+    """Chooser of the formats of one run. Choices and measurements are stored in the workspace.
 
     Args:
-        source: the model that is rounded, perhaps pruned.
+        source: directory of the model to round, after pruning and training if they were requested.
         text: calibration text.
 
     Attributes:
@@ -71,7 +71,7 @@ class FormatChooser:
 
     @property
     def run_before(self) -> RunFigures | None:
-        """Run of the source model; None if the budget limits neither speed nor latency."""
+        """Measured run of the source model; None if the budget limits neither speed nor latency."""
         return self._runs().get("before")
 
     def choose(self, attempt: int = 0, share: float = 1.0) -> BudgetChoice:
@@ -190,7 +190,7 @@ def round_within_loss(
     *,
     uses_all: bool = False,
 ) -> RoundedChoice:
-    """Round with one choice of formats after another until the loss on held-out text is within the limit.
+    """Round with up to `ATTEMPTS` choices of formats until the loss on held-out text is within the limit.
 
     Args:
         limit: largest increase of the bits per byte.
@@ -203,7 +203,8 @@ def round_within_loss(
         The choice within the limit with the fewest bytes; without `uses_all` the first one within the limit.
 
     Raises:
-        ConfigError: no choice is within the limit. The message has the least loss that was reached.
+        ConfigError: the budget cannot be met, or no choice is within the limit. In the second case, the message has the
+            least loss that was reached.
     """
     share = 1.0
     tried: list[RoundedChoice] = []
@@ -256,9 +257,9 @@ def _round_choice(
 def _next_share(tried: Sequence[RoundedChoice], limit: float) -> float:
     """Return the share of the allowed loss for the next choice.
 
-    The last share is scaled by the limit over the measured loss. The result lies between the largest share that was
-    within the limit and the smallest that was not. After a loss above the limit, the predicted loss of the last choice
-    is scaled if it is less than the loss that was allowed, so that the next choice differs.
+    The last share is scaled by the limit over the measured loss. The result is between the largest share whose loss
+    was within the limit and the smallest share whose loss was not. After a loss above the limit, the predicted loss of
+    the last choice is scaled if it is less than the loss that was allowed, so that the next choice differs.
     """
     last = tried[-1]
     if last.loss <= limit:

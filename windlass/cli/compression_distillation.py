@@ -1,8 +1,8 @@
 """Training of a compressed model against a teacher, a stage of `windlass compress`.
 
-[Note: trained codes] With a weight format the layers round themselves in the forward, so that the trained weights are
-packed to exactly the values that the loss was computed with. Without a weight format, or with a rounding method, the
-weights stay unquantized.
+[Note: trained codes] With a weight format, the forward rounds the weights of the layers, so that the trained weights
+are packed to exactly the values that the loss was computed with. Without a weight format, or with a rounding method,
+the weights stay unquantized.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DistillationSettings:
 
     Attributes:
         teacher: directory of the teacher.
-        steps, rows: optimizer steps, and sequences of each.
+        steps, rows: number of optimizer steps, and of sequences in each step.
         rate: learning rate after the warm-up; it falls by a cosine.
         losses: weights of loss terms, and the temperature, by key of the section `distillation`.
         format: format of the linear layers; None: weights stay unquantized.
@@ -63,7 +63,7 @@ class DistillationSettings:
 
 
 def parse_losses(text: str | None) -> dict[str, float]:
-    """Read weights of loss terms, e.g. `logits=1,hidden=0.5`.
+    """Parse weights of loss terms, e.g. `logits=1,hidden=0.5`. None gives an empty dict.
 
     Raises:
         ConfigError: a term is unknown, or a weight is not a number or out of range.
@@ -125,7 +125,9 @@ def distil_directory(
 
     Raises:
         ConfigError: teacher and model do not fit.
+        ModelError: there is a weight format, but no layer that can be rounded while it is trained.
         LossError: the loss is not finite.
+        DistillationStopped: a signal was received before the last step.
     """
     directory = ModelDirectory(source)
     model: Any = load_wide_model(directory, trust_remote_code=trust_remote_code)
@@ -245,7 +247,7 @@ def _train(
 
 
 def _save(engine: Any, checkpoints: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint, and remove the one before it."""
+    """Write a checkpoint, and remove all others."""
     tag = f"step{len(state['losses'])}"
     engine.save_checkpoint(str(checkpoints), tag=tag, client_state=state)
     for path in checkpoints.iterdir():

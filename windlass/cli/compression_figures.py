@@ -47,10 +47,10 @@ class ModelFigures:
 
 
 def format_name(weights: str, group: int | None) -> str:
-    """Return the name of a weight format.
+    """Return the full name of a weight format: `int4_g128` for `int4` and no group.
 
     Raises:
-        ConfigError: no format has these bits in these groups.
+        ConfigError: there is no format of this name and group size.
     """
     from windlass.compress.packed_directory import WIDE_FORMATS
     from windlass.kernels.weight_format import list_weight_formats
@@ -137,10 +137,11 @@ def measure_figures(
     run: RunFigures | None = None,
     bits: float | None = None,
 ) -> ModelFigures:
-    """Measure a model's directory.
+    """Return the figures of the model in a directory.
 
     Args:
-        run, bits: figures that are known already; None: measure them.
+        measure: False: return only `nbytes`, `run` and `bits`.
+        run, bits: figures that were measured before; None: measure them.
     """
     if measure and held_out is not None and bits is None:
         bits = measure_bits(path, held_out, trust_remote_code=trust_remote_code)
@@ -187,7 +188,7 @@ class StageProgress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since this object was created."""
         return time.monotonic() - self._begin
 
     @property

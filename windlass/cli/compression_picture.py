@@ -98,7 +98,7 @@ def draw_compression(
 
 
 def _draw_panel(x: float, title: str, before: float, after: float, expected: float | None, write: Any) -> list[str]:
-    """Draw two bars with their values, and a line at the expected one."""
+    """Draw two bars with their values, and a line at the expected value."""
     low, tall = _PANEL - 18, _PANEL - 60
     most = max(before, after, expected or 0.0) or 1.0
     drawn = [_text(x, 15, title)]

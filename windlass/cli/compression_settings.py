@@ -29,7 +29,7 @@ class CompressionSettings:
     """Options of `windlass compress`, documented in its help.
 
     Raises:
-        ConfigError: options do not fit together.
+        ConfigError: an option cannot be parsed, or options contradict each other.
 
     Attributes:
         limits: the budget; None: no budget.

@@ -174,7 +174,7 @@ class CompressionRun:
         return found
 
     def _distil(self, work: CompressionWorkspace, source: Path) -> Path:
-        """Train the model against the teacher, and return its directory."""
+        """Train the model against the teacher, and return the directory of the trained model."""
         settings, chosen = self._settings, self._settings.distillation
         assert chosen is not None
         late: list[int] = []  # signals after the last step, once the training cannot stop any more
@@ -262,7 +262,7 @@ class CompressionRun:
         print_escaped(f"  {self._notes[-1]}")
 
     def _expect(self, choice: BudgetChoice) -> None:
-        """Add the predicted figures of a choice to the notes, in place of those of an earlier choice."""
+        """Add the predicted figures of a choice to the notes; replace the figures of an earlier choice."""
         expected = f"expected: {choice.nbytes:,} bytes, loss +{choice.loss:.4f} bits per byte by nearest rounding"
         if choice.seconds is not None:
             expected += f", {1e3 * choice.seconds:.3g} ms a token"

@@ -16,7 +16,7 @@ from windlass.observe.environment.backend_support import backend_availability, s
 
 
 def has_gpu() -> bool:
-    """Return True if torch sees a GPU."""
+    """Return True if torch can use a GPU."""
     import torch
 
     return torch.cuda.is_available()

@@ -37,7 +37,7 @@ def describe_expected_error(error: BaseException) -> str | None:
 
 
 def with_notes(message: str, error: BaseException) -> str:
-    """Return the message with the notes of the error on lines of their own."""
+    """Return the message with each note of the error on a separate line."""
     return "\n".join([message, *getattr(error, "__notes__", ())])
 
 

@@ -22,7 +22,7 @@ from windlass.cli.expected_errors import describe_expected_error
 
 @dataclass(frozen=True)
 class CliCommand:
-    """Entry of the command table. The command's module is imported only when the command runs."""
+    """Entry of the command table. The command's module is imported only when the command is called."""
 
     name: str
     module: str
@@ -97,8 +97,8 @@ _COMMAND_BY_NAME = {entry.name: entry for entry in COMMANDS}
 
 
 class _LazyCommandGroup(TyperGroup):
-    """Command group that imports a command when it is called. Help is then instant, and a missing extra breaks only the
-    commands that need it."""
+    """Command group that imports a command's module when the command is called. `windlass --help` is then fast, and a
+    missing extra breaks only the commands that need it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -155,7 +155,7 @@ def _enable_debug() -> None:
 
 
 def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
-    """Enable debugging if `--debug` stands between a command and `--`. Return the arguments without this flag, or with
+    """Enable debugging if `--debug` is between a command and `--`. Return the arguments without this flag, or with
     it if the command has a `--debug` option too."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     if "--debug" not in arguments[:end]:
@@ -170,8 +170,8 @@ def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
-    The exit code is 0, the code of an expected error (1 for most errors), or 128 plus the number of a signal that
-    interrupted the command (130: Ctrl-C).
+    The exit code is that of the command (0 for success), 2 for wrong arguments, the code of an expected error (1 for
+    most errors), or 128 plus the number of a signal that interrupted the command (130: Ctrl-C).
     """
     forbid_world_writable_files()
     try:

@@ -37,8 +37,9 @@ class RunFigures:
 
 
 def measure_run(path: Path, *, weights: str | None = None, trust_remote_code: bool = False) -> RunFigures:
-    """Load a model in a new process, so that memory of this process does not count, and generate tokens for one
-    request.
+    """Return the figures of a new process that loads a model and generates tokens for one request on the CPU.
+
+    The memory of the calling process does not count.
 
     Args:
         weights: weight format that the engine rounds to at load; None: the weights of the directory.
@@ -55,7 +56,7 @@ def run_model(
     threads: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RunFigures:
-    """Load a model in this process, generate tokens for one request, and return the figures of the process."""
+    """Load a model in this process on the CPU, generate tokens for one request, and return the figures."""
     from windlass.compress.model_directory import ModelDirectory, build_empty
     from windlass.inference.llm import LLM
     from windlass.inference.sampling_params import SamplingParams

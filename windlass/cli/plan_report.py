@@ -88,10 +88,10 @@ def _reasons(choice: Choice) -> dict[str, int]:
 
 
 def choice_line(choice: Choice, *, may_use_nvme: bool) -> str:
-    """Return one line with the chosen rung, or the nearest, and the reason for which the ladder stopped there.
+    """Return one line with the chosen rung and the reason for it; if none fits, with the nearest rung and remedies.
 
     Args:
-        may_use_nvme: The ladder had rungs on NVMe.
+        may_use_nvme: True if the ladder had rungs on NVMe.
     """
     if choice.chosen is None:
         others = ["more ranks", "a smaller micro-batch", "shorter samples", *([] if may_use_nvme else ["--nvme"])]

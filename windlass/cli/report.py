@@ -1,4 +1,4 @@
-"""Command `windlass report`: writes an HTML page of a run, alone or beside another one."""
+"""Command `windlass report`: writes an HTML page of one run, or of two runs side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report(
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page of RUN: what ran on which machine, curves, phases of a step, checkpoints, warnings and the
-    configuration. The page has everything inside and opens without a network."""
+    configuration. The page is one file and opens without a network."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"cannot write a page to {out}: give a file in a folder that exists, as report.html")
     from windlass.cli.run_report.report_page import report_page

@@ -126,7 +126,7 @@ def serve(
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,
 ) -> None:
-    """Serve MODEL over HTTP. SIGTERM and Ctrl-C end it after the running requests; a second one ends it at once."""
+    """Serve MODEL over HTTP. SIGTERM or Ctrl-C ends the server after the running requests; a second signal at once."""
     from windlass.cli.training.run_folder import export_directory_of
     from windlass.serving.engine_loading import EngineSource
     from windlass.serving.engine_ranks import needs_ranks
@@ -205,12 +205,12 @@ def serve(
 
 
 def default_model_name(model: str) -> str:
-    """Return the name of a model's directory, or the whole name of a model on the hub."""
+    """Return the last part of a directory's path, or the full name of a model on the hub."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def check_engine_options(directory: str, options: dict[str, Any]) -> None:
-    """Check the model's directory and the options of its engine, before any process loads it.
+    """Check the model's directory and the options of its engine, before any process loads the model.
 
     Raises:
         ConfigError, ModelError: an option is out of range, or there is no model.
@@ -231,7 +231,7 @@ def parse_adapters(entries: list[str], model_names: tuple[str, ...]) -> dict[str
     """Return the directories of adapters by name; None without any.
 
     Raises:
-        ConfigError: an entry has another form, a name is used twice, or a directory contains no adapter.
+        ConfigError: an entry is not NAME=DIRECTORY, a name is used twice, or a directory contains no adapter.
     """
     found: dict[str, str] = {}
     for entry in entries:

@@ -22,7 +22,7 @@ _RANK_COLUMNS = 4
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds in the unit that fits."""
+    """Format seconds in minutes, s, ms or us."""
     if seconds >= 120:
         return f"{seconds / 60:,.1f} min"
     if seconds >= 1:
@@ -95,7 +95,7 @@ def kinds_table(kinds: list[KindPrediction]) -> Table:
 
 
 def fit_line(work: StepWork, cluster: Cluster) -> str:
-    """Return one line that compares a rank's slots on its device with the device's memory."""
+    """Return one line that compares the size of a rank's model states on its device with the device's memory."""
     held = state_bytes_of_rank(work, cluster)
     verdict = "do not fit into" if held > cluster.device.memory else "of"
     return (
@@ -113,7 +113,7 @@ def goodput_line(good: Goodput) -> str:
 
 
 def draw_timeline(one: StepPrediction, path: Path) -> bool:
-    """Write a PNG of the streams and links. Return False, and log one line, without matplotlib."""
+    """Write a PNG of the first 60 streams and links. Return False, and log one line, without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -74,7 +74,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over in an --out that contains a run.")] = False,
 ) -> None:
     """Train a causal language model on text, over local ranks, with ZeRO."""
-    # Imported late, so that `windlass --help` does not wait for torch.
+    # Imported late, so that `windlass train --help` does not wait for torch.
     from windlass.cli.training.train_options import TrainOptions
 
     options = TrainOptions(

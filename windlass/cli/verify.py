@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from windlass.verify.verification_report import Deviation, VerificationReport
 
 
-_TABLE_WIDTH = 110  # rich would assume 80 columns for a pipe
+_TABLE_WIDTH = 110  # minimum width, so that a narrow terminal does not shorten cells
 
 
 def verify(

@@ -1,4 +1,4 @@
-"""Start of the process group for accelerate. On CPU it also sets the backend name in accelerate's state."""
+"""Start of the process group for accelerate. On CPU, the backend name in accelerate's state is also set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Return True if a process group is initialized."""
+    """Set the backend name in accelerate's state, and return True if a process group is initialized."""
     _set_accelerate_backend()
     return dist.is_initialized()
 

@@ -78,7 +78,7 @@ def configure(
 
     Raises:
         LayersError: contiguous checkpointing without the number of layers.
-        ConfigError: see `windlass.checkpointing.configure`.
+        ConfigError, StorageError: see `windlass.checkpointing.configure`.
     """
     global _unit
     unit = _unit if mpu_ is None else mpu_
@@ -101,8 +101,7 @@ def configure(
 
 
 def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call `windlass.checkpointing.checkpoint`, and return a tuple or list of results as DeepSpeed does: the element,
-    if there is only one, else a tuple."""
+    """Call `windlass.checkpointing.checkpoint`. For a tuple or list of results, return its only element, or a tuple."""
     outputs = checkpointing.checkpoint(function, *args, **kwargs)
     if isinstance(outputs, (tuple, list)) and len(outputs) == 1:
         return outputs[0]
@@ -123,7 +122,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the generator of the model-parallel group anew. torch's own generator keeps its state."""
+    """Reseed the generator of the model-parallel group. torch's own generator keeps its state."""
     with rng_tracker.fork():
         torch.manual_seed(model_parallel_seed(seed))
 
@@ -145,7 +144,7 @@ def _detached(tensor: torch.Tensor, device: torch.device | str | None) -> torch.
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
-    """Set the state of the current device's generator."""
+    """Set the state of the current device's generator; `device` is ignored."""
     set_rng_state(new_state)
 
 

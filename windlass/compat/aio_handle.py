@@ -16,7 +16,7 @@ _ALIGNMENT = 512
 
 
 class aio_handle:
-    """Reader and writer of whole tensors, in blocks and with several threads.
+    """Reader and writer of tensors, in blocks that `intra_op_parallelism` threads move.
 
     Data go through the system's page cache, so buffers and sizes need no alignment. Asynchronous calls return at once;
     `wait` waits for all of them.
@@ -74,13 +74,19 @@ class aio_handle:
 
         Raises:
             StorageError: the buffer is not contiguous in host memory, or the file is too short.
+            OSError: the file cannot be read.
         """
         return self._run_sync(False, buffer, filename, file_offset)
 
     def sync_pwrite(
         self, buffer: torch.Tensor, filename: str | int | None = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
-        """Write `buffer` to a path, creating the file if needed, or to an open file descriptor. Return 1 when done."""
+        """Write `buffer` to a path, creating the file if needed, or to an open file descriptor. Return 1 when done.
+
+        Raises:
+            StorageError: the buffer is not contiguous in host memory, or neither `filename` nor `fd` is passed.
+            OSError: the file cannot be written.
+        """
         return self._run_sync(True, buffer, _file_path(filename, fd), file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
@@ -178,9 +184,12 @@ def aio_write(buffer: torch.Tensor, filename: str, block_size: int = 1 << 20, *i
 
 
 def _file_path(name: str | int | None, number: int | None) -> str:
-    """Return the path of a file given by its path or its file descriptor.
+    """Return a path for `name`, a path or file descriptor, or for the descriptor `number`.
 
     A descriptor is reopened through `/proc/self/fd`, because it may be open with O_DIRECT, which needs aligned data.
+
+    Raises:
+        StorageError: both are None.
     """
     given = name if number is None else number
     if given is None:

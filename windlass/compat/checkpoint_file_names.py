@@ -14,7 +14,7 @@ from windlass.compat.checkpoint_constants import (
 
 
 class CheckpointFileNames:
-    """Names of the files that `checkpoint.format` "deepspeed" writes and DeepSpeed reads. No method accesses a file."""
+    """Paths of checkpoint files in DeepSpeed's layout. No method accesses a file."""
 
     def _get_zero_ckpt_prefix(self, dp_rank: int, bf16_mode: bool) -> str:
         return f"{'bf16_' if bf16_mode else ''}{ZERO_FILE_PREFIX}{dp_rank}"

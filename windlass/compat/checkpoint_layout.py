@@ -22,7 +22,8 @@ def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
     """Return the layout stored in the model-state files, or else the layout inferred from the number of files.
 
     Raises:
-        LayoutError: only some files store a layout, files store different layouts, or the number of files does not fit.
+        LayoutError: only some files store a layout, files store different layouts, a stored size is not a positive
+            integer, or the number of files does not fit.
     """
     files = [path for path in Path(dir).rglob("*") if path.is_file()]
     models = _with_prefix(files, names.MODEL_FILE_PREFIX)
@@ -100,11 +101,7 @@ class ZeROCheckpoint:
         return [self.file_list[index] for index in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)]
 
     def get_state_for_rank(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotBuiltError.
-
-        Raises:
-            NotBuiltError: always.
-        """
+        """Raise NotBuiltError, which names alternatives."""
         raise NotBuiltError("ZeROCheckpoint.get_state_for_rank: not built; use load_checkpoint or zero_to_fp32")
 
 
@@ -123,7 +120,11 @@ def _optimizer_files(files: list[Path]) -> list[Path]:
 
 
 def _named_by(path: Path) -> tuple[int, int] | None:
-    """Return the numbers of stages and tensor ranks stored in a model-state file; None if it stores none."""
+    """Return the numbers of stages and tensor ranks stored in a model-state file; None if it stores none.
+
+    Raises:
+        LayoutError: a size is not a positive integer.
+    """
     key = names.CHECKPOINT_PARALLEL_DIMS
     given = read_torch_file(path).get(key)
     if given is None:

@@ -74,7 +74,7 @@ class model_3d_desc:
         """Return, for each data rank of the target, the source ranks at each of its grid positions.
 
         Raises:
-            AssertionError: an axis grows, or a source size is not a multiple of the target size.
+            AssertionError: an axis grows, or the source ranks do not split into equal parts.
         """
         valid, wrong = self.can_reshape(target_3d_desc)
         assert valid, ", ".join(wrong)

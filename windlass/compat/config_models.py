@@ -20,7 +20,7 @@ class DeepSpeedConfigModel(BaseModel):
     for the key `replace_method`.
 
     A field whose `json_schema_extra` sets `deprecated` is forwarded to the field named in `new_param` (dotted for a
-    nested section), converted by `new_param_fn`. Setting both raises AssertionError.
+    nested section), converted by `new_param_fn`, unless `set_new_param` is False. Setting both raises AssertionError.
     """
 
     model_config = ConfigDict(

@@ -76,7 +76,7 @@ CONFIG_KEYS: dict[str, str] = {
 
 
 def config_value(config: Any, path: str) -> Any:
-    """Return the value at a dotted path of a configuration. The value may be a whole section."""
+    """Return the value at a dotted path of a configuration. The value may be a section."""
     for part in path.split("."):
         config = getattr(config, part)
     return config

@@ -123,7 +123,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _MutableSection):
 
 
 class DeepSpeedFlopsProfilerConfig(FlopsProfiler, _MutableSection):
-    """Mutable section `FlopsProfiler`, read from a whole configuration."""
+    """Mutable section `FlopsProfiler`, read from a full configuration."""
 
     def __init__(self, param_dict: dict[str, Any]) -> None:
         super().__init__(**(param_dict.get("flops_profiler") or {}))

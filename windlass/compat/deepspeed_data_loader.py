@@ -2,7 +2,7 @@
 
 Windlass's own loader reshuffles each epoch by itself, and a checkpoint restores its position. A script for DeepSpeed
 does both itself: it calls `data_sampler.set_epoch(epoch)`, and after `load_checkpoint` it skips the batches already
-seen. Therefore every `iter` of this loader begins at the same first batch.
+seen. Therefore `iter` of this loader restarts the sampler's epoch at its first batch.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         )
 
     def _override_loss_scale(self, loss_scale: float) -> None:
-        """Scale losses by a constant from the next step on, in place of the scale of the configuration."""
+        """Scale losses by a constant from the next backward on, in place of the scale of the configuration."""
         optimizer: Any = self._optimizer
         former, self._scaler = self._scaler, StaticLossScale(self._scaler.scale)  # may be below `min_loss_scale`
         try:
@@ -269,7 +269,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         """Call the module."""
         if self.zero_optimization_stage() == 3 and not self._has_recorded_returns:
             self._has_recorded_returns = True
-            if _is_compiled(self.module):  # torch.compile would trace the hooks, and keep them
+            if _is_compiled(self.module):  # torch.compile would trace the hooks into the graph
                 return super().forward(*args, **kwargs)
             recorder = ReturnedParameterRecorder(self.module, mark_external)
             try:
@@ -332,7 +332,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     # Methods that DeepSpeed restricts.
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Declare whether the next `step` ends an accumulation. Not allowed without managed accumulation."""
+        """Declare whether the next `step` ends an accumulation. Raises AssertionError without managed accumulation."""
         assert self._config.managed_gradient_accumulation, (
             "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() "
             "updates the parameters; delete this call, or set the key to true"
@@ -341,7 +341,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager without gradient reductions. Not allowed at stages 2 and 3, as in DeepSpeed."""
+        """Accumulate gradients without reductions. Raises AssertionError if nested, and at stages 2 and 3."""
         stage = self.zero_optimization_stage()
         assert stage < 2, (
             f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
@@ -401,7 +401,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @contextmanager
     def _without_reductions(self) -> Iterator[None]:
-        """Accumulate gradients locally, and set `inside_no_sync_ctxt` meanwhile."""
+        """Accumulate gradients locally inside this context, and set `inside_no_sync_ctxt` for its duration."""
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
@@ -521,7 +521,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @property
     def monitor(self) -> Any:
-        """Monitor that writes to TensorBoard, W&B and CSV files.
+        """Monitor that writes to TensorBoard, CSV files, W&B and Comet, as configured.
 
         An engine without an optimizer writes nothing by itself, and opens the writers at the first access.
         """
@@ -589,7 +589,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         return [group.get("type") for group in groups]
 
     def dump_state(self) -> None:
-        """Print the configuration."""
+        """Print, on rank 0, the configuration values that differ from their defaults."""
         if self.global_rank == 0:
             print(self._config.model_dump_json(indent=2, exclude_defaults=True))
 
@@ -636,7 +636,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         """Compile the module in place with torch.compile. A second call does nothing.
 
         Below stage 3 this compiles the module's forward. At stage 3, where hooks unshard and reshard weights between
-        blocks, it compiles the forward of each block. `backend` takes precedence over that of `compile_kwargs`.
+        blocks, it compiles the forward of each innermost block. `backend` takes precedence over the one in
+        `compile_kwargs`.
 
         Raises:
             NotBuiltError: a DeepCompile schedule, or compiled autograd, is requested.

@@ -71,12 +71,12 @@ def initialize(
         mesh_param: `(data, sequence)`, the number of ranks along each axis; the script splits the sequences.
 
     Returns:
-        `(engine, optimizer, loader, scheduler)`. The optimizer is `engine.optimizer`; at stage 3 without an optimizer,
-            a `ParameterOffload` instead. The last three may be None.
+        `(engine, optimizer, loader, scheduler)`. The optimizer is `engine.optimizer`, which at stage 3 without an
+            optimizer is a `ParameterOffload`. The last three may be None.
 
     Raises:
-        ArgumentError: no model, no configuration or two, no process group with `dist_init_required=False`, or a local
-            rank that differs from the environment's.
+        ArgumentError: no model, no configuration or two, no process group with `dist_init_required=False`, a local
+            rank that differs from the environment's, or an `mpu` with a `PipelineModule`.
         ConfigError: the configuration is invalid or requests an unsupported feature.
         CombinationError: the configuration combines keys that DeepSpeed asserts against.
         ModelError: the model or the optimizer is not trainable.
@@ -141,7 +141,7 @@ def initialize(
 
 
 def _log_flat_groups(engine: DeepSpeedEngine) -> None:
-    """Log where the flat buffers of each parameter group were allocated."""
+    """Log the device and size of each parameter group, in DeepSpeed's wording."""
     for number, group in enumerate(engine.optimizer.param_groups):
         numel = sum(parameter.numel() for parameter in group["params"])
         logger.info(

@@ -47,7 +47,7 @@ def node_plan_from_args(args: argparse.Namespace) -> LaunchPlan:
     """Build the launch plan from the flags.
 
     Raises:
-        LaunchError: `--world_info` is malformed, or has no host of the given `--node_rank`.
+        LaunchError: `--world_info` is malformed, or has no host or no slots for `--node_rank`.
     """
     hosts = tuple(Host(name, tuple(slots)) for name, slots in decode_world_info(args.world_info).items())
     if not 0 <= args.node_rank < len(hosts) or not hosts[args.node_rank].slots:

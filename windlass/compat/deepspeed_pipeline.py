@@ -26,7 +26,7 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
     _grid: PipelineParallelGrid | None = None
 
     def topology(self) -> Any:
-        """Return the given topology, or one of stages and data-parallel replicas."""
+        """Return the configured topology; by default, one of stages and data-parallel replicas."""
         if self._topology is None:
             stages = self.num_stages
             self._topology = PipeDataParallelTopology(num_pp=stages, num_dp=dist.get_world_size() // stages)

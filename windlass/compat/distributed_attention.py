@@ -21,7 +21,7 @@ class DistributedAttention(nn.Module):
     """Ulysses around an attention function: swaps tokens for heads before the call, and back after it.
 
     Args:
-        local_attention: called with query, key and value of whole sequences and some of the heads, in the layout of the
+        local_attention: called with query, key and value of full sequences and some of the heads, in the layout of the
             inputs; returns the same layout.
         sequence_process_group: the ranks along sp.
         scatter_idx, gather_idx: the dimensions of heads and of tokens: 2 and 0, or 2 and 1.
@@ -107,7 +107,7 @@ def vocab_sequence_parallel_cross_entropy(
     gather_sequence_loss: bool = True,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """Compute the cross entropy of the tokens of all ranks along sp, on every rank. Collective.
+    """Compute the cross entropy of sequences that are sharded along sp. Collective.
 
     Args:
         vocab_parallel_logits: `[local tokens, samples, vocabulary]`; with `tp_group`, the last dimension is this rank's
@@ -118,7 +118,8 @@ def vocab_sequence_parallel_cross_entropy(
         vocab_start_index, vocab_end_index: this rank's part of the vocabulary, checked against the logits of all ranks;
             None: not checked.
         ignore_index: label of tokens whose loss is 0.
-        reduction: "none", or without `gather_sequence_loss` "sum" or "mean" over the tokens of all ranks along sp.
+        reduction: "none", or without `gather_sequence_loss` "sum" or "mean" over the tokens of all ranks along sp that
+            are not ignored.
         gather_sequence_loss: return the losses of the tokens of all ranks along sp, instead of those of this rank.
         backend: must be "torch".
 

@@ -20,7 +20,7 @@ class EngineGroups:
 
     Attributes:
         mesh: mesh of all ranks.
-        data_loading_group: ranks that read samples of their own.
+        data_loading_group: ranks that read different samples.
         model_parallel_group: ranks that together hold one copy of the model, along pp and tp.
         expert_group_name: name of the expert-parallel groups; empty if there are none.
         mpu: the `mpu` passed to `initialize`.
@@ -46,7 +46,7 @@ def groups_of_engine(engine: Engine, mpu: Any, *, has_experts: bool) -> EngineGr
     """Build the groups of an engine. Collective over all ranks.
 
     Args:
-        has_experts: the model has MoE layers.
+        has_experts: True if the model has MoE layers.
     """
     mesh = engine.mesh
     name = f"ep_size_{mesh.ep.size}" if has_experts or mesh.ep.size > 1 else ""

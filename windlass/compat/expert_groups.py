@@ -46,7 +46,7 @@ def _groups(group_name: str) -> _Groups:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Create the groups `ep_size_N`, where all ranks are data ranks. Collective, once for each size.
+    """Create the groups `ep_size_N`, with all ranks along the data axis. Collective; repeated calls do nothing.
 
     Raises:
         AssertionError: the number of ranks is not a multiple of the size, or no process group is initialized.
@@ -163,7 +163,7 @@ def _get_expert_parallel_ranks(
     """Return the ranks of each group over which experts are spread, and of each group that holds the same experts.
 
     Args:
-        use_data_before_expert_parallel_: neighbouring data ranks hold the same experts, not different ones.
+        use_data_before_expert_parallel_: True if neighbouring data ranks hold the same experts, not different ones.
 
     Raises:
         AssertionError: the product of the sizes does not divide the world size.

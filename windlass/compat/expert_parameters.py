@@ -49,7 +49,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the gradients of the dense parameters and of the experts' parameters, where they exist."""
+    """Return the existing gradients of dense and of experts' parameters, in the parameters' dtypes."""
     shared, experts = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
     return [p.grad.to(p.dtype) for p in shared if p.grad is not None], [
         p.grad.to(p.dtype) for p in experts if p.grad is not None

@@ -47,11 +47,11 @@ class BaseFileWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Pass buffered data to the system."""
+        """Count the call. `PyFileWriter` also passes buffered data to the system."""
         self._stats["flush"] += 1
 
     def close(self) -> None:
-        """Write the remaining data and close the file."""
+        """Count the call. Writers of a file also write the remaining data and close the file."""
         self._stats["close"] += 1
 
     def __enter__(self) -> BaseFileWriter:
@@ -117,7 +117,7 @@ class FastFileWriterConfig:
         dnvme_handle: an `aio_handle`.
         pinned_tensor: host memory used as write buffer.
         double_buffer: fill one half of the buffer while the other half is written.
-        num_parallel_writers, writer_rank, global_rank: stored only; each writer writes its whole file.
+        num_parallel_writers, writer_rank, global_rank: stored only; each writer writes its full file.
     """
 
     dnvme_handle: Any

@@ -29,7 +29,7 @@ from windlass.parallel.placement import get_global_numel
 
 
 class FlopsProfiler:
-    """Counter of a model between `start_profile` and `stop_profile`.
+    """Counter of a model's FLOPs and time between `start_profile` and `stop_profile`.
 
     Totals are those of the forwards in between; the profile of each module also has its backward and recomputation.
 
@@ -70,7 +70,7 @@ class FlopsProfiler:
             self._profile = self._read(self._counter)
 
     def reset_profile(self) -> None:
-        """Drop the counts so far; a profile that runs continues from zero."""
+        """Drop the counts so far; a running profile continues from zero."""
         if self._counting is not None:
             self.stop_profile()
             self.start_profile(self._ignored)
@@ -210,18 +210,19 @@ def get_model_profile(
     ignore_modules: Collection[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Return FLOPs, multiply-accumulates and parameters of one forward in evaluation mode.
+    """Return FLOPs, multiply-accumulates and parameters of one call in evaluation mode.
 
     Args:
         input_shape: shape of a tensor of ones that is the model's only argument, in place of `args` and `kwargs`.
-        warm_up: forwards before the counted one.
+        warm_up: number of calls before the counted one.
         as_string: return text such as `"1.43 G"`, `"714.7 MMACs"` and `"61.1 M"`; else numbers.
         output_file: receives the report in place of stdout.
         ignore_modules: types of modules that are left out.
         mode: `"forward"`, or `"generate"` for the model's method of this name.
 
     Raises:
-        ModelError: there are no inputs, an unknown `mode`, or no method `generate`.
+        ModelError: there are no inputs, `args` is a tensor, `input_shape` is not a tuple of sizes, `mode` is unknown,
+            or the model has no method `generate`.
     """
     if isinstance(args, torch.Tensor):
         raise ModelError("get_model_profile: args is a tensor; give a list of arguments: [tensor]")

@@ -42,7 +42,7 @@ def quantize(
 def dequantize(
     values: torch.Tensor, packed: torch.Tensor, group_size: int, q_mantisa_bits: int = 3, q_exponent_bits: int = 4
 ) -> torch.Tensor:
-    """Write the values of `quantize` into `values`, of any floating-point dtype, and return it."""
+    """Write the values of `packed` (see `quantize`) to `values`, of any floating-point dtype, and return `values`."""
     bits = 1 + q_mantisa_bits + q_exponent_bits
     return selective_dequantize(values, packed, None, group_size, q_mantisa_bits, bits)
 
@@ -55,7 +55,7 @@ def selective_dequantize(
     q_mantisa_bits: int = 3,
     q_bits: int = 8,
 ) -> torch.Tensor:
-    """Write the values of the groups `index` into `values`, one after the other; None: of all groups."""
+    """Write the values of the groups `index`, in that order, to `values`, and return `values`; None: of all groups."""
     form = _format(q_bits, q_mantisa_bits, group_size)
     rows = packed.view(-1, code_bytes(group_size, q_bits) + _SCALE_BYTES)
     rows = rows if index is None else rows[index]
@@ -152,10 +152,10 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         q_mantisa_bits: int | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the values of the rows `indexes` of the quantized tensor, each of whole groups; None: of all rows.
+        """Return the values of the rows `indexes` of the quantized tensor; None: of all rows.
 
         Raises:
-            ModelError: nothing was quantized and there is no `fp_out`, or groups cross rows.
+            ModelError: nothing was quantized and there is no `fp_out`, or with `indexes` a group crosses rows.
         """
         mantissa, shape = _mantissa(q_bits, q_mantisa_bits), self.orig_shape
         if fp_out is None and shape is None:
@@ -201,6 +201,9 @@ def matmul_fp8(
     Args:
         weight, scale: results of `quantizer.quantize(..., return_meta_tensor=True)`; `scale` may also be the result of
             `quantizer.get_scales()`.
+
+    Raises:
+        ModelError: `quantization_group_size` is not the quantizer's.
     """
     if quantization_group_size != quantizer.group_size:
         raise ModelError(

@@ -14,7 +14,7 @@ class FullStateDicts:
     def _zero3_consolidated_16bit_state_dict(
         self: Any, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Return full parameters and buffers in their compute dtype on the CPU of rank 0; None on other ranks.
+        """Return full parameters (in the compute dtype), buffers and extra states on the CPU of rank 0; None elsewhere.
 
         Collective.
 
@@ -31,7 +31,9 @@ class FullStateDicts:
     def _consolidated_16bit_state_dict(
         self: Any, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Like `_zero3_consolidated_16bit_state_dict`, but with tensor parallelism at any stage.
+        """Return the result of `_zero3_consolidated_16bit_state_dict`, under tensor parallelism at any stage.
+
+        Collective.
 
         Raises:
             ValueError: every rank holds all values: the stage is below 3 and there is no tensor parallelism.

@@ -22,7 +22,7 @@ def combined_scale(total_norm: float | torch.Tensor, loss_scale: float, max_norm
 
 
 class GradientUnscaling:
-    """Callable that unscales and clips the gradients that it is given. The engine's step does not call it.
+    """Callable that unscales and clips the gradients passed to it. The engine's step does not call it.
 
     Args:
         optimizer: optimizer with the current `loss_scale` and `clip_grad`.
@@ -39,7 +39,7 @@ class GradientUnscaling:
             args: `(grad_groups_flat, total_norm)`, or `(total_norm,)` for the unfused optimizer of stage 0.
 
         Raises:
-            NotBuiltError: the unfused optimizer is asked to scale its own gradients.
+            NotBuiltError: `apply_scale` is True for the unfused optimizer.
         """
         names = ("grad_groups_flat", "total_norm") if self._takes_gradients else ("total_norm",)
         given = dict(zip((*names, "apply_scale"), args, strict=False)) | kwargs

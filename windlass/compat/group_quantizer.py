@@ -30,7 +30,8 @@ def quantize(values: torch.Tensor, groups: int, num_bits: int, quant_type: int) 
             dimension. Parameters are fp32: the scale `[groups, 1]`, or if asymmetric scale and minimum `[groups, 2]`.
 
     Raises:
-        GroupQuantizationError: `groups` does not divide the number of elements, or `num_bits` is neither 8 nor 4.
+        GroupQuantizationError: `groups` does not divide the number of elements, `num_bits` is neither 8 nor 4, or 4-bit
+            codes have a last dimension of odd size.
     """
     _check(values.numel(), groups, num_bits)
     rows, half = values.detach().reshape(groups, -1).float(), 2 ** (num_bits - 1)

@@ -32,7 +32,7 @@ def default_inference_config() -> dict[str, Any]:
 
 
 class InferenceEngine(InferenceModel):
-    """Engine of `deepspeed.init_inference`: the model's forward, and transformers' `generate`."""
+    """Engine of `deepspeed.init_inference`: the model's forward, and `generate` with transformers' arguments."""
 
     def __init__(self, model: nn.Module, config: InitInference) -> None:
         self._config = config
@@ -111,7 +111,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         kwargs: the same keys; a key that `config` has too must have the same value.
 
     Raises:
-        ConfigError: a key is not known, is given twice, or is refused, with the reason.
+        ConfigError: a key is unknown, invalid, refused or has two different values, or `config` is not a dict or file.
         ModelError: the model cannot be sharded, or the checkpoint does not fit it.
         CheckpointError: `checkpoint` is a directory without a complete checkpoint.
     """
@@ -126,7 +126,7 @@ def make_inference_config(given: dict[str, Any]) -> InitInference:
     """Return the checked keys of `init_inference`.
 
     Raises:
-        ConfigError: a key is not known or refused.
+        ConfigError: a key is unknown, invalid or refused.
     """
     values = {
         key: value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value

@@ -1,7 +1,7 @@
 """Module `deepspeed.utils.pin_memory`: host memory locked by `mlock`, with the environment variable that selects it.
 
-With `DS_PIN_MEMORY_BACKEND=native`, `get_accelerator().pin_memory` locks ordinary host memory, also without a GPU. Such
-memory is never swapped out; torch's own pinning is for copies to a GPU.
+With `DS_PIN_MEMORY_BACKEND=native`, `get_accelerator().pin_memory` locks ordinary host memory, also without a GPU.
+Locked memory is never swapped out; torch's own pinning is for copies to a GPU.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ pin_handle = LockedMemoryHandle
 
 
 class NativePinnedMemory:
-    """Locked host memory for `get_accelerator().pin_memory`.
+    """Allocator of locked host memory for `get_accelerator().pin_memory`.
 
     Raises:
         MemoryLockError: the op `pin_memory` cannot be loaded.
@@ -103,7 +103,7 @@ class NativePinnedMemory:
         return pinned
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor lies in locked memory."""
+        """Return True if a tensor is in locked memory; False for a tensor without elements."""
         if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or not tensor.numel():
             return False
         return self._handle.find(tensor.data_ptr()) is not None

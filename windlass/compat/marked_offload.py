@@ -80,7 +80,7 @@ class PooledHostStore(HostStore):
         return get_accelerator().pin_memory(buffer, make_copy=False) if self._uses_pinned_memory else buffer, key
 
     def release(self, key: BufferKey, buffer: torch.Tensor) -> None:
-        """Keep a buffer that is no longer in use, unless `max_free_buffers` buffers are free already."""
+        """Store a free buffer for later tensors, unless `max_free_buffers` buffers are stored already."""
         if sum(map(len, self._free.values())) < self._max_free_buffers:
             self._free.setdefault(key, []).append(buffer)
 

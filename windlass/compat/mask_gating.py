@@ -51,7 +51,7 @@ def top1gating(
         used_token: `[s]`, 0 for tokens that are not routed.
         noisy_gate_policy: "RSample" adds Gumbel noise before the choice.
         drop_tokens: drop tokens over capacity; otherwise the capacity is the largest load of any expert on any rank.
-        use_rts: an expert over capacity keeps random tokens instead of the first ones.
+        use_rts: an expert over capacity keeps random tokens. False: it keeps any of its tokens, in no defined order.
         sparse_routes: see Returns.
         use_tutel: no effect.
 
@@ -148,7 +148,7 @@ def topkgating(
             ("position").
 
     Raises:
-        PolicyError: the policy is unknown.
+        PolicyError: the policy is unknown, and `drop_tokens` is True.
     """
     gates = F.softmax(logits, dim=1)
     tokens, experts = gates.shape

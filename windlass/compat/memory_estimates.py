@@ -131,7 +131,7 @@ def model_to_params(model: nn.Module) -> tuple[int, int]:
 def _print_planned(
     model: nn.Module, stage: int, gpus: int, nodes: int, offloads: tuple[tuple[bool, bool], ...]
 ) -> None:
-    """Print the memory that `windlass plan` predicts between two steps, without activations.
+    """Print the memory that `windlass plan` predicts during the optimizer step, without activations.
 
     Args:
         offloads: flags of optimizer and parameter offload, for each row.

@@ -83,7 +83,7 @@ def _check_processes(settings: dict[str, Any]) -> None:
     """Remove the settings of MII's processes.
 
     Raises:
-        ConfigError: a setting asks for a second process.
+        ConfigError: a setting requires another process or a server, or is not supported.
     """
     tp, replicas = settings.get("tensor_parallel") or 1, settings.pop("replica_num", None) or 1
     if tp > 1 or replicas > 1:
@@ -191,8 +191,8 @@ class MiiClient:
     def _stream(
         self, prompt: str, params: SamplingParams, function: Callable[[list[MiiResponse]], Any], *, full: bool
     ) -> None:
-        """Call `function` with each new part of an answer, in the thread of the caller. Other requests continue
-        meanwhile."""
+        """Call `function` with each new part of an answer, in the thread of the caller, while other requests
+        continue."""
         stream: Any = self._engine.stream(prompt, params)
 
         async def read() -> RequestOutput | None:

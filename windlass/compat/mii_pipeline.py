@@ -134,7 +134,7 @@ def use_engine_config(settings: dict[str, Any]) -> None:
 
 
 def engine_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `windlass.LLM` that MII's settings stand for.
+    """Return the options of `windlass.LLM` that are equivalent to MII's settings.
 
     Raises:
         ConfigError: a setting is not supported.

@@ -12,11 +12,12 @@ from windlass.zero import GatheredParameters
 
 
 def init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn.Module:
-    """Pack the modules that `weight_quantization.post_init_quant` of a configuration names, in place. Collective for a
-    sharded model.
+    """Pack the modules that the section `weight_quantization` of a configuration selects, in place. Return the model.
+
+    Collective for a sharded model.
 
     Raises:
-        ConfigError: a key matches no module, or a format does not fit.
+        ConfigError: the configuration is invalid, a key matches no module, or a format does not fit.
     """
     quantize_weights(model, load_config(ds_config).weight_quantization, gather=GatheredParameters)
     return model

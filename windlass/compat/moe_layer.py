@@ -22,7 +22,7 @@ class MoE(experts.MixtureOfExperts):
     """MoE layer like `windlass.MoE`, with DeepSpeed's conventions.
 
     Expert parameters are marked by `parameter.allreduce` and `parameter.group_name`, and `ep_size` must divide the
-    number of experts. The layer is constructed with all experts; `initialize` keeps only each rank's own. Before
+    number of experts. The layer is constructed with all experts; `initialize` drops those of other ranks. Before
     `initialize`, `load_state_dict` also accepts a state dict with only this rank's experts, which DeepSpeed numbers
     from 0 on every rank; `initialize` then exchanges them between the ranks.
 
@@ -31,7 +31,7 @@ class MoE(experts.MixtureOfExperts):
         num_local_experts: number of experts on each of these ranks.
 
     Raises:
-        ConfigError: inconsistent numbers.
+        ConfigError: `ep_size` does not divide `num_experts`, or see `windlass.MoE`.
     """
 
     has_only_local_experts = False  # True from the load of a state dict with only this rank's experts to `initialize`
@@ -79,7 +79,7 @@ def exchange_local_experts(model: nn.Module, config_dict: Mapping[str, Any], mpu
         port: port of the rendezvous, if the default process group does not exist yet.
 
     Raises:
-        ModelError: only some ranks loaded their own experts, or an `mpu` defines the ranks.
+        ModelError: ranks loaded only their own experts into different layers, or an `mpu` was passed.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
     if not layers or not (dist.is_initialized() or any(layer.has_only_local_experts for layer in layers)):

@@ -34,7 +34,11 @@ class DeepSpeedMonitorConfig:
 
 
 def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
-    """Return the monitor sections of a whole configuration, given as dict, path or base64."""
+    """Return the monitor sections of a configuration, which is a dict, a path or base64.
+
+    Raises:
+        ConfigError: the configuration is invalid.
+    """
     config = load_config(resolve_tolerated_keys(param_dict))
     sections = ("tensorboard", "comet", "wandb", "csv_monitor")
     return DeepSpeedMonitorConfig(**{name: getattr(config, name).model_dump(exclude_unset=True) for name in sections})

@@ -64,7 +64,7 @@ class MultiNodeRunner(ABC):
         """Name of the backend."""
         return type(self).__name__
 
-    def validate_args(self) -> None:  # noqa: B027 - a back end need not refuse any
+    def validate_args(self) -> None:  # noqa: B027 - a backend may accept all arguments
         """Raise ValueError for arguments that the backend cannot honour."""
 
     @classmethod  # noqa: B027
@@ -133,7 +133,7 @@ class PDSHRunner(MultiNodeRunner):
 
 
 class _MPIRunner(MultiNodeRunner):
-    """Base class of the MPI runners, which accept whole hostfiles only."""
+    """Base class of the MPI runners, which always use all hosts and slots of the hostfile."""
 
     label: ClassVar[str]
     program: ClassVar[str] = "mpirun"
@@ -267,7 +267,12 @@ class SlurmRunner(MultiNodeRunner):
             raise ValueError(f"slurm needs the same number of slots on every host, not {counts}; change the hostfile")
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]) -> list[str]:
-        """Return the command. srun exports the whole environment."""
+        """Return the command. srun exports the full environment.
+
+        Raises:
+            AssertionError: `--detect_nvlink_pairs` is set.
+            ValueError: see `validate_active_resources`.
+        """
         args = self.args
         assert not getattr(args, "detect_nvlink_pairs", False), (
             "slurm does not remap visible devices; drop --detect_nvlink_pairs"

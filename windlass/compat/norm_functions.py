@@ -1,7 +1,7 @@
 """Norms of gradients, weights and tensors, clipping by norm, and overflow checks.
 
-If a script passes a model-parallel unit (`mpu`), norms and checks are also reduced over its model-parallel group.
-Without an `mpu`, nothing is reduced over model-parallel ranks.
+If a script passes a model-parallel unit (`mpu`), norms and counts of zeros are reduced over its model-parallel group;
+without an `mpu`, they are not. `CheckOverflow` reduces over all ranks in either case.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """Scale the gradients down if their norm exceeds `max_norm`. Return the norm before clipping.
 
-    Gradients of experts (`allreduce` is False) are combined with those of the other ranks over which experts are
-    spread, if such groups exist. The call is then collective.
+    Norms of experts' gradients (`allreduce` is False) are reduced over the ranks over which experts are spread, if such
+    groups exist. The call is then collective over these ranks.
     """
     own = _as_list(parameters)  # materialize: the argument may be a generator
     norm = _total_norm(_counted_gradients([one for one in own if _spread_of(one) is None], mpu), norm_type, mpu)
@@ -58,7 +58,7 @@ def get_flattened_grad_norm(
     Every rank counts all its buffers, because a flat buffer has no marks of replicated parameters.
 
     Raises:
-        NotImplementedError: a mask is given. A mask is not needed: flat buffers here hold each parameter once.
+        NotImplementedError: a mask is passed. A mask is not needed: flat buffers here hold each parameter once.
     """
     if grad_norm_mask is not None:
         raise NotImplementedError("get_flattened_grad_norm: grad_norm_mask is not built; pass each parameter once")
@@ -201,9 +201,10 @@ class CheckOverflow:
         return self.has_overflow([p for group in param_groups for p in group] if param_groups else self.params)
 
     def check_using_norm(self, norm_group: Iterable[float | torch.Tensor], reduce_overflow: bool = True) -> bool:
-        """Return True if a norm is invalid: on any rank, or with `reduce_overflow=False` on this rank. Collective.
+        """Return True if a norm is invalid on any rank. Collective.
 
-        If there are experts, the ranks over which these are spread always agree.
+        With `reduce_overflow=False`: on any rank of the largest expert-parallel group if there are experts, else on
+        this rank (not collective).
         """
         found = any(is_invalid_grad_norm(norm) for norm in norm_group)
         if reduce_overflow:
@@ -240,7 +241,7 @@ def _counted_parameters(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
     """Return the parameters that this rank counts.
 
     Only the first rank of a model-parallel group counts replicated parameters. Only the owning stage counts a parameter
-    that lies on several stages.
+    that several stages hold.
     """
     first = bwc_tensor_model_parallel_rank(mpu) == 0
     return [
@@ -255,7 +256,10 @@ def _counted_gradients(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
 
 
 def _spread_of(parameter: torch.Tensor) -> str | None:
-    """Return the name of the group over which this expert's layer is spread; None for a dense parameter."""
+    """Return the name of the group over which this expert's layer is spread.
+
+    None for a dense parameter, or if there are no expert-parallel groups.
+    """
     if getattr(parameter, "allreduce", True):
         return None
     known = _get_expert_parallel_group_dict()

@@ -16,7 +16,10 @@ enable_nvtx = True
 
 
 def instrument_w_nvtx(func: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Wrap `func` in a profiler range of its name. Under torch.compile, call `func` without a range."""
+    """Wrap `func` in a profiler range of its name.
+
+    Calls under torch.compile, or while `enable_nvtx` is False, have no range.
+    """
 
     @functools.wraps(func)
     def named(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:

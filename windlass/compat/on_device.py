@@ -1,4 +1,4 @@
-"""Context manager OnDevice: constructs modules with their tensors on a given device and in a given dtype."""
+"""Context manager OnDevice: constructs modules with their tensors on one device and in one dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Module `deepspeed.ops.op_builder`: builders that return windlass's precompiled native code, or raise."""
+"""Module `deepspeed.ops.op_builder`: builders whose `load` returns windlass's or torch's code for an op, or raises."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def find_builder(class_name: str) -> type[OpBuilder]:
 
 
 def check_compatible_ops(names: Sequence[str] = tuple(ALL_BUILDERS)) -> dict[str, bool]:
-    """Return whether each op is available here, by op name."""
+    """Return a dict from op name to True if the op is available here, else False."""
     return {ALL_BUILDERS[name].NAME: ALL_BUILDERS[name]().is_compatible() for name in names}
 
 

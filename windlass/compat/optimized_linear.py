@@ -30,7 +30,7 @@ class LoRAConfig:
         base_weight_sharding: has no effect: `zero_optimization.stage` 3 shards the base over all ranks.
         offload, offload_ratio: refused; `zero_optimization.offload_param` keeps shards in host memory.
         delay_lora_init: has no effect: adapters exist from the start.
-        target_mods: has no effect: `Init` adapts every linear layer that is made in it.
+        target_mods: has no effect: `Init` adapts every linear layer that is constructed in it.
     """
 
     lora_r: int = 64
@@ -70,7 +70,7 @@ class QuantizationConfig:
 
 
 class QuantizedParameterError(ModelError, ValueError):
-    """The arguments of a `QuantizedParameter` contradict each other."""
+    """Invalid arguments of a `QuantizedParameter`."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,9 @@ class LoRAOptimizedLinear(nn.Module):
 
     Args:
         base: layer to freeze and adapt; None: a new layer.
+
+    Raises:
+        ConfigError: `lora_config` sets `offload` or `offload_ratio`.
     """
 
     def __init__(
@@ -258,7 +261,11 @@ def _rename_plain_weights(module: nn.Module, state_dict: dict[str, Any], prefix:
 
 
 class OptimizedLinear(nn.Module):
-    """Constructor of a linear layer: plain, packed (`quantization_config`), or frozen with adapters (`lora_config`)."""
+    """Constructor of a linear layer: plain, packed (`quantization_config`), or frozen with adapters (`lora_config`).
+
+    Raises:
+        ConfigError: a configuration is not a dataclass instance, or see `LoRAOptimizedLinear`.
+    """
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -285,10 +292,11 @@ class OptimizedLinear(nn.Module):
 
 
 class OptimizedLinearInit:
-    """Context in which `torch.nn.Linear(...)` makes an `OptimizedLinear`, in torch's default dtype (strict mode: bf16).
+    """Context in which `torch.nn.Linear(...)` constructs an `OptimizedLinear`, in torch's default dtype (strict mode:
+    bf16).
 
-    A model that transformers' `from_pretrained` or `from_config` returns has such layers instead of its own, with
-    the values that were loaded; with adapters, all of its other parameters are frozen.
+    transformers' `from_pretrained` and `from_config` load a model with plain layers and replace them by such layers,
+    which keep the loaded values. With adapters, all other parameters of the model are frozen.
     """
 
     def __init__(self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None) -> None:
@@ -342,8 +350,10 @@ def adapt_linear_layers(
     quantization_config: QuantizationConfig | None,
     linear_cls: type[nn.Linear] = nn.Linear,
 ) -> None:
-    """Replace the layers of class `linear_cls` of a model by optimized ones with their values, in place. Collective for
-    a model that is sharded."""
+    """Replace the layers of class `linear_cls` of a model by optimized layers with the same values, in place.
+
+    Collective if weights are quantized and the model is sharded.
+    """
     made: dict[nn.Module, nn.Module] = {}
     for name, linear in list(model.named_modules(remove_duplicate=False)):
         if type(linear) is not linear_cls:
@@ -375,7 +385,7 @@ def _temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def init_lora(model: nn.Module) -> None:
-    """Freeze all parameters of a model but the adapters."""
+    """Freeze all parameters of a model except the adapters."""
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, LoRAOptimizedLinear):

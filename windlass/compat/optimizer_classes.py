@@ -1,8 +1,8 @@
 """DeepSpeed's optimizer classes, for `isinstance` checks on an engine's optimizer.
 
-`initialize` creates a `ShardedOptimizer` at every stage and precision. Scripts check the class to learn the stage, or
-the attribute that holds the master weights. Therefore each class here accepts only optimizers of its own kind as
-instances.
+`initialize` creates a `ShardedOptimizer` at every stage and precision. Scripts check the class to find out the stage,
+or the name of the attribute with the master weights. Therefore `isinstance` is True for each class here only with
+optimizers of its kind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 class BasicOptimizer(ShardedOptimizer):
     """Optimizer of stage 0 in fp32, where DeepSpeed returns the script's own object.
 
-    It reports that object's class as its own and compares equal to the object, but behaves as a `ShardedOptimizer`.
+    Its `__class__` is the class of that object, or DeepSpeed's class for an optimizer that the configuration names. It
+    compares equal to the wrapped optimizer, but behaves as a `ShardedOptimizer`.
     """
 
     passes_for: type[torch.optim.Optimizer]
@@ -78,7 +79,7 @@ def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) 
 
 
 class _OptimizerKindMeta(type):
-    """Metaclass whose instances are optimizers with one of the class's `kinds`."""
+    """Metaclass of classes for which `isinstance` is True with an optimizer of one of the class's `kinds`."""
 
     kinds: tuple[str, ...]
 

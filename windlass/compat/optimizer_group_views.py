@@ -16,7 +16,7 @@ from windlass.compat.tensor_fragment_api import safe_get_full_grad, safe_get_loc
 from windlass.zero import parameter_registry
 from windlass.zero.access import shard_values
 
-# Name of the optimizer's attribute for each stage; stage 0 has none.
+# Name of the optimizer's attribute with the master weights at each stage; stage 0 has none.
 MASTER_ATTRIBUTES = {
     1: "single_partition_of_fp32_groups",
     2: "single_partition_of_fp32_groups",
@@ -66,7 +66,8 @@ class ParameterGroups(_ByGroup[list[torch.nn.Parameter]]):
 class MasterWeightGroups(_ByGroup[torch.Tensor]):
     """Master weights of each group: one flat tensor `[elements of this rank]`, whichever tier holds them.
 
-    The tensor is a view if the group has a single parameter and its master weights are on the device, else a copy.
+    The tensor is a copy if parts of several parameters are joined, or if the master weights are on NVMe or updated in
+    several chunks; else a view.
     """
 
     def _view(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
@@ -106,7 +107,9 @@ class LocalStates(Mapping[str, torch.Tensor]):
 
 
 class TrainedStates(defaultdict[Any, Any]):
-    """Attribute `state` of the optimizer that an engine's optimizer wraps: empty, because the engine holds the states.
+    """Attribute `state` of an engine's optimizer and of the optimizer that it wraps.
+
+    It has no items for trained parameters, because the engine holds their states.
 
     `state[key]` returns the `LocalStates` if the key is a parameter that an engine trains, or a flat tensor of
     `MasterWeightGroups`. Any other key works as in torch.
@@ -229,7 +232,7 @@ class HostGradients(Mapping[int, torch.Tensor]):
 def norms_of_groups(optimizer: Any) -> list[torch.Tensor]:
     """Return the norm of each group's reduced gradient, including the loss scale.
 
-    Collective: full gradients are gathered one by one.
+    Collective: full gradients are gathered one parameter at a time.
     """
     norms = []
     for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
 """Module `deepspeed.utils.groups`: process groups of each kind of parallelism, for the most recently built engine.
 
-A query is answered by the script's model-parallel unit (`mpu`) if the unit has the method, and else from the engine's
-mesh. Before there is an engine, all ranks are data ranks: sizes of other axes are 1, ranks in them are 0, and their
-groups raise an error.
+A query calls the method of the script's model-parallel unit (`mpu`) if it exists; otherwise it uses the engine's mesh.
+Before there is an engine, all ranks are data ranks: sizes of other axes are 1, ranks in them are 0, and queries for
+their groups raise an error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _ask_mpu(*names: str) -> Any:
 
 
 def _size_of(from_mpu: Any, group: RankGroup | None) -> int:
-    """Return the mpu's answer, else the size of the engine's group; 1 without either."""
+    """Return the mpu's size, else the size of the engine's group; 1 without either."""
     return int(from_mpu if from_mpu is not None else group.size if group is not None else 1)
 
 
@@ -176,12 +176,12 @@ _overrides: dict[str, int] = {}
 
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    """Override the tensor-parallel size that this module returns."""
+    """Override the tensor-parallel and model-parallel size that this module returns."""
     _overrides["world_size"] = world_size
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
-    """Override the tensor-parallel rank that this module returns."""
+    """Override the tensor-parallel and model-parallel rank that this module returns."""
     _overrides["rank"] = rank
 
 
@@ -191,7 +191,7 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of ranks that share a tensor."""
+    """Return the number of ranks in the tensor-parallel group."""
     answer = _ask_mpu("tensor_model_parallel_world_size", "model_parallel_world_size")
     return _overrides.get("world_size") or _size_of(answer, _tensor_group())
 
@@ -202,13 +202,13 @@ def get_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index among the ranks that share a tensor."""
+    """Return this rank's index in its tensor-parallel group."""
     answer = _ask_mpu("tensor_model_parallel_rank", "model_parallel_rank")
     return _overrides["rank"] if "rank" in _overrides else _rank_in(answer, _tensor_group())
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank of the first rank that shares a tensor with this one."""
+    """Return the first global rank of this rank's tensor-parallel group, which is assumed to have consecutive ranks."""
     size = get_tensor_model_parallel_world_size()
     return dist.get_rank() // size * size
 
@@ -260,9 +260,9 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def _sequence_data_methods(what: str) -> tuple[str, ...]:
-    """Return the mpu's method names for the data ranks along all axes, in order of preference.
+    """Return the names of the mpu's methods for the ranks over which gradients are reduced, in order of preference.
 
-    An mpu without sequence parallelism has only `data_parallel` methods for them.
+    An mpu without sequence parallelism has only `data_parallel` methods for these ranks.
     """
     own = f"sequence_data_parallel_{what}"
     return (own,) if hasattr(_current_mpu(), "get_sequence_parallel_world_size") else (own, f"data_parallel_{what}")
@@ -283,21 +283,21 @@ def _zero_param_parallel_is_initialized() -> bool:
 
 
 def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    """Return the number of ranks that share a tensor, by any of the method names that mpus have used."""
+    """Return the number of tensor-parallel ranks, by any of the method names that mpus have used."""
     return int(
         _call_first_method(mpu, ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size"), 1, "model")
     )
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """Return this rank's index among the ranks that share a tensor."""
+    """Return this rank's index in its tensor-parallel group; 0 without one."""
     return int(
         _call_first_method(mpu, ("get_tensor_model_parallel_rank", "get_slice_parallel_rank"), 0, "model", "rank")
     )
 
 
 def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    """Return the group of ranks that share a tensor; None without one."""
+    """Return the tensor-parallel group; None without one."""
     return _call_first_method(
         mpu, ("get_tensor_model_parallel_group", "get_slice_parallel_group"), None, "model", "group"
     )

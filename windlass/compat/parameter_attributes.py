@@ -59,7 +59,7 @@ def install_parameter_attributes() -> None:
 
 
 def enable_state_dict_stubs(model: ShardedModel) -> None:
-    """Make `state_dict()` return stubs for the sharded parameters of `model`; it raises for other models."""
+    """Make `state_dict()` return stubs for sharded parameters of `model`. For other models, `state_dict()` raises."""
     _stub_models.add(model)
 
 
@@ -239,7 +239,7 @@ def _partition(parameter: nn.Parameter) -> Callable[..., None]:
     ) -> None:
         """Reshard parameters that `all_gather` unsharded.
 
-        With `has_been_updated`, rank 0's values are kept. Collective.
+        With `has_been_updated`, all ranks get rank 0's values; otherwise changes are discarded. Collective.
         """
         for one in [parameter] if param_list is None else list(param_list):
             context = _gathered_contexts.pop(id(one), None)
@@ -318,7 +318,7 @@ _STAGE_3_ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-# Attributes at any stage: fp32 values, optimizer states and gradients of a 16-bit parameter.
+# Attributes at any stage: master weight, optimizer states and gradient of a parameter of an engine.
 
 
 def _full_hp(parameter: nn.Parameter) -> Callable[..., Any]:

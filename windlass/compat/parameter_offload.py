@@ -36,7 +36,7 @@ class NoopParameterCoordinator:
 
 
 class ParameterOffload:
-    """Object at `engine.optimizer.parameter_offload`, or at `engine.optimizer` itself without an optimizer.
+    """Object at `engine.optimizer.parameter_offload`, or at `engine.optimizer` if the engine has no optimizer.
 
     It has the model, the coordinator, and hooks that can be removed and restored.
 

@@ -2,11 +2,12 @@
 
 [Note: padded parts] DeepSpeed divides every parameter separately: of `n` elements on `r` ranks, rank `i` has
 `ceil(n / r)` elements from `i * ceil(n / r)` on, and zeros follow the last element. windlass divides units of several
-parameters, so such a part may lie on other ranks. A `PaddedShard` therefore holds no values. Its shape, dtype and
-device are read without communication. Reading its values gathers the parameter, and writing them exchanges the parts of
-all ranks and sets the parameter and its master weights. Both are collective: all ranks make the same access to the
-same parameter. A rank that makes another call raises (see `CollectiveScheduler.sync`). Parameters constructed under
-`zero.Init` are divided like this until `initialize`, so each rank reads and writes its parts independently.
+parameters, so other ranks may hold the values of this part. A `PaddedShard` therefore holds no values. Its shape, dtype
+and device are read without communication. Reading its values gathers the parameter, and writing them exchanges the
+parts of all ranks and sets the parameter and its master weights. Both are collective: all ranks make the same access to
+the same parameter. A rank that makes another call raises (see `CollectiveScheduler.sync`). Until `initialize`,
+parameters constructed under `zero.Init` are divided as in DeepSpeed, so each rank reads and writes its parts without
+communication (parameters that are not in row-major order: reads gather, writes raise).
 """
 
 from __future__ import annotations
@@ -188,7 +189,10 @@ def read_full_value(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _read_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a new tensor with the values of this rank's part. Collective after `initialize`."""
+    """Return a new tensor with the values of this rank's part.
+
+    Collective, except before `initialize` for a parameter in row-major order.
+    """
     init_shard = initial_shard.find(parameter)
     if init_shard is not None and init_shard.row_major:
         return _padded(init_shard.shard, padded_numel(parameter))
@@ -202,6 +206,7 @@ def _write_part(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
     Raises:
         ModelError: the number of elements differs.
+        NotBuiltError: before `initialize`, the parameter is not in row-major order.
     """
     size, group, init_shard = padded_numel(parameter), shard_group(parameter), initial_shard.find(parameter)
     if values.numel() != size:

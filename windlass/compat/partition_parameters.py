@@ -32,7 +32,7 @@ _orig_torch_randn = torch.randn
 zero_init_context: list[Any] = []
 
 partitioned_param_data_shape = [0]
-"""Shape of a sharded parameter's data in DeepSpeed, and in strict mode. Else a sharded parameter keeps its shape."""
+"""Shape of a sharded parameter's data in DeepSpeed, and in strict mode. Otherwise it keeps its full shape."""
 
 
 class MultipleAllGatherHandles:
@@ -58,7 +58,7 @@ def _contradicting_single_rank_pg_error(
 ) -> str | None:
     """Return an error message if the launcher started several ranks but the default group has one; None otherwise.
 
-    Without this check, `zero.Init` called before `init_distributed` would keep the whole model on every rank.
+    For scripts that call DeepSpeed's check: windlass's `Init` does not call this function.
     """
     given = (os.environ if env is None else env).get("WORLD_SIZE")
     world = int(given) if given is not None and given.strip().isdecimal() else 1
@@ -84,12 +84,12 @@ _INIT_SIGNATURE = signature(zero.Init.__init__)
 class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
     """Context `windlass.zero.Init` that accepts every configuration that `deepspeed.initialize` accepts.
 
-    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given. In strict mode without a
-    configuration, the dtype is fp16, or bf16 if the device does not support fp16. Parameters have DeepSpeed's
-    attributes, on a single rank too. An `mpu` is accepted if its ranks all hold the same parameters;
+    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is passed. In strict mode without a
+    configuration and a module, the dtype is fp16, or bf16 if the device does not support fp16. Parameters have
+    DeepSpeed's attributes, on a single rank too. An `mpu` is accepted if its ranks all hold the same parameters;
     `sequence_data_parallel_group` means `data_parallel_group`. With `memory_efficient_linear: true` in the
     configuration (without a configuration: `mem_efficient_linear=True`), entering the context replaces torch's linear
-    function.
+    function; in strict mode, true is the default of both.
     """
 
     shards_alone = shards_nested = True

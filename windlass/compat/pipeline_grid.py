@@ -24,7 +24,7 @@ class PipelineParallelGrid:
     Args:
         topology: topology with axes among pipe, data and model. Default: pipe x data, to which the prime factors of the
             world size are assigned in turn.
-        process_group: group of these ranks; all ranks by default.
+        process_group: group of the topology's ranks; all ranks by default.
 
     Raises:
         ConfigError: the product of the axes is not the number of ranks.

@@ -89,7 +89,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return all ranks in groups that differ only along `axis`; an empty list if the axis does not exist."""
+        """Return all groups of ranks that differ only along `axis`; an empty list if the axis does not exist."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -99,7 +99,7 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **places: int) -> list[int]:
-        """Return the ranks at these coordinates of the named axes, in ascending order.
+        """Return the ranks at these coordinates of the named axes, in ascending order; [] if one is out of range.
 
         Raises:
             ValueError: an axis does not exist.
@@ -138,7 +138,7 @@ class PipeDataParallelTopology(ProcessTopology):
 class PipeModelDataParallelTopology(ProcessTopology):
     """Topology of stages, data-parallel copies, and ranks over which a stage's matrices are sharded.
 
-    The ranks that share a stage's matrices are neighbours.
+    Ranks over which the same matrices are sharded are neighbours.
     """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:

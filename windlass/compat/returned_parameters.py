@@ -1,7 +1,8 @@
 """Parameters that a module returns, which the calling module then uses: DeepSpeed's external parameters.
 
-windlass gathers them without this. Scripts read `module.ds_external_parameters()` and `parameter.is_external_param`,
-so the first forward of an engine at stage 3 records them. Later forwards have no hooks.
+windlass gathers these parameters without a record. Scripts read `module.ds_external_parameters()` and
+`parameter.is_external_param`, so the first forward of an engine at stage 3 records them, unless the module is compiled.
+Later forwards have no hooks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names at the root of `deepspeed` that come from elsewhere: Python, torch, `packaging` and `typing`."""
+"""Names at the root of `deepspeed`: modules of Python, torch and `packaging`, the version, and constants."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ def copy_to_device(item: Any, device: Any, criterion_func: TensorPredicate) -> A
 
 
 def move_to_device(item: Any, device: Any, criterion_func: TensorPredicate | None = None) -> Any:
-    """Return `item` with its tensors on `device`.
+    """Return `item`, in which tensors in nested lists, tuples and dicts are moved to `device`.
 
-    Tensors that meet the criterion are moved in place and keep their identity. Without a criterion, all tensors are
-    new. Objects that have no `to` are unchanged.
+    With a criterion, only tensors that meet it are moved, in place. Without a criterion, each object that has a method
+    `to` is replaced by `to(device)`.
     """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
@@ -158,7 +158,7 @@ def get_only_unique_item(items: Collection[Item]) -> Item:
 
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """Return the parameters that stage 3 has not gathered."""
+    """Return the parameters that are sharded at the moment."""
     from windlass.zero.core.sharded_parameter import ShardedParameter
 
     return [param for param in param_list if isinstance(param, ShardedParameter)]
@@ -171,7 +171,7 @@ def align_dense_tensors(tensor_list: Sequence[torch.Tensor], alignment: int) -> 
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Return True if a value may be a loss: a scalar tensor that requires grad."""
+    """Return True if a value may be a loss: a tensor of one element that requires grad."""
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
 

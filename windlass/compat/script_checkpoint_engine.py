@@ -57,7 +57,7 @@ class CheckpointEngine(ABC):
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Return True: a file contains the whole storage of each tensor, as in `torch.save`."""
+        """Return True: a file contains the full storage of each tensor, as with `torch.save`."""
         return True
 
 

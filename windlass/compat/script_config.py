@@ -12,7 +12,7 @@ from windlass.optim.muon import muon_groups
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
-    """Return a configuration, given as dict, path or base64, as a dict.
+    """Return a configuration, which is a dict, a path or base64, as a dict.
 
     Raises:
         ConfigError: the argument is none of these, or not JSON. The error is also a ValueError.

@@ -41,7 +41,7 @@ class SequenceAllToAll:
             stream, type, is_fwd: unused; the exchange is not overlapped.
 
         Raises:
-            ConfigError: `handle` or `num_kv_heads` is given.
+            ConfigError: `handle` or `num_kv_heads` is not None.
         """
         if handle is not None or num_kv_heads is not None:
             raise ConfigError(

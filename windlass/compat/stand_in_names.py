@@ -26,11 +26,11 @@ def names_below(module: str) -> frozenset[str]:
 
 
 def is_module(name: str) -> bool:
-    """Return True if a dotted name is a module: other names lie below it, or its target is a whole module."""
+    """Return True if a dotted name is a module: the tables have names below it, or its target is a module."""
     return name in _children or is_whole_module(name)
 
 
 def is_whole_module(name: str) -> bool:
-    """Return True if a name's target is a whole module."""
+    """Return True if a name's target is a module, not an object in a module."""
     entry = STAND_IN_NAMES.get(name)
     return entry is not None and bool(entry.target) and ":" not in entry.target

@@ -10,7 +10,7 @@ from pathlib import Path
 from windlass.base.log import logger
 
 STAND_IN_FOLDER = Path(__file__).parent / "path"
-"""Folder with a minimal package `deepspeed` and the metadata of a distribution of that name."""
+"""Folder with minimal packages `deepspeed` and `mii`, and the metadata of a distribution `deepspeed`."""
 
 
 def stand_in_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -40,12 +40,12 @@ def prepend_stand_in_path() -> None:
 
 
 def is_stand_in_file(file: str | None) -> bool:
-    """Return True if a module's file is in the folder."""
+    """Return True if a module's file is in `STAND_IN_FOLDER`."""
     return file is not None and Path(file).resolve().is_relative_to(STAND_IN_FOLDER.resolve())
 
 
 def log_hidden_deepspeed() -> None:
-    """Log, in one process of a run, that an installed DeepSpeed is hidden by the stand-in."""
+    """Log that the stand-in hides an installed DeepSpeed, unless this or a parent process has logged it."""
     if (real := find_hidden_deepspeed()) is not None and "WINDLASS_STANDS_IN" not in os.environ:
         os.environ["WINDLASS_STANDS_IN"] = "said"
         logger.info(f"windlass stands in for the DeepSpeed that is installed in {real}")

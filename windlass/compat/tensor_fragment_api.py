@@ -91,14 +91,18 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's shard of the reduced gradient, flat, including the loss scale; None if there is none."""
+    """Return this rank's shard of the reduced gradient, flat, including the loss scale; None if there is none.
+
+    Raises:
+        ModelError: the optimizer reduces local gradients itself (1-bit updates), so there is no such shard.
+    """
     return shard_values.local_grad(param) if _is_trained(param) else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's shard of the optimizer state `optim_state_key`; None if the state does not exist.
 
-    The shard is empty if other ranks hold the whole parameter.
+    The shard is empty if other ranks hold all elements of the parameter.
     """
     if not _is_trained(param):
         return None

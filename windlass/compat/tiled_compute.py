@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError
-from windlass.parallel.sequence.tiled_function import ReplayContext, Tiling, run_tiled
+from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 
 
 def sequence_tiled_compute(
@@ -24,7 +24,7 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """Compute `fn` on `shards` parts of a sequence, one after another, and recompute them in the backward.
+    """Compute `fn` on at most `shards` parts of a sequence, one at a time, and recompute them in the backward.
 
     Args:
         fn: called with the keywords of both dicts.
@@ -32,8 +32,8 @@ def sequence_tiled_compute(
         kwargs_to_shard: tensors `[samples, tokens, ...]`; each call gets a part of the tokens.
         kwargs_to_pass: arguments that each call gets unchanged.
         grad_requiring_tensor_key: the key of `kwargs_to_shard` whose tensor gets a gradient.
-        compute_params: parameters that `fn` uses; parameters that are not listed get no gradients. None: all that it
-            uses, found by one more forward of the first part.
+        compute_params: parameters that `fn` uses; parameters that are not listed get no gradients. None: those of
+            the modules among `kwargs_to_pass`, and of `fn` if it is a module or a method of one.
         output_unshard_dimension: dimension along which the outputs are concatenated; 0: each output is a scalar, and
             the scalars are stacked.
         output_reduction: reduction of the concatenated outputs: "mean", "sum" or None.
@@ -59,7 +59,9 @@ def sequence_tiled_compute(
         tensor if name == grad_requiring_tensor_key else tensor.detach() for name, tensor in kwargs_to_shard.items()
     ]
     tiling = Tiling(of_part, -(-seqlen // shards), dim=1, out_dim=output_unshard_dimension, preserve_rng_state=True)
-    output = run_tiled(tiling, tensors, _trained_parameters(tiling, tensors, compute_params))
+    owner = getattr(fn, "__self__", None)
+    parameters = _trained_parameters(compute_params, fn, owner, *kwargs_to_pass.values())
+    output = run_tiled(tiling, tensors, parameters)
     return output if output_reduction is None else getattr(output, output_reduction)()
 
 
@@ -110,12 +112,11 @@ class TiledMLP:
         Args:
             compute_params: parameters that `fn` uses; None: the parameters of `self`.
         """
-        parameters = list(self.parameters()) if compute_params is None else list(compute_params)
         along = x.dim() - 2
         tiling = Tiling(
             partial(fn, self), -(-x.shape[along] // shards), dim=along, out_dim=along, preserve_rng_state=True
         )
-        return run_tiled(tiling, [x], [p for p in parameters if p.requires_grad])
+        return run_tiled(tiling, [x], _trained_parameters(compute_params, self))
 
 
 class TiledFusedLogitsLoss:
@@ -138,7 +139,7 @@ class TiledFusedLogitsLoss:
             x: hidden states `[samples, tokens, features]`.
             y: labels `[samples, tokens]`.
             mask: `[samples, tokens, ...]` or None.
-            compute_params: as in `sequence_tiled_compute`.
+            compute_params: parameters that `fn` uses; None: the parameters of `self`.
 
         Raises:
             ConfigError: the reduction is unknown, or the samples or tokens of the tensors differ.
@@ -156,26 +157,13 @@ class TiledFusedLogitsLoss:
             return fn(self, *parts)
 
         tiling = Tiling(of_part, size, sums_outputs=True, preserve_rng_state=True)
-        total = run_tiled(tiling, flat, _trained_parameters(tiling, flat, compute_params))
+        total = run_tiled(tiling, flat, _trained_parameters(compute_params, fn, self))
         return total if output_reduction == "sum" else total / -(-flat[0].shape[0] // size)
 
 
-def _trained_parameters(
-    tiling: Tiling, inputs: Sequence[torch.Tensor], stated: Sequence[torch.Tensor] | None
-) -> list[torch.Tensor]:
-    """Return the parameters that get gradients: the stated ones, or all leaves in the graph of the first part."""
-    if stated is not None or not torch.is_grad_enabled():
-        return [parameter for parameter in stated or () if parameter.requires_grad]
-    with ReplayContext(inputs[0].device, preserve_rng_state=True).replay():
-        output = tiling.function(*(tiling.tile(one.detach(), 0) for one in inputs))
-    leaves: dict[int, torch.Tensor] = {}
-    nodes = [output.grad_fn] if output.grad_fn is not None else []
-    seen = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        more = [following for following, _ in node.next_functions if following is not None and following not in seen]
-        seen.update(more)
-        nodes += more
-    return list(leaves.values())
+def _trained_parameters(stated: Sequence[torch.Tensor] | None, *holders: Any) -> list[torch.Tensor]:
+    """Return the parameters that get gradients: the stated ones, or those of the modules among `holders`."""
+    if stated is None:
+        modules = [one for one in holders if isinstance(one, nn.Module)]
+        stated = list({id(parameter): parameter for one in modules for parameter in one.parameters()}.values())
+    return [parameter for parameter in stated if parameter.requires_grad]

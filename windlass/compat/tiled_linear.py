@@ -69,7 +69,11 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        """Return the sums of the rows of tiles, concatenated along the last dimension."""
+        """Return the sums of the rows of tiles, concatenated along the last dimension if `combine_out_splits` is set.
+
+        Raises:
+            TileError: the input is already split, but not into `in_splits` tensors.
+        """
         if self.in_splits == 1:
             inputs: Sequence[Any] = [input_]
         elif self.input_is_already_split:

@@ -1,12 +1,11 @@
-"""Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects or reads otherwise.
+"""Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects or interprets differently.
 
 Changes are logged as warnings, except the removal of keys without effect, and DeepSpeed's default weight decay.
 
 DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`, `autotuning`,
 `flops_profiler`, `activation_checkpointing`, `eigenvalue`, `quantize_training`, `optimizer` and `scheduler`, except in
 the `params` of the last two, which are arguments. In its other sections an unknown key is an error, as in windlass. If
-two keys contradict each other, DeepSpeed ignores one of them. Some keys concern only parallelism that a run does not
-use, and are removed.
+two keys contradict each other, DeepSpeed ignores one of them. Keys without effect on results are removed.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _is_ignored_key(path: str) -> bool:
 
 
 def _meaningless_keys(section: Any) -> dict[str, str]:
-    """Return the keys of `zero_optimization` that DeepSpeed accepts without effect, with the reason."""
+    """Return the keys of `zero_optimization` whose values windlass ignores, with the reason."""
     if not isinstance(section, dict):
         return {}
     found = {
@@ -106,7 +105,7 @@ def _unknown_warmup(scheduler: Any) -> dict[str, str]:
 
 
 def _implicit_weight_decay(optimizer: Any) -> float | None:
-    """Return DeepSpeed's default weight decay for Adam, if none is given and windlass's default differs.
+    """Return DeepSpeed's default weight decay for Adam, if the key is missing and windlass's default differs.
 
     DeepSpeed's default is 0, except with `torch_adam`, where torch's AdamW uses 0.01.
     """

@@ -54,12 +54,16 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 
 def record_tp_model_init_args(tp_size: int, dtype: torch.dtype, tp_group: Any, dist_module: Any) -> None:
-    """Store the arguments of `tp_model_init` for the model that `initialize` receives next."""
+    """Store the arguments of `tp_model_init` for the model that `initialize` receives next.
+
+    Raises:
+        ConfigError: the size is not positive, or the group has other ranks.
+    """
     _arguments_for_next_model[:] = [_checked_arguments(tp_size, dtype, tp_group)]
 
 
 def merge_tp_model_init_into_config(config_dict: dict[str, Any], mpu: Any, mesh_param: Any, dist_module: Any) -> None:
-    """Merge the arguments of `record_tp_model_init_args` into a configuration.
+    """Merge the arguments of `record_tp_model_init_args` into a configuration, in place.
 
     Raises:
         ConfigError: the configuration contradicts the arguments.
@@ -73,7 +77,9 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def config_with_tp_arguments(model: nn.Module, source: Any) -> Any:
-    """Return the configuration with the arguments stored for `model` merged in, or the source itself if there are none.
+    """Return the configuration with the arguments stored for `model`, or else for the next model, merged in.
+
+    Return the source itself if there are none.
 
     Raises:
         ConfigError: the configuration contradicts the arguments.
@@ -91,8 +97,8 @@ def config_with_tp_arguments(model: nn.Module, source: Any) -> Any:
 def count_batch_by_data_ranks(source: Any) -> Any:
     """Return a configuration whose `train_batch_size` counts data-loading ranks only.
 
-    DeepSpeed's AutoTP counts all ranks, including those that share matrices and therefore samples. A script's value is
-    thus larger by the factor `autotp_size`.
+    DeepSpeed's AutoTP counts all ranks, also the tensor-parallel ranks that process the same samples. A script's value
+    is thus larger by the factor `autotp_size`. A value that this factor does not divide is returned unchanged.
     """
     data = source if isinstance(source, dict) else read_source(source).data
     section, train = data.get("tensor_parallel"), data.get("train_batch_size")

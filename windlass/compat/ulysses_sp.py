@@ -31,7 +31,7 @@ class SequenceParallelGroups:
 
     Args:
         size: number of ranks along sp.
-        only_training: in eval mode every rank computes whole sequences.
+        only_training: shard sequences in train mode only; in eval mode every rank computes full sequences.
 
     Raises:
         ConfigError: `size` does not divide the number of ranks.
@@ -110,7 +110,7 @@ class UlyssesSPAttentionHF:
                 other effect: torch's kernels compute the attention.
             sequence_parallel_size: number of ranks along sp.
             micro_batch_size, seq_length, seq_length_is_variable, max_length: ignored; any length works.
-            disable_in_eval: in eval mode every rank computes whole sequences.
+            disable_in_eval: do not shard sequences in eval mode; every rank then computes full sequences.
 
         Raises:
             ConfigError: the size does not divide the number of ranks, or the implementation is "eager".
@@ -207,7 +207,7 @@ class UlyssesSPDataLoaderAdapter:
         return found
 
     def _shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a whole batch."""
+        """Return this rank's part of a full batch. Changes `batch`."""
         samples, length = batch["input_ids"].shape[:2]
         if length < self.sp_world_size:
             raise DataError(

@@ -62,7 +62,11 @@ class Timer:
         self._records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the milliseconds of all records, including a running interval. A running timer is restarted."""
+        """Return the milliseconds of all records, including a running interval. A running timer is restarted.
+
+        Args:
+            reset: delete the records; False: keep them, with the running interval as a record.
+        """
         running = self.started_
         if running:
             self.stop()
@@ -182,6 +186,7 @@ class ThroughputTimer:
         batch_size: samples of a step over all ranks.
         start_step: number of initial steps to exclude.
         steps_per_output: number of steps between reports; None: never report.
+        monitor_memory: has no effect: every report includes the device memory.
     """
 
     def __init__(

@@ -58,7 +58,9 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in `named_modules`. Return the modules found and the names not found.
+    """Mark (or unmark, `flag` False) modules by their names in `named_modules`.
+
+    Return the modules found and the names not found.
 
     Raises:
         ValueError: a name is not found, and `raise_if_not_found` is set.
@@ -72,7 +74,9 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by suffixes of their names in `named_modules`. Return the modules found and the suffixes not found.
+    """Mark (or unmark, `flag` False) modules by suffixes of their names in `named_modules`.
+
+    Return the modules found and the suffixes not found.
 
     Raises:
         ValueError: a suffix is not found, and `raise_if_not_found` is set.

@@ -1,8 +1,9 @@
 """Module `deepspeed.runtime.zero.linear`: the linear function that DeepSpeed substitutes for torch's at stage 3.
 
-windlass does not need it, because autograd never saves a sharded weight. It replaces `torch.nn.functional.linear` only
-if the configuration has `memory_efficient_linear: true`; in strict mode, as in DeepSpeed, that is the default. As in
-DeepSpeed, the function stays replaced for the rest of the process.
+windlass does not need this function, because autograd never saves a sharded weight. windlass replaces
+`torch.nn.functional.linear` only if the configuration has `memory_efficient_linear: true`, or `Init` without a
+configuration gets `mem_efficient_linear=True`; in strict mode, as in DeepSpeed, these are the defaults. The function
+then stays replaced for the rest of the process, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 class InsertPostInitMethodToModuleSubClasses:
-    """Base class of `zero.Init`.
+    """Base class of `deepspeed.zero.Init`.
 
     Attributes:
         linear_bk: torch's linear function before the replacement; absent until `replace_linear` is called.

@@ -43,11 +43,11 @@ def logits_divergence(
     al. 2015, https://arxiv.org/abs/1503.02531).
 
     With `TopProbabilities` the other classes of a position count as one class, so that the divergence is at most that
-    of whole distributions, and equal to it if `k` is the number of classes.
+    of the full distributions, and equal to it if `k` is the number of classes.
 
     Args:
-        student, teacher: logits `[..., classes]`; computed in float32. Classes that the first distribution excludes by
-            -inf add nothing.
+        student, teacher: logits `[..., classes]`; computed in float32. Classes with the logit -inf in the first
+            argument of KL add nothing.
         reverse: KL(student, teacher) instead.
         counted: positions that count, `[...]`; None: all.
 
@@ -98,7 +98,7 @@ def mean_of(values: Tensor, counted: Tensor | None) -> Tensor:
 
 def _with_rest(own: Tensor, teacher: TopProbabilities) -> tuple[Tensor, Tensor]:
     """Return two tensors of log-probabilities, of the student and of the teacher: those of the teacher's most probable
-    classes, then one entry for all other classes together.
+    classes, then one entry for all other classes together, if there are any.
     """
     indices, wanted = teacher.indices.to(own.device), teacher.values.to(own.device, torch.float32)
     largest = own.gather(-1, indices)

@@ -34,11 +34,14 @@ def check_compression(model: nn.Module, section: CompressionTraining) -> None:
 
 
 def check_distillation(model: nn.Module, section: DistillationConfig, sp: int) -> None:
-    """Check that a model has a teacher if the configuration has distillation, and that its forward gets whole
-    sequences. Call it before a pipeline moves parts of the model to other ranks.
+    """Check that a model has a teacher if the configuration has distillation, and that its forward gets full sequences;
+    choose the modules to compare. Call it before a pipeline moves parts of the model to other ranks.
+
+    Args:
+        sp: size of the sequence-parallel group.
 
     Raises:
-        ConfigError: the model has no teacher, is a sequence of layers, or its sequences are distributed.
+        ConfigError: the model has no teacher, is a `PipelineSequential`, or `sp` is above 1.
     """
     attached = attached_distillation(model)
     if section.requested_key() is not None and attached is None:
@@ -60,7 +63,7 @@ def check_distillation(model: nn.Module, section: DistillationConfig, sp: int) -
 
 def follow_engine_steps(model: nn.Module, progress: CountsSteps) -> None:
     """Make a prepared model read the step from an engine's counters, so that its schedules continue after a checkpoint
-    is loaded. The model keeps the counters when the engine is destroyed."""
+    is loaded. The model refers to the counters even after the engine is destroyed."""
     clock = compression_clock(model)
     if clock is not None:
         clock.source = lambda: progress.global_steps

@@ -1,4 +1,4 @@
-"""Rounding and masks inside of a trained model, with straight-through gradients, by DeepSpeed's rules.
+"""Rounding and masks during training, with straight-through gradients, by DeepSpeed's rules.
 
 [Note: straight-through] The forward uses rounded weights or masks, the backward passes the gradient on as if nothing
 had been rounded (Bengio et al. 2013, https://arxiv.org/abs/1308.3432).
@@ -27,12 +27,14 @@ def round_straight_through(
     """Return values rounded to few levels, with the gradient of the identity.
 
     Symmetric: `s = 2 max|x| / 2 ** bits`, `round(x / s)` clamped to `[-2 ** (bits - 1), 2 ** (bits - 1) - 1]`, times
-    `s`. Asymmetric: `s = (max - min) / 2 ** bits`, zero point `round(min / s) s`. 2 bits: `-a, 0, a` with the threshold
-    0.7 mean|x|. 1 bit: `sign(x) mean|x|`. The rule applies to each of `groups` slices of the flattened tensor.
+    `s`. Asymmetric: `s = (max - min) / 2 ** bits`, zero point `round(min / s) s`. 2 bits: 0 for magnitudes up to 0.7
+    mean|x|, else `sign(x) a`, where `a` is the mean of the other magnitudes. 1 bit: `sign(x) mean|x|`. The rule applies
+    to each of `groups` slices of the flattened tensor.
 
     Args:
-        noise: generator for stochastic rounding, which rounds up with the probability of the fraction; None: round to
-            nearest.
+        symmetric: no effect with 1 or 2 bits.
+        noise: CPU generator for stochastic rounding, which rounds up with the probability of the fraction; None: round
+            to nearest. No effect with 1 or 2 bits.
 
     Raises:
         ConfigError: the groups do not divide the tensor.
@@ -55,7 +57,8 @@ def rounded_values(
 
 
 def warn_of_unused_rules(bits: int, rules: Mapping[str, str]) -> None:
-    """Log a warning if `bits` is 1 or 2, and `rules`, by configuration key, has rules that only more bits have."""
+    """Log a warning if `bits` is 1 or 2 and `rules`, values by configuration key, has other rules than "symmetric" and
+    "nearest", which have no effect then."""
     named = [f"{key} {value!r}" for key, value in rules.items() if value not in _DEFAULT_RULES]
     if bits in _FEW_LEVELS and named:
         logger.warning("%s: no effect at %s", " and ".join(named), _FEW_LEVELS[bits])

@@ -1,13 +1,14 @@
-"""Choice of a weight format for each layer under limits of bytes, loss and time: a knapsack, solved exactly.
+"""Choice of a weight format for each group of layers under limits of bytes, loss and time: a knapsack.
 
 [Note: format knapsack] The losses of layers are taken to add up, as their bytes and times do. Multipliers of the
 limited resources give a lower bound of the objective (Lagrange). An option's reduced cost is its objective plus
-multiplied resources, above the least of its group. A choice within the limits exceeds the bound by its reduced costs
-plus the multiplied unused resources. So all choices within a given distance of the bound are built group by group: a
-partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or if another
-one is at least as good in the objective and all resources. The distance grows until a choice is found, and the best one
-is the optimum. At most `_MOST_SUMS` partial choices, those of the least reduced costs, are kept for each group. If
-others were dropped, the result may exceed the optimum, by at most its distance from the bound (`FormatChoice.gap`).
+multiplied resources, minus the least such sum of its group. A choice within the limits exceeds the bound by its reduced
+costs plus the multiplied unused resources. So all choices within a given distance of the bound are built group by
+group: a partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or
+if another one is at least as good in the objective and all resources. The distance grows until a choice is found, and
+the best one is the optimum. After each group at most `_MOST_SUMS` partial choices remain, those of the least reduced
+costs. If others were dropped, the result may exceed the optimum, by at most its distance from the bound
+(`FormatChoice.gap`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MOST_SUMS = 50_000
-_FINEST = 1 << 44  # resources that are not integers are counted in units of their limit divided by this
+_FINEST = 1 << 44  # unit of resources that are not integers: their limit or largest sum, divided by this
 _SEARCHES = 60  # golden-section steps for each multiplier
 _GOLDEN = (5**0.5 - 1) / 2
 _GROWTH = 4.0
@@ -48,7 +49,7 @@ class FormatOption:
 
 @dataclass(frozen=True)
 class FormatLimits:
-    """Limits of the sums; None: no limit."""
+    """Limits of the sums over all groups; None: no limit."""
 
     nbytes: int | None = None
     loss: float | None = None
@@ -60,7 +61,7 @@ class UnmetLimitError(ValueError):
 
     Attributes:
         resource: nbytes, loss or seconds.
-        nearest: least possible sum of the resource, within the other limit if there is one.
+        nearest: least sum of the resource, over all choices or over those within the other limits.
         places: a choice with this sum.
     """
 
@@ -85,8 +86,8 @@ class FormatChoice:
 def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimits) -> FormatChoice:
     """Return the best choice of an option for each group; see [Note: format knapsack].
 
-    With a limit of bytes or time, the best choice is that of the least loss within the limits; else that of the fewest
-    bytes within the limit of the loss.
+    With a limit of bytes or time, the best choice is that of the least loss within the limits; otherwise that of the
+    fewest bytes within the limit of the loss.
 
     Raises:
         UnmetLimitError: no choice is within the limits.
@@ -209,8 +210,8 @@ class _Search:
     def _within(
         self, reduced: Sequence[Floats], multipliers: Floats, distance: float
     ) -> tuple[tuple[float, list[int]] | None, bool]:
-        """Return `(objective, choice)` of the best choice within the limits and within a distance of the bound, or
-        None; and False if partial choices were dropped because there were too many."""
+        """Return two values: `(objective, choice)` of the best choice within the limits and within a distance of the
+        bound, or None if there is none; and False if partial choices were dropped because there were too many."""
         kept = [np.flatnonzero(one <= distance) for one in reduced]
         least = np.array([one[:, places].min(1) for one, places in zip(self._resources, kept, strict=True)])
         rest = least[::-1].cumsum(0)[::-1] - least  # least sums of the groups after each one
@@ -241,7 +242,8 @@ class _Search:
 
 
 def _undominated(sums: Integers, costs: Floats) -> Integers:
-    """Return the indices of the partial choices that no other one equals or beats in the cost and in all resources.
+    """Return the indices of the partial choices for which no other one is at least as good in the cost and all
+    resources; of equal choices, one.
 
     Args:
         sums: one or two resources, `[resources, choices]`.

@@ -1,8 +1,8 @@
 """Rounding of trained weights to a weight format, in the forward and at the end.
 
-[Note: trained scales] While weights are trained, the scale of a group with 2 or 3 bits is its root mean square times a
-constant, which minimizes the rounding error of normally distributed weights. The formats' own rule uses the largest
-weight instead: that scale would be too wide, and would jump from one training step to the next.
+[Note: trained scales] While weights are trained, the scale of a group with 2 or 3 bits, without zero points, is its
+root mean square times a constant, which minimizes the rounding error of normally distributed weights. The formats' own
+rule uses the largest weight instead: that scale would be too wide, and would jump from one training step to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEPS = {2: 1.05, 3: 0.60}
 
 
 def format_values(form: WeightFormat, weight: Tensor) -> Tensor:
-    """Return the values of a matrix in a format, float32, without packing; see [Note: trained scales]."""
+    """Return a weight `[rows, ...]` rounded to a format, float32 of the same shape; see [Note: trained scales]."""
     wide = weight.detach().float().flatten(1)
     if not isinstance(form, CodedWeightFormat):
         return form.unpack(form.pack(wide)).float().view(weight.shape)

@@ -18,8 +18,8 @@ _ROUNDS = 5
 
 def measure_product(rows: int, columns: int, name: str, *, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of one product with a matrix `[rows, columns]` in a format, as the inference engine runs it:
-    the minimum over several rounds. At most `_MOST_COPIES` copies are multiplied one after the other, so that a large
-    matrix is read from memory, not from a cache."""
+    the minimum over several rounds. Up to `_MOST_COPIES` copies are multiplied in turn, so that a large matrix is read
+    from memory, not from a cache."""
     form = get_weight_format(name)
     quantizes = name == "int8" or isinstance(form, CodedWeightFormat) and form.bits < 8
     generator = torch.Generator().manual_seed(rows + columns)

@@ -1,4 +1,4 @@
-"""Encoder layers of torch, whose fused evaluation reads the weights of their linear layers as they are stored."""
+"""Exclusion of the fused evaluation of torch's encoder layers, which would read weights as stored, not compressed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHOICES = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (nn.TransformerEncoder, "use_nested_tensor", False),
 )
-_KEPT = "_windlass_fused_encoder"  # attribute of an encoder that keeps the original value
+_KEPT = "_windlass_fused_encoder"  # attribute of an encoder that stores the original value
 
 
 def exclude_fused_encoders(model: nn.Module) -> None:

@@ -106,7 +106,7 @@ def decode_blocks(data: torch.Tensor, kind: BlockType) -> PackedWeight:
     """Return the tensors of `kind.format` for the blocks of a matrix, uint8 `[out_features, bytes of a row]`.
 
     Raises:
-        ModelError: rows are not made of whole blocks, or a code is not a value of the type.
+        ModelError: rows are not multiples of a block, or a code is not a value of the type.
     """
     if data.dim() != 2 or data.shape[1] % kind.nbytes:
         raise ModelError(f"{tuple(data.shape)} bytes are not rows of blocks of {kind.nbytes} of GGUF's {kind.name}")

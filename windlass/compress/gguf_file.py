@@ -1,5 +1,5 @@
-"""GGUF files: export of whole models of the Llama family, and import of tensors. The package `gguf` writes the
-container."""
+"""GGUF files: export of full models of the Llama family, and import of tensors. The package `gguf` writes and
+reads the container."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -> list[str]:
-    """Write a directory of packed weights as a GGUF file, which appears complete or not at all.
+    """Write the model of a directory as a GGUF file, which appears complete or not at all.
 
     Packed layers keep their numbers (see `find_block_type`); the other matrices keep their dtype, vectors become
     float32. Byte-level BPE tokenizers that split text as GPT-2, Llama 3 or Qwen 2 are written; for other tokenizers the
@@ -73,7 +73,7 @@ def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -
 
     Raises:
         ModelError: the package gguf is missing, the model is of another family or has pruned heads, config.json lacks a
-            setting, or a format has no GGUF type.
+            setting, a format or dtype has no GGUF type, or the file cannot be written.
     """
     gguf = import_gguf()
     directory = ModelDirectory(source)
@@ -310,7 +310,7 @@ def _gguf_name(name: str) -> str:
 def _read_data(
     directory: ModelDirectory, name: str, type_name: str, formats: Mapping[str, str], permutes: bool
 ) -> torch.Tensor:
-    """Return the bytes of a tensor, uint8 with one row for each output."""
+    """Return the bytes of a tensor, uint8: one row for each output of a matrix, a single row for a vector."""
     layer = name.rpartition(".")[0]
     if type_name in BLOCK_TYPES:
         form = get_weight_format(formats[layer])

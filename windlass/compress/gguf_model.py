@@ -1,8 +1,9 @@
 """Models of GGUF files: configuration, tensors under the names of transformers, tokenizer.
 
-[Note: GGUF as a directory] `GgufDirectory` is a `ModelDirectory` whose files are one GGUF file. Matrices of Q8_0, Q4_0,
-TQ2_0 and Q1_0 stay packed in the weight format with the same numbers; an embedding table, and matrices of other
-quantized types, become float32. The other tensors get one dtype: that of all plain matrices, or float32.
+[Note: GGUF as a directory] `GgufDirectory` is a `ModelDirectory` that reads one GGUF file. Matrices of Q8_0, Q4_0,
+TQ2_0 and Q1_0 stay packed in the weight format with the same numbers; a quantized embedding table, and matrices of
+other quantized types, become float32. All tensors that are not packed get one dtype: that of the plain matrices if
+these have one dtype and nothing became float32, otherwise float32.
 """
 
 from __future__ import annotations
@@ -267,7 +268,7 @@ def read_gguf_tokenizer(path: str | Path) -> Any:
     Byte-level BPE that splits text as GPT-2, Llama 3 or Qwen 2 is read here; SentencePiece is read by transformers.
 
     Raises:
-        ModelError: the file has no tokenizer, or a tokenizer of another kind.
+        ModelError: the file is damaged, or has no tokenizer, one of another kind, or one that transformers cannot read.
     """
     import transformers
 
@@ -278,7 +279,7 @@ def read_gguf_tokenizer(path: str | Path) -> Any:
             return transformers.AutoTokenizer.from_pretrained(
                 str(Path(path).parent), gguf_file=Path(path).name, trust_remote_code=False
             )
-        except Exception as error:  # transformers, tokenizers and gguf raise exceptions of their own
+        except Exception as error:  # transformers, tokenizers and gguf raise exceptions of various classes
             raise ModelError(
                 f"transformers cannot read the tokenizer of {path}: {one_line(str(error), 200)}; give tokenizer=DIR, a "
                 "directory with tokenizer.json"

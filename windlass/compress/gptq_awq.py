@@ -32,13 +32,17 @@ def find_packed_layers(directory: ModelDirectory) -> list[str]:
 def read_packed_layer(
     directory: ModelDirectory, layer: str, entry: Mapping[str, Any]
 ) -> tuple[str, PackedWeight, set[str]]:
-    """Return the format of a layer, its packed tensors, and the names of the tensors that they were made of.
+    """Return the format of a layer, its packed tensors, and the names of the tensors in the files that they come from.
 
     A layer whose features are ordered by activation (`desc_act`), so that its groups are scattered, has no packed
     form: it is returned as float32, with the same numbers.
 
+    Args:
+        entry: `quantization_config`.
+
     Raises:
-        ModelError: no format has the checkpoint's bits, group size or layout.
+        ModelError: no format has the checkpoint's bits, group size or layout, or a tensor is missing or of another
+            size.
     """
     names = {part: f"{layer}.{part}" for part in _PARTS if f"{layer}.{part}" in directory.places}
     missing = {"qweight", "qzeros", "scales"} - set(names)
@@ -92,9 +96,9 @@ def read_packed_layer(
 
 
 def _layer_settings(entry: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
-    """Return the settings of a layer that differ from those of the model, from GPTQModel's `dynamic`. It maps regular
-    expressions, with or without the prefix `+:`, that match the beginning of layer names to settings. Expressions with
-    the prefix `-:` are for layers that are not packed."""
+    """Return the settings of a layer that differ from those of the model, from GPTQModel's entry `dynamic`,
+    which maps regular expressions to settings. Expressions, with or without the prefix `+:`, match the beginning of a
+    layer's name; those with the prefix `-:` are for layers that are not packed."""
     for pattern, settings in (entry.get("dynamic") or {}).items():
         try:
             matches = re.match(pattern.removeprefix("+:"), layer)

@@ -23,10 +23,11 @@ _LEAST = 1e-4  # lower bound of a scale
 
 def smoothing_scales(largest: Tensor, weights: Sequence[Tensor], strength: float = 0.5) -> Tensor:
     """Return `s_j = max|x_j| ** strength / max|w_j| ** (1 - strength)`, by Xiao et al. 2022
-    (https://arxiv.org/abs/2211.10438): they reduce outliers of the inputs, so that int8 inputs have smaller errors.
+    (https://arxiv.org/abs/2211.10438). The scales reduce outliers of the inputs, so that int8 inputs have smaller
+    errors.
 
     Args:
-        largest: largest magnitude of each input feature.
+        largest: largest magnitude of each input feature, `[in_features]`; the scale of a feature with 0 is 1.
         weights: weights of all layers with this input.
     """
     columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)

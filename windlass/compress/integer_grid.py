@@ -80,7 +80,7 @@ def plain_grid(form: WeightFormat, weight: Tensor, clip: Tensor | float = 1.0) -
         clip: part of each range that the grid covers, a number or `[rows, groups]`; 1: the format's own rounding.
 
     Raises:
-        WeightFormatError: the codes of the format are not integers.
+        WeightFormatError: the codes of the format are not integers, or a scale is outside of the range of float16.
     """
     return _Ranges(form, weight).grid(clip)
 
@@ -187,7 +187,7 @@ def half_quadratic_grid(form: WeightFormat, weight: Tensor, *, steps: int = 20) 
 
     It minimizes `|w - value| ** 0.7` in alternating steps: first `e = shrink(w - value)` separates outliers, then the
     zero point is the mean, and the scale the least-squares fit, of the rest `w - e`. Zero points stay integers, since
-    formats store them as codes. Each group keeps its best step.
+    formats store them as codes; formats without zero points change only the scale. Each group gets its best step.
     """
     columns = weight.shape[1]
     best = plain_grid(form, weight)

@@ -1,7 +1,7 @@
 """Rounding that is learned block by block: each block is distilled from its unquantized weights (LKD).
 
-[Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distills one layer after the other, so that
-memory holds one layer and the states of its distillation. Here the scales of the first rounding stay, and the code of
+[Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distills one layer at a time, so that memory
+holds one layer and the states of its distillation. Here the scales of the first rounding stay, and the code of
 each weight is learned: a number between the neighbouring codes, rounded in the forward, that moves by the sign of its
 gradient (Cheng et al. 2023, SignRound, arXiv:2309.05516). The loss is the squared difference of the block's output.
 """
@@ -27,7 +27,7 @@ from windlass.kernels.coded_formats import IntegerWeightFormat
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
 _REACH = 1.0  # largest distance of a learned code from the unquantized value, in codes
-_EVALUATIONS = 4  # number of evaluations of the loss over all text while codes are learned
+_EVALUATIONS = 4  # approximate number of evaluations of the loss over all text while codes are learned
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class LayerDistillation(PostTraining):
         return packed
 
     def _learn(self, block: CalibratedBlock, targets: Sequence[Tensor], learned: Sequence[_LearnedCodes]) -> None:
-        """Train the codes of a block, and keep those with the least loss over all text."""
+        """Train the codes of a block, and choose those with the least loss over all text of the evaluations."""
         options, generator = self.distillation, torch.Generator().manual_seed(self.distillation.seed)
         rate = 1 / options.steps if options.rate is None else options.rate
         first = least = _mean_loss(block, targets, learned)
@@ -143,7 +143,8 @@ def distil_directory(
     """Write the model of `source` with packed linear layers, whose codes are learned, to `target`.
 
     One block is in memory at a time, in float32, with the text's hidden states before and after it. An interrupted call
-    continues with the first block that is not complete. Formats without integers keep the rounding of `options`.
+    continues with the first block that is not complete. Layers whose format is not an `IntegerWeightFormat`, e.g.
+    `int8`, keep the rounding of `options`.
 
     Args:
         options: rounding that gives the initial codes; None: GPTQ without input scales.
@@ -153,7 +154,7 @@ def distil_directory(
         Sizes, and the loss of each block that this call rounded.
 
     Raises:
-        ConfigError: there is no text, or the method of `options` changes the weights before it rounds them.
+        ConfigError: there is no text, or `options` need no text or change the weights before they are rounded.
     """
     start = options or RoundingOptions("gptq", input_scales=False)
     chosen = distillation or LayerDistillationOptions()
@@ -200,7 +201,7 @@ def _start(
     columns = weight.shape[1]
     steps = grid.spread(torch.where(scale > 0, scale, torch.ones_like(scale)), columns)
     place, codes = weight / steps + grid.spread(zero, columns), coded.codes.float()
-    inside = (place - codes).clamp(-0.45, 0.45)  # so that rounding `learned` first gives the codes of the method
+    inside = (place - codes).clamp(-0.45, 0.45)  # so that `learned` is rounded to the codes of the method at first
     return _LearnedCodes(name, grid, place, (codes + inside).requires_grad_())
 
 

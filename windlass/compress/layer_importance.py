@@ -1,4 +1,4 @@
-"""Importance of whole layers of a model, their removal, and the merging of neighbours.
+"""Importance of a model's layers, their removal, and the merging of neighbours.
 
 [Note: layer importance] Block influence is `1 - mean cos(h, h')` of the hidden states before and after a layer (Men et
 al. 2024, https://arxiv.org/abs/2403.03853). The measured loss is that of the model without the layer. `choose_layers`
@@ -31,7 +31,7 @@ _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def find_layer_list(model: nn.Module) -> str:
-    """Return the name of the list of a model's layers: the longest one whose elements have weights of their own.
+    """Return the name of the list of a model's layers: the longest one whose elements have submodules.
 
     Raises:
         ModelError: the model has no such list.
@@ -136,7 +136,8 @@ def skip_layers(model: nn.Module, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
-    """Remove layers in place, and update the layer numbers stored in modules and the lists of the configuration.
+    """Remove layers in place, and update the layer numbers stored in modules and the counts and lists of the
+    configuration.
 
     Raises:
         ModelError: the computation of the remaining layers depends on their numbers.

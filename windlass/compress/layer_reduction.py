@@ -12,10 +12,11 @@ _WHERE = "compression_training.layer_reduction"
 
 def copy_teacher_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
     """Copy layers of a teacher into a model with fewer: `teacher_layer[i]` under `module_name_prefix` becomes layer
-    `i`, and modules of `other_module_name` are copied whole.
+    `i`, and modules of `other_module_name` are copied with all parameters and buffers.
 
     Raises:
-        ConfigError: a module is missing, or has other parameters than its source.
+        ConfigError: the section lacks a key, its numbers of layers differ, or a module is missing or has other
+            parameters than its source.
     """
     if section.module_name_prefix is None or section.teacher_layer is None:
         raise ConfigError(f"{_WHERE} needs module_name_prefix and teacher_layer; write both")

@@ -2,7 +2,7 @@
 
 [Note: measured sensitivity] One group of layers with a common input is rounded, and the Kullback-Leibler divergence of
 the model's next-token distributions from those of the unquantized model is measured on calibration text. Hidden states
-before each block are kept, so that a measurement runs the model from the group's block on.
+before each block are stored, so that a measurement runs the model from the group's block on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windlass.kernels.weight_format import get_weight_format
 
 _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
 _LIMIT_ROUNDS = 3
-_PASS_SHARE = 0.8  # time of one measurement, relative to a whole forward: half of the blocks, and the divergence
+_PASS_SHARE = 0.8  # time of one measurement, relative to a full forward: half of the blocks, and the divergence
 _MOST_BYTES = 512 << 20  # limit for the log-probabilities of the unquantized model
 _CLIP_STRIDE = 5  # a coarse search of clips, to compare formats; the final rounding searches again
 
@@ -35,7 +35,7 @@ class InputGroup:
 
     Attributes:
         names: names of the layers.
-        block: number of the block that has them; -1: none, so that a measurement runs the whole model.
+        block: number of the block that has them; -1: none, so that a measurement runs the full model.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class InputGroup:
 
 
 def rounded_weight(weight: Tensor, name: str, grid: IntegerGrid | None = None) -> Tensor:
-    """Return a weight rounded to nearest with a searched clip, nearly as `rtn` packs it.
+    """Return a weight as `rtn` rounds it, float32, but with a coarser search of the clip.
 
     Args:
         grid: grid of an earlier search; None: search.
@@ -122,7 +122,8 @@ class SensitivityMeter:
         return sum(batch.numel() for batch in self._batches)
 
     def limit_time(self, formats: int, seconds: float) -> None:
-        """Reduce the number of tokens, so that measuring each group in `formats` formats takes `seconds` in all."""
+        """Reduce the number of tokens, so that measuring each group in `formats` formats takes about `seconds` in
+        all, but to no fewer than 64."""
         for _ in range(_LIMIT_ROUNDS):  # a forward of few tokens takes longer than its share
             needed = _PASS_SHARE * self.seconds * formats * len(self.groups)
             tokens = max(int(self.tokens * seconds / max(needed, 1e-9)), _LEAST_TOKENS)
@@ -153,7 +154,7 @@ class SensitivityMeter:
                 found.append((value, [name]))
             else:
                 known.append(name)
-        # a layer that no token reached is a group of its own
+        # a layer that no token reached is a separate group
         lists = [names for _, names in found] + [[name] for name in self._linear if name not in seen]
         return [InputGroup(tuple(names), self._block_of(names[0])) for names in lists]
 
@@ -217,7 +218,7 @@ class SensitivityMeter:
 
         Args:
             formats: formats of layers by name; None: unquantized.
-            from_block: first block with a rounded layer; -1: run the whole model.
+            from_block: first block with a rounded layer; -1: run the full model.
         """
         with self._rounded(formats), self._from_block(from_block) as set_batch:
             return self._mean_divergence(set_batch)
@@ -234,7 +235,7 @@ class SensitivityMeter:
     def sensitivities(
         self, formats: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[dict[str, float]]:
-        """Return the divergence of each format for each of `groups`."""
+        """Return, for each of `groups`, the divergence by format."""
         found: list[dict[str, float]] = []
         total = len(self.groups) * len(formats)
         for group in self.groups:
@@ -267,7 +268,8 @@ class SensitivityMeter:
 
     @contextmanager
     def _from_block(self, number: int) -> Iterator[Callable[[int], None]]:
-        """Start forwards at a block, with the stored hidden states before it."""
+        """Start forwards at a block, with the stored hidden states before it. Yields a function that selects the batch,
+        by its number."""
         if number < 1:
             yield lambda batch: None
             return

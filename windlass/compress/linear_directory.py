@@ -20,7 +20,7 @@ class LinearDirectory(ModelDirectory):
     """Directory in which weights of `Conv1D` layers are transposed to the layout of `nn.Linear`.
 
     Args:
-        transposed: names of the weights that are transposed, in the files.
+        transposed: names in the files of the weights to transpose.
     """
 
     def __init__(self, source: ModelDirectory, transposed: Collection[str]) -> None:

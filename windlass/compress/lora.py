@@ -1,4 +1,4 @@
-"""Low-rank adapters of peft beside packed, frozen layers (QLoRA)."""
+"""Low-rank adapters of peft around packed, frozen layers (QLoRA)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from windlass.kernels.packed_linear import PackedLinear
 
 
 def add_adapters(model: nn.Module, config: Any) -> nn.Module:
-    """Return `peft.get_peft_model(model, config)` of a model with packed layers, before `initialize` (Dettmers et al.
-    2023, https://arxiv.org/abs/2305.14314). The packed layers may be sharded already.
+    """Return `peft.get_peft_model(model, config)` of a model with packed layers (Dettmers et al. 2023,
+    https://arxiv.org/abs/2305.14314). Call it before `initialize`. The packed layers may be sharded already.
 
     Args:
-        config: `peft.LoraConfig`. `target_modules="all-linear"` are all linear layers, packed or not, except the head.
+        config: `peft.LoraConfig`, which is changed. `target_modules="all-linear"` selects all linear layers, packed or
+            not, except the head.
 
     Raises:
         ConfigError: peft is missing, or the configuration needs the values of the packed weights.
@@ -49,7 +50,7 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
 
 @contextmanager
 def _announced_device(model: nn.Module) -> Iterator[None]:
-    """Give packed layers a small `qweight`, whose device peft reads instead of that of `weight`, which unpacks."""
+    """Give packed layers an empty `qweight`, whose device peft reads instead of that of `weight`, which unpacks."""
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     for layer in layers:
         layer.__dict__["qweight"] = torch.empty(0, device=next(layer.parameters()).device)

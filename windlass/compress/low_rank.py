@@ -48,7 +48,7 @@ def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -
 
 
 def rank_of_share(rows: int, columns: int, share: float) -> int:
-    """Return the rank, at least 1, whose two factors have `share` times the elements of the matrix."""
+    """Return the largest rank whose factors have at most `share` times the elements of the matrix; at least 1."""
     return max(int(share * rows * columns / (rows + columns)), 1)
 
 
@@ -62,7 +62,7 @@ def factorize_linear_layers(
 ) -> dict[str, int]:
     """Replace linear layers by two, in place: `nn.Sequential(nn.Linear(in, rank), nn.Linear(rank, out))`.
 
-    The configuration of a transformers model has their ranks, so that `save_pretrained` writes a directory that
+    The ranks are added to the configuration of a transformers model, so that `save_pretrained` writes a directory that
     windlass loads; see [Note: ranks in the configuration].
 
     Args:

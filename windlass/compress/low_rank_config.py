@@ -1,8 +1,8 @@
 """Linear layers as products of two smaller ones, and their ranks in a model's configuration.
 
-[Note: ranks in the configuration] transformers builds no such layers. So `config.json` has an entry `windlass_low_rank`
-with the rank of each layer, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model; transformers
-would fill these layers with random values, with a warning.
+[Note: ranks in the configuration] transformers cannot build these layers. So `config.json` has an entry
+`windlass_low_rank` with the rank of each layer, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty
+model; transformers would fill these layers with random values, with a warning.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _SYNONYMS = {"swish": "silu"}
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the values that transformers derives or takes by default; unchanged if transformers
-    lacks the model type."""
+    is missing or lacks the model type, or the model type is defined by remote code."""
     kind = config.get("model_type")
     try:
         from transformers import CONFIG_MAPPING

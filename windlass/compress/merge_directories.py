@@ -1,4 +1,4 @@
-"""Merging of models from disk to disk, one tensor in memory at a time."""
+"""Merging of models from disk to disk, with one tensor of each model in memory at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def merge_directories(
     Raises:
         ConfigError: the options do not fit together, or two models have different tokenizers.
         ModelError: a model is quantized, a tensor is missing or has another shape in one model, numbers of heads or
-            activation functions differ, merged values are not finite, or the target exists or contains a source.
+            activation functions differ, classifiers have labels in another order, merged values are not finite, or the
+            target exists or contains a source.
     """
     check_merge(len(sources), method, weights, base is not None, density)
     models = [ModelDirectory(source) for source in sources]

@@ -2,9 +2,9 @@
 
 [Note: merging] A task vector is the difference of a model's parameter from the base's. Linear is the weighted mean of
 the parameters; SLERP moves along the arc between two of them; TIES (Yadav et al. 2023,
-https://arxiv.org/abs/2306.01708) keeps the largest part of each task vector, elects the sign of each element by the
-sum, and averages those of that sign; DARE (Yu et al. 2023, https://arxiv.org/abs/2311.03099) drops a random part of
-each task vector and scales the rest by `1 / density`.
+https://arxiv.org/abs/2306.01708) keeps the largest part of each task vector, takes the sign of each element from
+the sum, and averages the values with that sign; DARE (Yu et al. 2023, https://arxiv.org/abs/2311.03099) drops a random
+part of each task vector and scales the rest by `1 / density`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def linear_merge(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def spherical_merge(one: Tensor, two: Tensor, position: float) -> Tensor:
     """Return the point between two tensors on the arc between their directions (Shoemake 1985):
     `(sin((1 - t) a) one + sin(t a) two) / sin a` with the angle `a` between them; on a straight line if they are
-    nearly parallel.
+    nearly parallel or opposite, or if one is 0. Float32.
 
     Args:
         position: `t`, 0 for the first and 1 for the second.
@@ -79,7 +79,7 @@ def dare_merge(
 
 
 def _largest(vector: Tensor, density: float) -> Tensor:
-    """Return a tensor with all but its largest elements set to 0."""
+    """Return a tensor with all but its largest magnitudes set to 0: the share `density` stays, at least one element."""
     keep = max(round(density * vector.numel()), 1)
     flat = vector.flatten()
     order = flat.abs().argsort(descending=True, stable=True)[:keep]
@@ -105,8 +105,8 @@ def merge_models(
         seed: seed for dare.
 
     Raises:
-        ConfigError: the method is unknown, lacks its base, or the numbers of models and weights do not fit.
-        ModelError: a parameter is missing, or has another shape in one of the models.
+        ConfigError: an option is wrong; see `check_merge`.
+        ModelError: a parameter is missing or has another shape in one of the models, or merged values are not finite.
     """
     states = [model.state_dict() for model in models]
     check_merge(len(models), method, weights, base is not None, density)
@@ -179,8 +179,8 @@ def check_merge(count: int, method: str, weights: Sequence[float] | None, has_ba
     """Check the options of a merge of `count` models.
 
     Raises:
-        ConfigError: the method is unknown, lacks its base, the numbers of models and weights do not fit, or the density
-            is out of range.
+        ConfigError: the method is unknown, lacks its base, the numbers of models and weights do not fit, the weights
+            are not finite or sum to 0, or the density is not above 0 and at most 1.
     """
     if method not in MERGE_METHODS:
         raise ConfigError(f"merging method is {method!r}; it is one of {', '.join(MERGE_METHODS)}")

@@ -97,10 +97,10 @@ class ModelDirectory:
         return transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
 
     def check_wide(self) -> None:
-        """Check that the directory is a whole model whose weights are not packed.
+        """Check that the directory is a full model whose weights are not packed.
 
         Raises:
-            ModelError: the model is quantized, or has an adapter beside it.
+            ModelError: the model is quantized, or its directory has an adapter too.
         """
         if self.quantization is not None:
             method = self.quantization.get("quant_method")
@@ -120,7 +120,7 @@ class ModelDirectory:
         if name not in self.places:
             raise ModelError(f"{self.path} has no tensor {name!r}; copy the model again")
         place = self.places[name]
-        memory = torch.empty(place.nbytes, dtype=torch.uint8)  # a mapping would take memory beside each copy of it
+        memory = torch.empty(place.nbytes, dtype=torch.uint8)  # a mapping would take memory in addition to its copies
         try:
             with open(place.path, "rb", buffering=0) as file:
                 file.seek(place.offset)
@@ -202,7 +202,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
     config = directory.transformers_config(trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if "tie_word_embeddings" in directory.config:  # a view of a directory may have a head of its own
+    if "tie_word_embeddings" in directory.config:  # a view of a directory may have an untied head
         config.tie_word_embeddings = directory.config["tie_word_embeddings"]
     source = model_class or transformers.AutoModelForCausalLM
     with _parameters_on_meta():
@@ -212,7 +212,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
             else:
                 model = source(config)
         except (ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().split("\n")[0].rstrip(".")  # the lines after it list all classes
+            reason = str(error).strip().split("\n")[0].rstrip(".")  # the other lines list all classes
             raise ModelError(
                 f"transformers cannot build the model of {directory.path}: {reason}; give a causal language model"
             ) from error

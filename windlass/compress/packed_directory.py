@@ -33,7 +33,7 @@ class TensorProducer(Protocol):
     """Source of the tensors of a packed directory."""
 
     def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
-        """Yield name and packed tensors of each source tensor that `partial` lacks, in any order.
+        """Yield the name of each source tensor that `partial` lacks, and the tensors to write for it, in any order.
 
         Args:
             layers: format of each packed layer.
@@ -47,7 +47,7 @@ class PackedReport:
 
     Attributes:
         layers: format of each packed layer.
-        kept: linear layers that stayed unquantized, with the reason.
+        kept: reason for each linear layer that stayed unquantized.
         bytes_before, bytes_after: bytes of all tensors.
         packed_before, packed_after: bytes of the weights of the packed layers, in float32 and packed.
     """
@@ -96,8 +96,10 @@ def write_packed_directory(
             only for the format `int8`.
 
     Raises:
-        ModelError: the source is not a model, is packed already, or the target exists or contains the source.
-        WeightFormatError: a weight is not finite, or does not fit its format for another reason than its magnitude.
+        ModelError: the source is not a model, is packed already or has no layer to pack, or the target exists or
+            contains the source.
+        WeightFormatError: a format does not exist or cannot be stored, a weight is not finite, or a weight does not fit
+            its format for another reason than its magnitude.
     """
     directory, to = source if isinstance(source, ModelDirectory) else ModelDirectory(source), Path(target)
     directory.check_wide()
@@ -157,7 +159,8 @@ def _choose(
     directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return three dicts, by the names of layers in the files: the format of each layer to be packed; the reason for
-    which each other linear layer stays unquantized; and the name in the model, if it differs from that in the files.
+    which each other linear layer stays unquantized, with the name in the model if it shares its weight; and the name in
+    the model, if it differs from that in the files.
     """
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -245,7 +248,7 @@ class _FollowedDirectory:
 
 @dataclass(frozen=True)
 class _LayerProducer:
-    """Producer that packs one layer after the other."""
+    """Producer that packs one layer at a time."""
 
     directory: ModelDirectory
     pack: PackLayer
@@ -257,7 +260,11 @@ class _LayerProducer:
 
 
 def pack_source(directory: ModelDirectory, source: str, layers: Mapping[str, str], pack: PackLayer) -> PackedWeight:
-    """Return the tensors to write for a source tensor, by their names in the file."""
+    """Return the tensors to write for a source tensor, by their names in the file.
+
+    Raises:
+        WeightFormatError: the weight does not fit its format; the message names the layer.
+    """
     layer = source.removesuffix(".weight")
     if layer not in layers or source == layer:
         return {source: directory.read(source)}

@@ -58,15 +58,16 @@ def load_packed_model(
     """Load the model of a GGUF file ([Note: GGUF as a directory]), or of a directory that `write_packed_directory`,
     compressed-tensors, GPTQ or AWQ wrote, or a pruned or factorized one that only windlass builds, in eval mode.
 
-    Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file. All parameters are frozen
-    if the directory is quantized; otherwise no parameter is frozen.
+    Its packed linear layers are `PackedLinear`. Layers that the model joins with others become floats. All parameters
+    are frozen if the directory is quantized; otherwise no parameter is frozen.
 
     Args:
         model_class: class of transformers; None: `AutoModelForCausalLM`.
         dtype: dtype of the tensors that are not packed; None: the dtype in the files.
 
     Raises:
-        ModelError: the directory is damaged, lacks tensors, or has weights in a format that windlass does not have.
+        ModelError: the directory is not quantized, pruned or factorized, is damaged, lacks tensors, or has weights in a
+            format that windlass does not have.
     """
     directory = GgufDirectory(path) if is_gguf_file(path) else ModelDirectory(path)
     entry = directory.quantization

@@ -1,8 +1,8 @@
-"""Model directory that is being written: complete tensors, and a journal of them, so that a stopped run continues.
+"""Model directory that is being written: complete tensors, and a journal of them, so that a stopped run can continue.
 
-[Note: partial directory] `.NAME.partial` beside the target holds the safetensors files in their final size, `plan.json`
-and a `journal`. A tensor's bytes are on the disk before its line in the journal. A later run with an equal plan skips
-the tensors of the journal. The directory is renamed when it has every tensor.
+[Note: partial directory] `.NAME.partial` next to the target holds the safetensors files in their final size,
+`plan.json` and a `journal`. A tensor's bytes are on the disk before its line in the journal. A later run with an equal
+plan skips the tensors of the journal. The directory is renamed when it has every tensor.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class PartialDirectory:
         forms: tensors to be written, by the name of their source.
         plan: settings of the run, of JSON types. An existing partial directory with another plan is discarded.
         file_bytes: maximum bytes of a file, unless the file has the tensors of a single source.
+
+    Raises:
+        ModelError: another process writes the directory.
     """
 
     def __init__(self, target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int) -> None:
@@ -78,7 +81,11 @@ class PartialDirectory:
         return {line.removesuffix(_COMPLETE) for line in lines if line.endswith(_COMPLETE)} & set(self._forms)
 
     def write(self, source: str, tensors: PackedWeight) -> None:
-        """Write the tensors of a source, and record them as complete."""
+        """Write the tensors of a source, and record them as complete. They are removed from `tensors`.
+
+        Raises:
+            ModelError: a tensor has another dtype or shape than `forms` states.
+        """
         for part, form in self._forms[source].items():
             tensor = tensors.pop(part)
             if tensor.dtype != form.dtype or tuple(tensor.shape) != form.shape:
@@ -105,7 +112,11 @@ class PartialDirectory:
         return found
 
     def finish(self, config: Mapping[str, Any], companions: list[Path]) -> None:
-        """Add the configuration and small files, and rename the directory to its target, which is replaced."""
+        """Add the configuration and small files, and rename the directory to its target, which is replaced.
+
+        Raises:
+            ModelError: a tensor is missing.
+        """
         missing = set(self._forms) - self._read_journal()
         if missing:
             raise ModelError(f"{self.path} lacks {len(missing)} tensors, first {min(missing)!r}; run the command again")
@@ -140,7 +151,7 @@ class PartialDirectory:
             self._headers[name], self._sizes[name] = header, offset
 
     def _prepare(self) -> None:
-        """Create the directory, or keep an earlier one of the same plan."""
+        """Create the directory, or continue an earlier one with the same plan."""
         make_directory(self.path)
         self._lock = lock_directory(self.path)
         if (self.path / _PLAN).is_file():
@@ -189,8 +200,8 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         sources: files and directories that are read.
 
     Raises:
-        ModelError: the directory exists and `overwrite` is False, it holds something else than the files of a model, or
-            it is or contains a source.
+        ModelError: the target is a file, is not empty and `overwrite` is False, holds other files than those of
+            a model, or is or contains a source.
     """
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; choose a directory")
@@ -202,13 +213,13 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
             what = "is" if to == source.resolve() else "contains"
             raise ModelError(f"{target} {what} {source}, which is read; choose another directory")
     if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ModelError(  # a home directory, a folder of texts
+        raise ModelError(  # e.g. a home directory
             f"{target} holds something else than a model: it has no config.json, and overwriting would delete all of "
             "it; choose another directory, or delete it yourself"
         )
     folders = sorted(path.name for path in target.iterdir() if path.is_dir()) if target.exists() else []
     if folders:
-        raise ModelError(  # the output of a training, with its checkpoints
+        raise ModelError(  # e.g. the output of a training, with its checkpoints
             f"{target} holds the folder {folders[0]}, which is not part of a model and would be deleted; choose "
             "another directory, or delete it yourself"
         )
@@ -218,7 +229,7 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
 def open_partial_directory(
     target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int
 ) -> Iterator[PartialDirectory]:
-    """Yield a partial directory, which is kept if the `with` block raises.
+    """Yield a partial directory, which stays on the disk if the `with` block raises.
 
     Raises:
         ModelError: another process writes the directory, or the disk fails or is full.

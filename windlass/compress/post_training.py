@@ -1,4 +1,4 @@
-"""Rounding of a trained model: block after block, each with the inputs that the rounded blocks before it compute."""
+"""Rounding of a trained model block by block, each with the inputs that the rounded blocks before it compute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEEDS_TEXT = ("gptq", "awq")
 _FOLD_TOKENS = 4096  # number of tokens for the search of input scales
 _PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
 
-# Linear layers whose outputs scale the inputs of another layer of the same parent, feature by feature.
+# linear layer -> linear layer of the same parent whose outputs scale the first one's inputs, feature by feature
 _LINEAR_PRODUCERS = {"down_proj": "up_proj", "o_proj": "v_proj", "w2": "w3"}
 
 
@@ -47,7 +47,8 @@ class RoundingOptions:
             nearest), gptq (input scales, then each error compensated by later columns).
         smooth: fold scales that take outliers out of the inputs, for int8 inputs. The written configuration then sets
             int8 inputs for all layers with weights of 8-bit integers.
-        rotate: rotate the hidden states by a Hadamard matrix, folded into the weights.
+        rotate: rotate the hidden states, and the values of each head, by random Hadamard matrices, folded into the
+            weights.
         sparsity: weights to remove before rounding: a share of each row, e.g. 0.5, or n:m, e.g. 2:4; None: no weights.
         sparsity_method: magnitude, wanda or sparsegpt.
         activation_order: gptq rounds the columns with the largest inputs first.
@@ -348,8 +349,8 @@ def compress_directory(
 ) -> tuple[PackedReport, list[LayerResult]]:
     """Write the model of `source` with packed linear layers, rounded by a method of `RoundingOptions`, to `target`.
 
-    One block is in memory at a time, in float32, with the hidden states of the calibration text. An interrupted call
-    continues with the first block that is not complete.
+    With a text, one block is in memory at a time, in float32, with the hidden states of the text; without, one layer.
+    An interrupted call continues with the first block or layer that is not complete.
 
     Args:
         formats, head, overwrite: as for `write_packed_directory`.
@@ -364,7 +365,7 @@ def compress_directory(
     Raises:
         ConfigError: an option is wrong, the method needs text and `batches` is empty, or there are fewer batches than
             ranks.
-        ModelError: as for `write_packed_directory`.
+        ModelError, WeightFormatError: as for `write_packed_directory`, or the model cannot be rotated.
     """
     chosen = options or RoundingOptions()
     if chosen.method not in METHODS:

@@ -64,7 +64,8 @@ def prune_directory(
     batches: Sequence[Tensor] = (),
     trust_remote_code: bool = False,
 ) -> PruningReport:
-    """Write a model with fewer units to `target`, an existing empty directory, in the dtype of the source's files.
+    """Write a model with fewer units to `target`, an existing empty directory, in the dtype of most tensors of the
+    source.
 
     Args:
         shares, importance, batches: as for `prune_model`.

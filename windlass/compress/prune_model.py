@@ -29,7 +29,7 @@ class PruningReport:
     """Result of a pruning.
 
     Attributes:
-        units: for each kind, the number of units before and after, over the whole model.
+        units: for each kind, the number of units before and after, over the full model.
         layers: description of the change at each removed layer.
         parameters_before, parameters_after: elements of all parameters.
     """
@@ -58,15 +58,16 @@ def prune_model(
         model: a transformers model with its configuration, whose heads, groups (key heads with their query heads), ffn
             features, experts and layers can be removed; or any module, of which channels and ffn features are found by
             tracing ([Note: marked channels]).
-        shares: for each kind, the share of its units to remove (below 1), or their number in each module (for layers:
-            in the model).
+        shares: for each kind, the share of its units to remove (below 1), or their number in each module (heads in
+            grouped-query attention: for each key head; layers: in the model).
         importance: magnitude, activation or taylor; see [Note: unit importance]. Layers are always measured.
         batches: inputs of `loss`: token ids, for the loss of language models.
         example: inputs for tracing, as in `find_channel_units`; None: `model` is a transformers model.
 
     Raises:
-        ConfigError: a kind or an importance is unknown, more units would be removed than there are, or text is missing.
-        ModelError: a dependency is unknown, or no configuration describes the result.
+        ConfigError: a kind or an importance is unknown, no units or more than there are would be removed, or text or
+            `example` is missing.
+        ModelError: a dependency is unknown, an importance is not finite, or no configuration describes the result.
     """
     _check(shares, importance)
     report = PruningReport(_count(model))
@@ -129,7 +130,8 @@ def _find_units(model: nn.Module, kind: str, share: float, example: Any) -> tupl
     """Return the groups of units of a kind, and the number of units of each group that stay.
 
     Raises:
-        ConfigError: there are no units of the kind, or more units than there are, or none, would be removed.
+        ConfigError: there are no units of the kind, no units or more than there are would be removed, or `example` is
+            missing.
     """
     if example is not None:
         groups = [group for group in find_channel_units(model, example) if group.kind == kind]

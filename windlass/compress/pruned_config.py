@@ -110,7 +110,7 @@ def _check_valid(config: Any) -> None:
     try:
         if validate is not None:
             validate()
-    except Exception as error:  # transformers and huggingface_hub raise types of their own
+    except Exception as error:  # transformers and huggingface_hub raise exceptions of various classes
         raise ModelError(f"{type(config).__name__}: {error}") from error
 
 
@@ -133,7 +133,8 @@ def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[
 
 
 def _copy_values(source: Any, target: Any) -> None:
-    """Copy the values of a configuration and of its nested configurations into `target`, whose objects modules hold."""
+    """Copy the values of a configuration into `target`. Its nested configurations stay the same objects, which modules
+    refer to."""
     for name, value in vars(source).items():
         own = vars(target).get(name)
         if hasattr(own, "to_dict") and hasattr(value, "to_dict"):
@@ -187,7 +188,7 @@ def _state_width(config: Any, stated: Mapping[str, Any], group: UnitGroup, kept:
     elif group.kind == "ffn":
         _set(config, stated, _FEATURES, group.units, kept)
         hidden = getattr(config, "hidden_size", None)
-        for name in _FEATURES:  # None stands for four times the hidden size
+        for name in _FEATURES:  # None means four times the hidden size
             if name in stated and stated[name] is None and group.units == 4 * (hidden or 0):
                 setattr(config, name, kept)
     elif group.kind == "experts":

@@ -26,7 +26,7 @@ class CoupledTensor:
         reads: True if the outputs of the units are multiplied by these elements; False if these elements compute the
             outputs.
         part: number of the expert that has these elements, in a tensor with all experts along its first dimension;
-            None: the whole tensor.
+            None: the full tensor.
     """
 
     name: str
@@ -61,7 +61,7 @@ class UnitGroup:
 
     @property
     def parts(self) -> tuple[int | None, ...]:
-        """Parts of the tensors that choose their units independently: the experts, or a single None."""
+        """Parts of the tensors whose units are chosen independently: the experts, or a single None."""
         return tuple(dict.fromkeys(tensor.part for tensor in self.tensors))
 
 
@@ -93,7 +93,8 @@ def count_kept(group: UnitGroup, share: float) -> int:
     that divides the size and is at most a sixteenth of it. Products of all experts at once need multiples of 8.
 
     Raises:
-        ConfigError: more units would be removed than there are, or fewer would stay than `least`.
+        ConfigError: more units would be removed than there are, fewer would stay than `least`, or a number leaves
+            experts with a number of features that 8 does not divide.
     """
     size = group.units // group.sections
     removed = share * size if share < 1 else share
@@ -141,8 +142,8 @@ def mask_units(model: nn.Module, group: UnitGroup, kept: Kept) -> None:
 
 
 def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> None:
-    """Remove all units except the kept ones from all tensors, in place; see [Note: coupled tensors]. Tensors that
-    modules share stay shared."""
+    """Remove all units except the chosen ones (`Kept`) from all tensors, in place; see [Note: coupled tensors]. Tensors
+    that modules share stay shared."""
     found: dict[int, tuple[Tensor, list[tuple[CoupledTensor, Tensor]]]] = {}  # entries by id of the tensor
     for group, kept in groups:
         for tensor in group.tensors:

@@ -1,7 +1,7 @@
 """Mixture of quantization (MoQ) by DeepSpeed's section `quantize_training`: the number of bits of weights falls while
 the model is trained.
 
-[Note: bits by curvature] With `eigenvalue`, each block has a schedule of its own. When its bits fall, its next period
+[Note: bits by curvature] With `eigenvalue`, each block has a separate schedule. When its bits fall, its next period
 is twice as long, times `1 + floor(4 e)`, where `e` is the largest eigenvalue of its Hessian, divided by the largest of
 all blocks: a block with a larger curvature keeps its bits longer.
 """
@@ -50,15 +50,16 @@ def prepare_quantize_training(
     """Make the linear layers, convolutions and embeddings of a model round their weights, in place, by the section
     `quantize_training`. Matrices of other modules stay unchanged, with a warning.
 
-    A model that was prepared with other settings gets the new ones.
+    A model that was prepared with other settings gets the new ones. If the section is not enabled, rounding ends.
 
     Args:
-        eigenvalue: section for bits by curvature, if `quantize_training` has none of its own that is enabled.
+        eigenvalue: section for bits by curvature, if `quantize_training` has no enabled `eigenvalue`.
         in_stages: True if the model runs in the stages of a pipeline; it may have only this rank's stages. Then the
             call is collective if `eigenvalue` is enabled.
 
     Raises:
-        ConfigError: the groups do not divide a weight, or the model has no such blocks.
+        ConfigError: the bits, types or `quantize_change_ratio` are wrong, the groups do not divide a weight, or the
+            model does not have the blocks of `eigenvalue`.
     """
     if not section.enabled:
         end_quantize_training(model)
@@ -185,11 +186,14 @@ class BitPlanner:
         rounding: rounding of all layers, with the plain schedule.
         options: options of the power iteration, and the name and number of the blocks.
         layers: rounded layers by name. Layers outside of the blocks follow the plain schedule.
-        in_stages: True if the ranks of a pipeline have different layers. Then the call is collective, because the ranks
-            agree on the blocks.
+        in_stages: True if the ranks of a pipeline have different layers. Then the construction is collective, because
+            the ranks agree on the blocks.
 
     Attributes:
-        hook: handle of the hook that records the last batch; None for a pipeline, whose engine keeps the batch.
+        hook: handle of the hook that records the last batch; None for a pipeline, whose engine stores the batch.
+
+    Raises:
+        ConfigError: the model does not have the blocks of `options`.
     """
 
     def __init__(
@@ -249,7 +253,8 @@ class BitPlanner:
         ranks: CurvatureRanks | None = None,
         gradients: ShiftGradients | None = None,
     ) -> None:
-        """Lower the bits of the blocks whose period has ended. Collective over the ranks of the model.
+        """Lower the bits of the blocks whose period has ended, at steps that `gas_boundary_resolution` divides and once
+        a batch was recorded. Collective over the ranks of the model.
 
         Args:
             step: number of steps taken.

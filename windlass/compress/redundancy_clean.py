@@ -34,13 +34,14 @@ _CONSTANT = 1e-6  # a norm's output for a channel of zeros counts as 0 up to thi
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
     """Make a trained model plain, in place, with the same function: weights become the rounded and masked ones.
 
-    Outputs, heads and channels that a mask removes leave the matrices where `related_modules` names the layers that
-    read them. Rounding of inputs is removed, since plain layers do not have it. A weight that modules share stays
-    shared where all of them use the same values; else each module gets a weight of its own. Weights that
+    Pruned outputs, heads and channels are removed from the matrices where `related_modules` names the layers that read
+    them. Rounding of inputs is removed, since plain layers do not have it. A weight that modules share stays
+    shared where all of them use the same values; otherwise each module gets a separate weight. Weights that
     `quantize_training` rounds keep the bits of the last step.
 
     Args:
         model: prepared model, or its engine (a wrapper with `.module`), which evaluates the plain model afterwards.
+        mpu: no effect.
 
     Returns:
         `model`.
@@ -98,7 +99,7 @@ def _compressed_layers(model: nn.Module) -> list[tuple[str, CompressedLayer]]:
 
 
 def _separate_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Give each layer that shares a weight, but uses different values of it, a weight of its own.
+    """Give each layer that shares a weight, but uses different values of it, a separate weight.
 
     Returns:
         Values of each compressed layer whose weight was shared. All are computed before the first is written, since
@@ -122,7 +123,7 @@ def _separate_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _record_untied(model: nn.Module) -> None:
-    """State in the configuration of a transformers model that its head has a weight of its own."""
+    """Record in the configuration of a transformers model that its head is not tied."""
     config = getattr(model, "config", None)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
@@ -148,7 +149,7 @@ class _Shrink:
     """Removal of the outputs, inputs or heads that one mask prunes.
 
     Attributes:
-        mask: kept outputs, or kept inputs of the attention's output layer.
+        mask: bool, True for each output that stays, or for each input of the attention's output layer.
         parts: name of each layer that loses elements, and the dimension of its weight.
         heads: numbers of heads afterwards and before; None: no heads are removed.
     """
@@ -289,7 +290,7 @@ def _common(one: list[str], two: list[str]) -> int:
 
 
 def _select(module: nn.Module, mask: Tensor, dim: int) -> None:
-    """Keep some outputs (0) or inputs (1) of a layer."""
+    """Remove the outputs (`dim` 0) or inputs (1) of a layer where `mask` is False. A norm has only outputs."""
     if isinstance(module, nn.BatchNorm2d):
         dim = 0
         _warn_of_constants(module, mask)

@@ -36,7 +36,7 @@ _LAYER = re.compile(r"(model\.layers\.\d+)\.(?:.*\.)?([a-z0-9_]+)\.(weight|bias)
 class RotatedDirectory(ModelDirectory):
     """View of a model's directory with rotated hidden states. Its tensors are computed when they are read.
 
-    See [Note: rotated hidden states]. A head that shares the embedding becomes a tensor of its own, since the weight of
+    See [Note: rotated hidden states]. A head that shares the embedding becomes a separate tensor, since the weight of
     the last norm is multiplied into the head but not into the embedding.
 
     Raises:
@@ -121,7 +121,8 @@ def untie_head(model: Any) -> None:
 def random_hadamard(size: int, seed: int = 0) -> Tensor:
     """Return a random orthogonal matrix, float64: a Hadamard matrix with random signs of its rows.
 
-    Sizes that are a power of two times an odd number have a random orthogonal matrix of the odd number as a factor.
+    For a size of a power of two times an odd number above 1, the matrix is the Kronecker product of a random orthogonal
+    matrix of the odd size and a Hadamard matrix.
     """
     generator = torch.Generator().manual_seed(seed)
     power = size & -size

@@ -32,7 +32,8 @@ def load_rounded_model(
     """Load the model of a directory in eval mode, with all linear layers except the output head rounded to nearest and
     packed.
 
-    Only one tensor at a time is in memory unpacked, so the float32 weights of the model need not fit into memory.
+    Of the tensors to pack, one at a time is in memory unpacked, so the float32 weights of the model need not fit into
+    memory.
 
     Args:
         weight_format: a weight format, or its registered name, e.g. `int4_g64`.

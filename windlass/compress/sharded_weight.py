@@ -1,4 +1,4 @@
-"""Weight of a compressed layer that is divided over tensor-parallel ranks, but rounded and masked as a whole."""
+"""Weight of a compressed layer that is sharded over tensor-parallel ranks, but rounded and masked in full."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """Division of a weight over the ranks of an axis along one dimension.
+    """Sharding of a weight over the ranks of an axis along one dimension.
 
     Attributes:
-        dim: divided dimension: 0 for outputs, 1 for inputs.
-        places: for each rank, the positions of its part along `dim`.
+        dim: sharded dimension: 0 for outputs, 1 for inputs.
+        places: for each rank, the positions of its shard along `dim`.
         size: size of the full weight along `dim`.
     """
 
@@ -28,7 +28,7 @@ class ShardedWeight:
     size: int
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        """Return a full tensor from its parts, which ranks hold along dimension `dim`. Collective."""
+        """All-gather the shards of a tensor along `dim`, without gradients, and return the full tensor. Collective."""
         parts = self.axis.all_gather(local.detach(), dim, [len(places) for places in self.places])
         shape = list(local.shape)
         shape[dim] = self.size
@@ -36,7 +36,7 @@ class ShardedWeight:
         return whole.index_copy_(dim, torch.cat(self.places).to(whole.device), parts)
 
     def local(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a full tensor along `dim`; a tensor of size 1 along `dim`, which broadcasts, is
+        """Return this rank's shard of a full tensor along `dim`; a tensor of size 1 along `dim`, which broadcasts, is
         returned unchanged."""
         if whole.shape[dim] == 1 != self.size:
             return whole
@@ -44,7 +44,7 @@ class ShardedWeight:
 
 
 def find_sharded_weight(weight: nn.Parameter, axis: MeshAxis) -> ShardedWeight | None:
-    """Return the division of a weight over an axis; None: each rank has the full weight. Collective."""
+    """Return the sharding of a weight over an axis; None: each rank has the full weight. Collective."""
     placement = get_placement(weight)
     if axis.name not in placement.sharded_axes:
         return None
@@ -57,10 +57,11 @@ def find_sharded_weight(weight: nn.Parameter, axis: MeshAxis) -> ShardedWeight |
 
 
 def is_partial(parameter: nn.Parameter, axis: MeshAxis) -> bool:
-    """Return True if each rank of an axis computes a part of the gradient of a whole parameter."""
+    """Return True if a parameter is replicated over an axis, but each rank computes only a part of its gradient."""
     return axis.name in get_placement(parameter).partial_axes
 
 
 def mark_scores(scores: nn.Parameter, axis: MeshAxis) -> None:
-    """Record that each rank computes only the part of the scores' gradient that follows from its part of the weight."""
+    """Record that each rank computes only the part of the scores' gradient that follows from its shard of the
+    weight."""
     mark_partial_gradient(scores, axis.name)

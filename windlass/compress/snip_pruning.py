@@ -26,16 +26,17 @@ MOMENTUM_BUFFER = "sparse_pruning_momentum"
 
 
 def read_block_pattern(pattern: str) -> tuple[int, int]:
-    """Return the outputs and inputs of a block, e.g. 4 and 1 of `4x1`, as the configuration checks it."""
+    """Return the numbers of outputs and inputs of a block, e.g. 4 and 1 for `4x1`. The configuration has checked the
+    pattern."""
     outputs, _, inputs = pattern.partition("x")
     return int(outputs), int(inputs)
 
 
 def check_blocks(layer: CompressedLayer, pruning: Pruning) -> None:
-    """Check that a layer's weight consists of whole blocks.
+    """Check that blocks divide a layer's weight.
 
     Raises:
-        ConfigError: the weight does not consist of whole blocks.
+        ConfigError: blocks do not divide the outputs or the inputs.
     """
     rows, columns = len(layer.weight), layer.weight.numel() // max(len(layer.weight), 1)
     if rows % pruning.block[0] or columns % pruning.block[1]:
@@ -68,7 +69,7 @@ def update_masks(model: nn.Module, step: int, mesh: Mesh | None = None, *, appli
     Args:
         step: number of optimizer steps taken, including the one whose products are added.
         mesh: mesh of the model. Products are summed over the data-parallel ranks of a layer (for an expert, its expert
-            data-parallel ranks), because each rank has the products of its own samples. None: no reduction.
+            data-parallel ranks), because each rank has the products of other samples. None: no reduction.
         applied: False after a step that was skipped, e.g. for an overflow under fp16: its products are dropped.
     """
     of_experts = set(sharded_expert_modules(model))

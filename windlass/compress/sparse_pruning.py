@@ -21,11 +21,11 @@ _COLUMNS = 128  # columns that SparseGPT prunes before it compensates their erro
 
 @dataclass(frozen=True)
 class SparsePattern:
-    """Pattern of the kept weights.
+    """Pattern of the weights that stay.
 
     Attributes:
         share: part of each row that is removed.
-        keep, of: at most `keep` of each `of` neighbours stay; 0: the share applies to whole rows.
+        keep, of: at most `keep` of each `of` neighbours stay; 0: the share applies to full rows.
     """
 
     share: float
@@ -104,7 +104,7 @@ def _sparsegpt(weight: Tensor, pattern: SparsePattern, hessian: Tensor) -> Tenso
         diagonal = factor.diagonal()[start:stop]
         stays = mask_of((block / diagonal).square(), pattern)
         for place in range(stop - start):
-            if pattern.of and place % pattern.of == 0:  # the scores follow the compensated weights
+            if pattern.of and place % pattern.of == 0:  # scores of the compensated weights
                 near = slice(place, place + pattern.of)
                 stays[:, near] = mask_of((block[:, near] / diagonal[near]).square(), pattern)
             value = block[:, place] * stays[:, place]

@@ -88,7 +88,11 @@ class TeacherCache:
         return all(key in self._places for key in keys)
 
     def add(self, ids: Tensor, logits: Tensor) -> None:
-        """Store the largest log-probabilities of logits `[rows, length, classes]` for rows that are not cached yet."""
+        """Store the largest log-probabilities of logits `[rows, length, classes]` for rows not cached yet.
+
+        Raises:
+            DataError: the folder has sequences of another length or number of classes.
+        """
         with self._locked():
             self._find_records()
             self._append(ids, logits)
@@ -117,7 +121,7 @@ class TeacherCache:
             record["crc"] = _checksum(record)
         with open_new(path, "ab", buffering=0) as file:
             start = file.tell() - file.tell() % self._form.itemsize
-            file.truncate(start)  # behind the last complete record
+            file.truncate(start)  # after the last complete record
             try:
                 _write_all(file, records.tobytes())
             except BaseException:

@@ -14,7 +14,7 @@ ANCHOR_FORMAT = "int4_g128"
 
 @dataclass(frozen=True)
 class TokenTimes:
-    """Measured seconds per generated token, of the whole model.
+    """Measured seconds per generated token, of the full model.
 
     Attributes:
         wide: seconds of the unquantized model.
@@ -74,7 +74,7 @@ class ProductTimes:
 
     @property
     def _scale(self) -> float:
-        """Factor from seconds of products timed alone to seconds of the whole model, bounded so that all products
+        """Factor from seconds of products timed alone to seconds in the full model, bounded so that all products
         together take at most the measured time of a token."""
         assert self._times is not None
         if self._saved <= 0 or self._times.wide <= self._times.anchor:

@@ -1,7 +1,7 @@
 """Heads, feed-forward features and experts of transformer models.
 
 The dependencies are those of tensor parallelism (`windlass.parallel.tensor`), for all families that can be sharded:
-with one rank for each unit, the part of a rank in every tensor of a chain is the elements of one unit.
+with one rank for each unit, the shard of a rank of every tensor of a chain has the elements of one unit.
 """
 
 from __future__ import annotations

@@ -66,20 +66,20 @@ def quantize_weights(
     gather: Gather | None = None,
     shard: Callable[[PackedMatrix], None] | None = None,
 ) -> set[int]:
-    """Pack the linear layers and embeddings that a section names, in place and one after the other.
+    """Pack the linear layers and embeddings that a section names, in place and one at a time.
 
     Modules that share a weight and have the same format share the packed weight.
 
     Args:
         gather: context manager that unshards the weights of one module; None: the weights are not sharded.
-        shard: called with each packed module whose weight was sharded.
+        shard: called with each packed module, once for modules that share a weight; None: nothing is sharded.
 
     Returns:
         Ids of the parameters that are no longer in the model.
 
     Raises:
-        ConfigError: a key of `post_init_quant` matches no module, two keys with different formats match one module, or
-            a format does not fit a weight.
+        ConfigError: no weight format has a section's properties, a key of `post_init_quant` matches no module, two keys
+            with different formats match one module, or a format does not fit a weight.
     """
     if not is_requested(section):
         return set()
@@ -161,9 +161,9 @@ def pack_linear_children(module: nn.Module, form: WeightFormat) -> None:
 
     [Note: packed from the start] A linear layer is packed when the module that contains it becomes part of another one,
     e.g. when a block joins the list of blocks, so that only about one block is unpacked at a time. Embeddings and the
-    children of the outermost module wait for the end of the construction, because they may share weights until then.
-    Values come from the construction, or from a `load_state_dict` of plain weights, which are packed one by one. In
-    `from_pretrained` of transformers, whose weights arrive later, `initialize` packs them.
+    children of the outermost module are packed at the end of the construction, because they may share weights until
+    then. Values come from the construction, or from a `load_state_dict` of plain weights, which are packed one by one.
+    In `from_pretrained` of transformers, whose weights arrive later, `initialize` packs them.
     """
     chosen = {
         name: form

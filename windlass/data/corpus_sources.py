@@ -65,7 +65,7 @@ def find_sources(specs: Sequence[str], exclude_dir: Path | None = None, text_fie
             unless a spec names the file.
 
     Raises:
-        DataError: a spec matches nothing, or nothing readable.
+        DataError: no spec is given, or a spec matches nothing readable.
     """
     if not specs:
         raise DataError("no data given; use --data with files, directories, globs, 'stdlib' or 'hub:NAME'")
@@ -144,6 +144,15 @@ def _readable_sources(paths: Sequence[Path], text_field: str) -> list[CorpusSour
     kept = [CorpusSource(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
     if len(kept) < len(kinds):
         logger.debug("skipped %d files that are not text", len(kinds) - len(kept))
+    settings = [path for path, kind in kinds if kind == "text" and detect_format(path) == "json"]
+    if settings:
+        logger.warning(
+            "%d .json files have no records with the field %r and are read as text with their keys, such as %s; if "
+            "they are documents, pass the field of their text as --text-field",
+            len(settings),
+            text_field,
+            settings[0],
+        )
     return kept
 
 

@@ -72,7 +72,7 @@ def read_text(location: str) -> Iterator[str]:
 
 
 def read_lines(location: str, field: str) -> Iterator[str]:
-    """Yield one document per line: the text of `field` in each JSON object."""
+    """Yield one document per line: the text of `field` in a JSON object, or a JSON string."""
     with _open(location) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
@@ -81,7 +81,7 @@ def read_lines(location: str, field: str) -> Iterator[str]:
 
 
 def read_json(location: str, field: str) -> Iterator[str]:
-    """Yield the documents of a JSON array of objects, or of JSON lines in a `.json` file."""
+    """Yield the documents of a JSON array of objects or strings, or of JSON lines in a `.json` file."""
     with _open(location) as stream:
         start = stream.read(64).lstrip()[:1]
     if start != b"[":
@@ -95,7 +95,11 @@ def read_json(location: str, field: str) -> Iterator[str]:
 
 
 def read_parquet(location: str, field: str) -> Iterator[str]:
-    """Yield the string column `field`, row by row."""
+    """Yield the string column `field`, row by row, without nulls.
+
+    Raises:
+        DataError: pyarrow is not installed, the file is not Parquet, or it has no such column of strings.
+    """
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -125,7 +129,11 @@ def _is_string_type(kind: Any) -> bool:
 
 
 def read_hub(location: str, field: str) -> Iterator[str]:
-    """Yield the string column `field` of a Hugging Face dataset `NAME[@CONFIG][:SPLIT]`."""
+    """Yield the column `field` of a Hugging Face dataset `NAME[@CONFIG][:SPLIT]` as strings, without nulls.
+
+    Raises:
+        DataError: the package datasets is not installed, the dataset cannot be loaded, or it has no such column.
+    """
     try:
         import datasets
     except ImportError as error:

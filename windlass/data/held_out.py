@@ -14,8 +14,8 @@ IGNORE_INDEX = -100  # label that cross entropy ignores
 def choose_held_out(digests: np.ndarray, sizes: np.ndarray, target_bytes: int) -> np.ndarray:
     """Choose the held-out documents: at least one, and about `target_bytes` or a tenth of the corpus if that is less.
 
-    The choice depends only on the documents' hashes, not on their order. Copies of a held-out document are held out
-    too, so the score never includes a text from the training set.
+    The choice depends only on the documents' hashes and sizes, not on their order. Copies of a held-out document
+    are held out too, so the score never includes a text from the training set.
 
     Args:
         digests: `[documents]` uint64, a hash of each document.

@@ -103,7 +103,7 @@ def pack_corpus(
         eval_bytes: approximate bytes of held-out text; a tenth of the corpus if that is less.
 
     Raises:
-        DataError: there is no readable text, the tokenizer is invalid, or the disk is full.
+        DataError: there is no readable text, the tokenizer is invalid, or `directory` cannot be written.
     """
     corpus = Corpus(find_sources(specs, directory, text_field), text_field)
     if len(corpus.sizes) < 2:

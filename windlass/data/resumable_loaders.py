@@ -19,6 +19,9 @@ class SequenceLoader:
     Args:
         tokens: `[tokens]` of any integer dtype, usually mapped from a file.
         digest: hash of the tokens; a resume with other data is refused.
+
+    Raises:
+        DataError: there are fewer than `seq_len` tokens.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class EpochLoader:
 
     Each complete iteration advances to the next epoch, and so to the next shuffle; `set_epoch` overrides that. After an
     interrupted iteration the next one restarts its epoch, as in torch, unless `load_state_dict` set a position.
-    `load_state_dict` also moves a running iteration. The state after an interrupted iteration is the position behind
+    `load_state_dict` also moves a running iteration. The state after an interrupted iteration is the position after
     its last batch, since a script that ends there saves it to continue later.
 
     Iteration draws nothing from torch's global generator, from which a plain DataLoader draws its workers' seeds. So a
@@ -107,7 +110,7 @@ class EpochLoader:
         self._iterations = 0
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches in a whole epoch."""
+        """Return the number of this rank's batches in a full epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -151,7 +154,7 @@ class EpochLoader:
     def state_dict(self) -> dict[str, int]:
         """Return the position in the epoch, equal on all ranks.
 
-        Empty for an iterable dataset, which has its own order.
+        Empty for an iterable dataset or a custom sampler, which have their own order.
         """
         if self._sampler is None:
             return {}

@@ -2,8 +2,8 @@
 
 [Note: sample order]
 There is one global stream of sample ids. A micro-batch of all ranks takes the next `world_size * micro_batch` ids, and
-each rank its own part of them. So the whole state is one number, the samples consumed: any number of ranks can continue
-with the rest of the stream. A counter per rank would not allow that.
+each rank its own part of them. So the state is one number, the count of consumed samples: any number of ranks can
+continue with the rest of the stream. A counter per rank would not allow that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class Permutation:
     It is a Feistel network over the smallest power of four that contains the range. A result outside the range is
     permuted again until it falls inside ("cycle walking": Black and Rogaway 2002), which keeps the map one-to-one.
     numpy's shuffles need memory proportional to the length, and their streams may change between releases.
+
+    Raises:
+        ValueError: `length` is below 1.
     """
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
@@ -108,7 +111,7 @@ class EpochSampler:
         self.consumed = 0  # samples of this epoch that all ranks together have consumed
 
     def __len__(self) -> int:
-        """Return the number of this rank's samples in a whole epoch."""
+        """Return the number of this rank's samples in a full epoch."""
         return self._samples_per_rank(self.length)
 
     def __iter__(self) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """Token file: a packed corpus in one file that every rank maps, with a checked JSON header.
 
-Layout: 8 bytes of magic; JSON with a hash of its own fields, padded with spaces to 4,096 bytes; the training tokens;
+Layout: a header of 4,096 bytes (8 bytes of magic, JSON with a hash of its own fields, and spaces); the training tokens;
 the held-out tokens. Tokens are little-endian uint16, or uint32 for a vocabulary above 65,536.
 """
 
@@ -43,7 +43,7 @@ class TokenFileHeader:
 
     @property
     def checksum(self) -> str:
-        """Hash of all other fields, since damage in the header could change a score undetected."""
+        """Hash of all fields, since damage in the header could change a score undetected."""
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
@@ -96,7 +96,7 @@ class TokenWriter:
         """Append ids from 0 to the vocabulary size - 1.
 
         Raises:
-            DataError: an id is outside the vocabulary.
+            DataError: an id is outside this range.
         """
         for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
             if not 0 <= token < self._vocab_size:
@@ -165,7 +165,8 @@ def read_header(path: Path) -> TokenFileHeader:
     """Read only the header.
 
     Raises:
-        DataError: the file is missing, is not a token file, or has a format version that this release does not read.
+        DataError: the file is missing, is not a token file, has a damaged header, or has a format version that this
+            release does not read.
     """
     try:
         if path.exists() and not path.is_file():

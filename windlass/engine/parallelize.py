@@ -209,16 +209,16 @@ def apply_memory_savings(model: nn.Module, config: Config) -> None:
     if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _memory_optimized:
         return
     _memory_optimized.add(model)
-    offload_sections = [
-        one for one in (zero.offload_param, zero.offload_optimizer, config.offload) if one is not None and one.nvme_path
-    ]
+    sections = (zero.offload_param, zero.offload_optimizer, config.offload)
+    paths = [one.nvme_path for one in sections if one is not None and one.nvme_path]
+    tier = None if section.activation_tier == "device" else section.activation_tier
     apply_long_context(
         model,
         tiled_mlp=section.tiled_mlp,
         tiled_loss=section.tiled_loss,
         recompute=section.recompute,
-        activation_tier=None if section.activation_tier == "device" else section.activation_tier,
-        nvme_path=offload_sections[0].nvme_path if offload_sections else None,
+        activation_tier=tier,
+        nvme_path=paths[0] if paths and tier == "nvme" else None,
     )
 
 

@@ -12,6 +12,7 @@ from windlass.inference.block_manager import BlockKey, BlockManager, hash_block
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import DEFAULT_LENGTH, find_max_length
+from windlass.inference.packed_modules import find_other_dtype
 from windlass.inference.runner_factory import make_runner
 from windlass.inference.step_batch import StepBatch
 from windlass.inference.token_draw import greatest
@@ -64,6 +65,8 @@ class DraftModelProposer:
             weights_tier="device",  # a draft model is small
             weights_directory=None,
             weights_buffer_bytes=None,
+            # drafts decide no tokens, so a model whose products may differ between batches can draft too
+            deterministic=options.deterministic and find_other_dtype(model) is None,
         )
         self._runner = make_runner(model.eval(), own, window, owned=owned)
         size = self._runner.block_size

@@ -316,23 +316,21 @@ def can_pack(model: nn.Module) -> bool:
 def _is_packable(module: nn.Module) -> bool:
     if type(module) is PackedLinear:
         return "forward" not in module.__dict__
-    weight = module._parameters.get("weight")  # None e.g. with torch.nn.utils.prune, which computes it
-    if weight is None or "forward" in module.__dict__:
-        return False
-    return _is_linear(module) and weight.dtype in _PACKABLE_DTYPES and min(weight.shape) >= _LEAST_FEATURES
+    return _has_packable_kind(module) and module.get_parameter("weight").dtype in _PACKABLE_DTYPES
 
 
-def _is_linear(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+def _has_packable_kind(module: nn.Module) -> bool:
+    """Return True for a linear layer with torch's or transformers' own forward, and enough features."""
+    kind, weight = type(module), module._parameters.get("weight")  # None e.g. with torch.nn.utils.prune
+    known = kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+    return known and weight is not None and "forward" not in module.__dict__ and min(weight.shape) >= _LEAST_FEATURES
 
 
 def find_other_dtype(model: nn.Module) -> tuple[str, torch.dtype] | None:
-    """Return the name and dtype of a linear weight for which there are no native products; None: there is none."""
+    """Return the name and dtype of a linear weight that only its dtype keeps from being packed; None: there is none."""
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if _is_linear(module) and weight is not None and weight.dtype not in _PACKABLE_DTYPES:
-            return f"{name}.weight", weight.dtype
+        if _has_packable_kind(module) and (dtype := module.get_parameter("weight").dtype) not in _PACKABLE_DTYPES:
+            return f"{name}.weight", dtype
     return None
 
 

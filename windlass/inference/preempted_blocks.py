@@ -79,11 +79,10 @@ class PreemptedBlocks:
                 path.unlink(missing_ok=True)
                 if not self._disk_failed:
                     logger.warning(
-                        "the KV blocks of a preempted request cannot be written to %s, so its %d tokens are computed "
-                        "again, as are later ones until a write succeeds: %s; free some space, or give another "
-                        "swap_directory",
+                        "the KV blocks of a preempted request cannot be written to %s, so its tokens are computed "
+                        "again: %s; free some space, or give another swap_directory. The next warning follows a write "
+                        "that succeeds",
                         path,
-                        sequence.num_computed,
                         one_line(str(error)),
                     )
                 self._disk_failed = True

@@ -120,6 +120,7 @@ class SequenceTable:
         self.register_blocks(sequence)
         for other in others:
             other.num_computed, other.num_registered = sequence.num_computed, sequence.num_registered
+            other.fair_start = sequence.fair_start
             other.blocks, other.block_keys = self.blocks.fork(sequence.blocks), list(sequence.block_keys)
             self.running[other.sequence_id] = other
         self._runner.fork(sequence.sequence_id, [other.sequence_id for other in others])

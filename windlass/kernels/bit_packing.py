@@ -1,7 +1,7 @@
-"""Codes of 1 to 8 bits side by side in 32-bit words, and digits of base 3 in bytes.
+"""Codes of 1, 2, 3, 4 or 8 bits side by side in 32-bit words, and digits of base 3 in bytes.
 
 The words are those of compressed-tensors' `pack-quantized` files: code `i` of a row has the bits `i * bits` and up,
-counted from the lowest bit of the row's first word, without gaps, whatever the number of bits.
+counted from the lowest bit of the row's first word, without gaps.
 """
 
 from __future__ import annotations

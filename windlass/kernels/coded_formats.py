@@ -1,9 +1,10 @@
 """Weight formats of 1 to 8 bits: codes with a scale for each group of input features.
 
 [Note: coded formats] A weight is `(code - zero) * scale`. A row has one 16-bit float scale for each group of `group`
-features, or a single scale; the last group of a row has fewer features if `group` does not divide them. Codes lie in
-compressed-tensors' `pack-quantized` layout, with its names: `weight_packed`, `weight_scale`, `weight_shape` and, with
-zero points, `weight_zero_point`, which is packed along the outputs. Files have the packed tensors unchanged.
+features, or a single scale; the last group of a row has fewer features if `group` does not divide them. Codes have
+compressed-tensors' `pack-quantized` layout, except in `TritWeightFormat`, and its names: `weight_packed`,
+`weight_scale`, `weight_shape` and, with zero points, `weight_zero_point`, which is packed along the outputs. Files have
+the packed tensors unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, RowT
 
 GROUPS = (32, 64, 128)  # features that can share a scale
 SCALE_DTYPE = torch.float16  # as in GPTQ, AWQ and GGUF files, so that their weights are read exactly
-SAFE_MAGNITUDE = 2.0**14  # largest weight with a finite scale in every format: 1 bit stores twice a mean in float16
+SAFE_MAGNITUDE = 2.0**14  # weights up to it have finite scales in every format; 1 bit stores twice a mean in float16
 _TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 
@@ -54,10 +55,10 @@ class CodedWeightFormat:
     """Codes with a scale for each group; a subclass defines the rounding of a matrix.
 
     Attributes:
-        bits: number of bits of a code, as native code holds it.
+        bits: number of bits of a code in native code.
         group: number of input features that share a scale; None: all features of a row.
         zero: code of the value 0, where a weight has no zero points of its own.
-        has_zeros: each group has its own zero point.
+        has_zeros: True if each group has a zero point.
     """
 
     bits: int
@@ -105,7 +106,11 @@ class CodedWeightFormat:
         raise NotImplementedError
 
     def pack_codes(self, coded: GroupCodes) -> PackedWeight:
-        """Pack codes, e.g. those of another library's checkpoint."""
+        """Pack codes, e.g. those of another library's checkpoint.
+
+        Raises:
+            WeightFormatError: the scales have another shape, or zero points are missing or not supported.
+        """
         rows, columns = coded.codes.shape
         if tuple(coded.scale.shape) != (rows, self.count_groups(columns)) or (coded.zero is None) == self.has_zeros:
             raise WeightFormatError(
@@ -140,7 +145,7 @@ class CodedWeightFormat:
             product = find_device_product(input, self._device_matrix(packed))
         alone = multiply_alone(input, bias, product, len(packed["weight_packed"]))
         if alone is not None:
-            return alone  # a product alone needs no unpacked zero points
+            return alone  # a product without derivatives needs no unpacked zero points
         unpack_rows = partial(self._rows, columns=input.shape[-1])
         return packed_matmul(input, bias, unpack_rows, self._row_tensors(packed), product)
 
@@ -149,7 +154,7 @@ class CodedWeightFormat:
         return CodedMatrix(self._coding, codes, scale, self.bits, self.group, self.zero, zeros)
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Return the packed matrix whose rows are those of all parts, one after the other."""
+        """Return the packed matrix of the rows of all parts, in the order of `parts`."""
         zeros = [self.unpack_zeros(part) for part in parts]
         zero = torch.cat([zero for zero in zeros if zero is not None]) if self.has_zeros else None
         packed, scale = (torch.cat([part[name] for part in parts]) for name in ("weight_packed", "weight_scale"))
@@ -238,8 +243,8 @@ class IntegerWeightFormat(CodedWeightFormat):
 class TernaryWeightFormat(CodedWeightFormat):
     """`-scale`, 0 and `scale` in two bits: codes 1, 2 and 3, which are compressed-tensors' integers of two bits.
 
-    Weights of at most 0.7 times the mean magnitude of their group become 0; the scale is the mean magnitude of the
-    others, in float64, then rounded to float16 (Li et al. 2016, https://arxiv.org/abs/1605.04711).
+    Weights whose magnitude is at most 0.7 times the mean of their group become 0; the scale is the mean magnitude of
+    the others, in float64, then rounded to float16 (Li et al. 2016, https://arxiv.org/abs/1605.04711).
     """
 
     bits, zero = 2, 2.0
@@ -255,7 +260,7 @@ class TernaryWeightFormat(CodedWeightFormat):
 class TritWeightFormat(CodedWeightFormat):
     """`-scale`, 0 and `scale` of a row in 1.6 bits: five digits of base 3 (0, 1, 2) a byte, the first with weight 1.
 
-    The rule is that of `TernaryWeightFormat` for a whole row. `weight_packed` is uint8.
+    The rule is that of `TernaryWeightFormat` for a row. `weight_packed` is uint8.
     """
 
     bits, zero = 2, 1.0  # native code holds two bits
@@ -301,7 +306,7 @@ class Float8WeightFormat(RowTensors):
     """float8 e4m3 with one float32 scale for each output channel: compressed-tensors' `float-quantized`.
 
     `scale = max |row| / 448`, `q = row / scale` rounded to float8 e4m3fn, to nearest, ties to even. A row of zeros has
-    scale 0. The product uses `q * scale`, computed in float32 and rounded to the dtype of the input.
+    scale 0. The product in plain PyTorch uses `q * scale`, computed in float32 and rounded to the dtype of the input.
     """
 
     name, keeps_order = "fp8", True
@@ -353,7 +358,7 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _ternary(form: CodedWeightFormat, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return -1, 0 and 1 for each weight, and the scales of the groups."""
+    """Return -1, 0 or 1 for each weight, and the scales of the groups."""
     groups, counts = form.group_weights(wide)
     sizes = groups.abs()
     mean = (sizes.sum(2, dtype=torch.float64) / counts).unsqueeze(2)

@@ -22,7 +22,7 @@ _MOST_SCORES = 1 << 28  # maximum number of elements of one product in plain PyT
 
 
 def write_on_device(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store keys and values; see `write_kv`. Slots must lie in the cache: they are not checked."""
+    """Store keys and values; see `write_kv`. Slots must be in the cache, which is not checked."""
     block, offset = slots // cache.block_size, slots % cache.block_size
     if cache.key_scales is not None and cache.value_scales is not None:
         key, key_scale = quantize_rows(key)

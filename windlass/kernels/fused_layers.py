@@ -135,7 +135,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str = "silu", *, path: s
         `[..., features]`.
 
     Raises:
-        ModelError: the last dimension is odd, or there is no such activation.
+        ModelError: the dtype is not supported, the last dimension is odd, or there is no such activation.
     """
     _check_dtype("input of the activation", gate_up)
     if activation not in _ACTIVATION_CODES:

@@ -1,7 +1,7 @@
-"""Weight formats whose groups lie along any dimension: ranges of integers, and small floats.
+"""Weight formats with groups along any dimension: ranges of integers, and small floats.
 
 [Note: grouped formats] These are DeepSpeed's: `RangeWeightFormat` of its `weight_quantization`, and
-`MinifloatWeightFormat` of its `fp_quantizer`. Codes lie in whole bytes of a row, values of groups (scale, minimum) are
+`MinifloatWeightFormat` of its `fp_quantizer`. The codes of a row fill full bytes; values of groups (scale, minimum) are
 float32. Native code multiplies ranges in groups of 32, 64 or multiples of 128 input features (`low_bit_panels`);
 products with other formats unpack a block of rows at a time.
 """
@@ -71,7 +71,7 @@ class GroupedWeightFormat:
         raise NotImplementedError
 
     def _decode(self, index: torch.Tensor, codes: torch.Tensor, groups: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the float32 values of the rows `index`, whose codes are given."""
+        """Return the float32 values of the rows `index`, from their codes."""
         raise NotImplementedError
 
     def check_shape(self, out_features: int, in_features: int) -> None:
@@ -126,7 +126,7 @@ class GroupedWeightFormat:
         return packed_matmul(input, bias, values, [index, codes], product, shared=self._group_tensors(packed))
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Return the packed matrix whose rows are those of all parts, one after the other."""
+        """Return the packed matrix of the rows of all parts, in the order of `parts`."""
         rows = sum(len(part["weight_packed"]) for part in parts)
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         joined["weight_shape"] = torch.tensor([rows, int(parts[0]["weight_shape"][1])])
@@ -144,7 +144,7 @@ class RangeWeightFormat(GroupedWeightFormat):
 
     Args:
         group: number of successive features that share a scale; it must divide the size of `dim`.
-        dim: dimension along which the features of a group lie: 0, output features, or 1, input features.
+        dim: dimension of the features of a group: 0, output features, or 1, input features.
     """
 
     def __init__(self, bits: int, group: int, dim: int = 1) -> None:
@@ -230,7 +230,11 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         return self.decode(codes).mul_(scale[places // self.group])
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Return the packed matrix whose rows are those of all parts, one after the other."""
+        """Return the packed matrix of the rows of all parts, in the order of `parts`.
+
+        Raises:
+            WeightFormatError: the last group of a matrix is short.
+        """
         if any(part["weight_shape"].prod().item() % self.group for part in parts[:-1]):
             raise WeightFormatError(f"matrices of format {self.name!r} whose last group is short cannot be joined")
         return super().join(parts)
@@ -239,7 +243,8 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         """Return the codes (int32) of float32 elements, and the scales of their groups.
 
         Args:
-            stochastic: round up with a probability equal to the distance from the lower value, instead of to nearest.
+            stochastic: round up with a probability equal to the distance from the lower value in steps, instead of to
+                nearest.
         """
         padded = F.pad(flat, (0, -flat.numel() % self.group)).view(-1, self.group)
         scale = padded.abs().amax(1) / self.largest
@@ -247,7 +252,7 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         return self.encode(padded / divisor, stochastic=stochastic).view(-1)[: flat.numel()], scale
 
     def encode(self, values: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
-        """Return the codes (int32) of float32 values of at most `largest`."""
+        """Return the codes (int32) of float32 values. Magnitudes above `largest` become `largest`."""
         size = values.abs().clamp_(max=self.largest)
         least = 1 - self.bias  # exponent of the smallest normal number, and of all subnormal ones
         step = _exponent(size).clamp_(min=least) - self.mantissa

@@ -6,8 +6,8 @@ anew. Reading it needs fewer translations of addresses, and hardware prefetches 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import sys
@@ -33,15 +33,12 @@ def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 
 def advise_huge_pages(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    """Request huge pages for a range of a mapping. Do nothing where the system has none."""
+    """Request huge pages for a range of a mapping. Where the system grants none, the pages stay small."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:
         return
-    try:
+    with contextlib.suppress(OSError):  # a kernel without them, or a sandbox that refuses the advice
         memory.madvise(advice, start, nbytes)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel that was built without them
-            raise
 
 
 def populate_pages(tensor: torch.Tensor) -> str | None:

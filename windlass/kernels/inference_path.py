@@ -40,7 +40,7 @@ def list_inference_paths() -> list[str]:
 
 
 def get_inference_path(name: str | None = None) -> InferencePath:
-    """Return a path by its name; without a name that of `WINDLASS_KERNELS`, or else the best.
+    """Return the path `name`; for None, the path of `WINDLASS_KERNELS`, or the best path if the variable is not set.
 
     "AVX-512" in the environment variable stands for the best set of that family, since optimizers have only that name.
 

@@ -65,12 +65,15 @@ def list_kernel_paths() -> list[str]:
     return [*_instruction_sets(), REFERENCE_PATH]
 
 
-def check_path_name(name: str, available: Sequence[str]) -> None:
-    """Raise a ConfigError if a kernel path is not one of those that can run here."""
+def check_path_name(name: str, available: Sequence[str], missing: str = "") -> None:
+    """Raise a ConfigError if a kernel path is not one of those that can run here.
+
+    Args:
+        missing: reason for which no native code can run; empty: it can run, or the reason is unknown.
+    """
     if name in available:
         return
-    module, why = _native_module()
-    reason = "" if module is not None else f" ({why})"
+    reason = f" ({missing})" if missing else ""
     raise ConfigError(f"there is no kernel path {name!r} on this machine{reason}; use one of {', '.join(available)}")
 
 
@@ -83,21 +86,23 @@ def apply_updates(
     threads: int | None = None,
     page_sums: Sequence[PageSums] = (),
 ) -> None:
-    """Apply `rule` to every update in one pass over memory: unscale, update, write the 16-bit copy.
+    """Apply `rule` to every update in one pass over memory (LAMB: two): unscale, update, write the 16-bit copy.
 
     Args:
         divisor: gradients are divided by it (loss scale over clip coefficient).
         path: one of `list_kernel_paths()` in place of the active one.
         threads: threads of the native code; by default torch's number.
-        page_sums: memory with checksums, in which tensors of the updates lie. Native code compares each of its pages
-            before it changes the page, and renews the checksum after that.
+        page_sums: memory with checksums that contains tensors of the updates. Native code compares each page before an
+            update changes it, and renews its checksum afterwards. The reference ignores them.
 
     Raises:
         ConfigError: `path` cannot run here.
         ModelError: tensors do not match, have no memory, or overlap. The message names them.
+        ConfigError: `WINDLASS_KERNELS` names a path that is not available, or `path` needs native code that is missing.
     """
     if path is not None:
-        check_path_name(path, list_kernel_paths())
+        module, why = _native_module()
+        check_path_name(path, list_kernel_paths(), "" if module is not None else why)
     groups: dict[tuple[torch.dtype | None, ...], list[UpdateTensors]] = defaultdict(list)
     for piece in updates:
         piece.check(len(rule.signed_states))
@@ -120,7 +125,11 @@ def can_sum_pages() -> bool:
 
 
 def compare_pages(page_sums: PageSums) -> None:
-    """Compare the checksums of all pages that were not compared before. `can_sum_pages` must be true."""
+    """Compare the checksums of all pages that were not compared before.
+
+    Raises:
+        ConfigError: there is no native code; see `can_sum_pages`.
+    """
     module, why = _native_module()
     if module is None:
         raise ConfigError(f"no checksums can be compared: {why}")

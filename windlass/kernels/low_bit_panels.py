@@ -30,7 +30,7 @@ _ROW_GROUP = 128  # group size of formats with one scale per row: a partial sum 
 
 
 class LowBitPanels:
-    """Packed tensors of a coded format in panels; see [Note: low-bit panels].
+    """Packed tensors of a coded, float8 or range format in panels; see [Note: low-bit panels].
 
     Args:
         weight_format: format of `tensors`.

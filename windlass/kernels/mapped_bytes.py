@@ -26,7 +26,7 @@ _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1) << np.uint64(bit) for bit in (63, 6
 
 
 class MappedBytes:
-    """Mapping of a range of a file, which lives as long as its tensor.
+    """Mapping of a range of a file, which ends with its tensor.
 
     Attributes:
         address: address of the first byte.

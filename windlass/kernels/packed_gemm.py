@@ -1,13 +1,13 @@
 """Linear layers of inference: weights packed once in panels, products for few and for many rows.
 
-[Note: batch-invariant products] `packed_linear` adds the products of an output in the order of the input features, one
-after the other, in one accumulator. So a row of the result has the same bits for any other rows in the call, any
-position of the row, and any number of threads. (The reference does not guarantee this.)
+[Note: batch-invariant products] `packed_linear` adds the products of an output sequentially, in the order of the input
+features, in one accumulator. So a row of the result has the same bits for any other rows in the call, any position of
+the row, and any number of threads. (The reference does not guarantee this.)
 
 [Note: rounded inputs] With `quantize_inputs`, inputs are rounded to the numbers that the processor multiplies fastest
 with the weight. For integer weights each row is rounded to int8 with one scale, `max / 127`, for every 128 features,
 and multiplied in exact integers, up to four times as fast. Each input has an error of up to half its scale. For bf16
-weights float32 inputs are rounded to bf16 (an error of up to 2^-9 of each) and, where `vdpbf16ps` is fast, multiplied
+weights float32 inputs are rounded to bf16 (an error of up to 2^-8 of each) and, where `vdpbf16ps` is fast, multiplied
 in pairs, up to twice as fast.
 
 [Note: panels] 16 outputs form a panel. One step of a panel is a cache line with 1 (float32), 2 (bf16) or 4 (int8, with
@@ -40,10 +40,10 @@ from windlass.kernels.weight_format import (
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
-# Weight formats that native code multiplies. Other formats use their own product.
+# Weight formats that `_pack` arranges in panels. Others are in `LowBitPanels`, or use `WeightFormat.linear`.
 _PANEL_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 _PANEL = 16  # outputs
-_PART_BYTES = 4 << 20  # a mapped weight is read in parts of this size, which are in memory beside the panels
+_PART_BYTES = 4 << 20  # a mapped weight is read in parts of this size, which are in memory together with the panels
 
 
 class PackedPanels:
@@ -53,6 +53,9 @@ class PackedPanels:
         out_features, in_features: sizes of the layer.
         format: weight format of the values.
         quantize_inputs: inputs are rounded to int8 or bf16; see [Note: rounded inputs].
+
+    Raises:
+        WeightFormatError: inputs cannot be rounded for weights of the format.
     """
 
     def __init__(
@@ -258,14 +261,14 @@ class BorrowedPanels(PackedPanels):
 
 
 def narrow_input_dtype(weight_format: WeightFormat) -> torch.dtype | None:
-    """Return the dtype to which inputs can be rounded for such weights, or None; see [Note: rounded inputs]."""
+    """Return the dtype to which inputs can be rounded for weights of a format, or None; see [Note: rounded inputs]."""
     if weight_format.name == "bf16":
         return torch.bfloat16
     return torch.int8 if weight_format.name == "int8" or isinstance(weight_format, CodedWeightFormat) else None
 
 
 def join_packed(weight_format: WeightFormat, parts: Sequence[FormatTensors]) -> FormatTensors:
-    """Return the packed matrix whose rows are those of all parts, one after the other.
+    """Return the packed matrix of the rows of all parts, in the order of `parts`.
 
     Raises:
         WeightFormatError: there are several parts, and the format does not join them.
@@ -348,7 +351,8 @@ def pack_panels(
         path: one of `list_inference_paths()` in place of the active one.
 
     Raises:
-        WeightFormatError: the tensors are not of the format.
+        WeightFormatError: the format does not exist, does not fit `quantize_inputs`, or is not that of the tensors.
+        ConfigError: the path is not available.
     """
     chosen = get_weight_format(format) if isinstance(format, str) else format
     check_packed(chosen, tensors, *sizes)

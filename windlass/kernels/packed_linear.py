@@ -64,13 +64,17 @@ class PackedMatrix(nn.Module):
 
     def become_part(self, rows: int, columns: int) -> None:
         """Record that the parameters now hold only some rows and columns. `weight_shape` still has the sizes of the
-        whole matrix, on every rank.
+        full matrix, on every rank.
         """
         self._sizes, self._is_part = (rows, columns), True
         self._form = self.format.file_form(rows, columns)
 
     def pack(self, weight: torch.Tensor) -> None:
-        """Replace the packed weight by that of `weight` `[rows, columns]`."""
+        """Pack `weight` `[rows, columns]` into the parameters.
+
+        Raises:
+            WeightFormatError: the weight has another shape, or values outside of the format's range.
+        """
         if tuple(weight.shape) != self._sizes:
             raise WeightFormatError(
                 f"a weight of shape {tuple(weight.shape)} does not fit a {type(self).__name__} of "
@@ -86,6 +90,9 @@ class PackedMatrix(nn.Module):
         Args:
             mapped: bytes in a file and their mapping, for tensors that are used in place instead of copied; see [Note:
                 dropped pages].
+
+        Raises:
+            WeightFormatError: names, dtypes or shapes are not those of the format.
         """
         expected = {name: (form.dtype, form.shape) for name, form in self._form.items()}
         given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
@@ -120,7 +127,7 @@ class PackedMatrix(nn.Module):
             self.register_parameter(stored, other.get_parameter(stored))
 
     def free_panels(self) -> None:
-        """Free the panels that products of this module have kept. Later products make new panels."""
+        """Free the panels that products of this module have cached. Later products make new panels."""
         self._panels.clear()
 
     def unpack(self) -> torch.Tensor:
@@ -129,7 +136,7 @@ class PackedMatrix(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The unpacked weight, computed at every access; changes of it are lost."""
+        """Unpacked weight, computed at every access; changes to it are lost."""
         return self.unpack()
 
     def parameter_name(self, name: str) -> str:
@@ -172,11 +179,11 @@ class PackedMatrix(nn.Module):
 
 
 class PackedLinear(PackedMatrix):
-    """Drop-in for `nn.Linear` with a packed, frozen weight; see [Note: packed parameters].
+    """Drop-in replacement of `nn.Linear` with a packed, frozen weight; see [Note: packed parameters].
 
-    float32 and bfloat16 inputs on the CPU are multiplied by native kernels, which never unpack the weight: see [Note:
-    kept panels]. On CUDA devices a Triton kernel multiplies (`device_matmul`). The backward unpacks a block of rows at
-    a time.
+    Native kernels multiply float32 and bfloat16 inputs on the CPU without unpacking the weight, for most formats: see
+    [Note: kept panels]. On CUDA devices a Triton kernel multiplies (`device_matmul`). Other products, and the backward,
+    unpack a block of rows at a time.
 
     The gradient flows to the input and to `bias`, which is an ordinary parameter. Under autocast the input is cast as
     `nn.Linear` casts it.
@@ -273,7 +280,7 @@ class PackedLinear(PackedMatrix):
 
 
 class PackedEmbedding(PackedMatrix):
-    """Drop-in for `nn.Embedding` with a packed, frozen table; see [Note: packed parameters].
+    """Drop-in replacement of `nn.Embedding` with a packed, frozen table; see [Note: packed parameters].
 
     The forward unpacks the rows that are looked up.
 
@@ -313,7 +320,7 @@ def is_packed_parameter(name: str, dtype: torch.dtype) -> bool:
 def pack_linear_layers(
     model: nn.Module, weight_format: WeightFormat | str, chosen: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """Replace linear layers of a model by packed ones, in place and one after the other.
+    """Replace linear layers of a model by packed layers, in place and layer by layer.
 
     Args:
         chosen: returns True for the names of the layers to be packed.

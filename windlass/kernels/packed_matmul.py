@@ -39,8 +39,8 @@ def packed_matmul(
     """Return `input @ weight.T + bias` in the dtype of `input`, where `weight` is unpacked from `packed`.
 
     The backward unpacks again, so that autograd saves only the packed tensors; it gives gradients of `input` and
-    `bias`. A matrix of at most `BLOCK_NUMEL` elements is one block: then values and gradients are those of `F.linear`
-    with the unpacked weight, to the bit.
+    `bias`. A matrix of at most `BLOCK_NUMEL` elements is one block: then, without `product`, values and gradients have
+    the bits of `F.linear` with the unpacked weight.
 
     Args:
         input: `[..., in_features]`.
@@ -57,7 +57,7 @@ def packed_matmul(
 def multiply_alone(
     input: torch.Tensor, bias: torch.Tensor | None, product: Product | None, out_features: int
 ) -> torch.Tensor | None:
-    """Return the product alone if there is one and no gradient is asked for, else None: `packed_matmul` is needed."""
+    """Return `product(input, bias)` if no derivative is needed; None if the caller must use `packed_matmul`."""
     given = [input] if bias is None else [input, bias]
     if product is None or torch.is_grad_enabled() and any(one.requires_grad for one in given):
         return None

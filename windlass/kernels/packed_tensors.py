@@ -41,7 +41,7 @@ class RowTensors:
         return self.unpack({name: tensor[index] for name, tensor in packed.items()})
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Return the packed matrix whose rows are those of all parts, one after the other."""
+        """Return the packed matrix of the rows of all parts, in the order of `parts`."""
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

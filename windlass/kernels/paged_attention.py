@@ -2,8 +2,8 @@
 
 Native code computes on the CPU, `device_attention` on accelerators.
 
-[Note: layout of the cache] Keys lie as `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
-of 16 keys are one vector, to which each feature of the query is added without a horizontal sum. Values lie as `[blocks,
+[Note: layout of the cache] Keys are `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
+of 16 keys are one vector, to which each feature of the query is added without a horizontal sum. Values are `[blocks,
 kv_heads, block_size, value_dim]`, with `value_dim` rounded up to a multiple of 16; values beyond are undefined.
 A block of one head is contiguous in both. Code outside of this file copies and moves whole blocks, and reads tokens by
 `read_kv`.
@@ -31,7 +31,7 @@ MOST_FEATURES = 1024  # largest head dimension that native code supports
 
 
 class PagedKVCache:
-    """Keys and values of one layer, in blocks of tokens; see [Note: layout of the cache]. Make it by `make_kv_cache`.
+    """Keys and values of one layer, in blocks of tokens; see [Note: layout of the cache]. Made by `make_kv_cache`.
 
     Attributes:
         keys, values: float32, bfloat16 or int8.
@@ -157,10 +157,10 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
         key: `[tokens, kv_heads, key_dim]`, float32 or bfloat16.
         value: `[tokens, kv_heads, value_dim]` of the same dtype.
         slots: int64 `[tokens]`; `block * block_size + offset`. A negative slot is skipped on the CPU. On accelerators
-            slots must lie in the cache, which is not checked.
+            slots must be in the cache, which is not checked.
 
     Raises:
-        ModelError: shapes do not match, or a slot is beyond a cache on the CPU.
+        ModelError: shapes do not match, native code does not support a dtype, or a slot is beyond a cache on the CPU.
     """
     tokens = slots.shape[0]
     if tuple(key.shape) != (tokens, cache.kv_heads, cache.key_dim):

@@ -33,11 +33,11 @@ class PanelProduct:
 class PanelCache:
     """Native product of one packed layer.
 
-    [Note: kept panels] Panels are kept from the second product on, while address and version of every parameter are
-    the same, and only for parameters that own their memory: the flat buffer of an engine is filled without a change of
-    versions, so panels of its views are made for each product. They take as much memory as the packed weight, whose own
-    pages are dropped if they are mapped from a file ([Note: dropped pages]). A copy or pickle of the layer has no
-    panels. Changes through `.data` keep the version: use `PackedLinear.set_packed`.
+    [Note: kept panels] Panels are kept from the second product on, while address and version of every parameter are the
+    same, and only for parameters that own their memory: the flat buffer of an engine is filled without a change of
+    versions, so panels of its views are made for each product, and none of int8 weights. Panels take as much memory as
+    the packed weight, whose own pages are dropped if they are mapped from a file ([Note: dropped pages]). A copy or
+    pickle of the layer has no panels. Changes through `.data` keep the version: use `PackedLinear.set_packed`.
 
     Attributes:
         pages: mappings of the parameters, by the address of each.
@@ -56,7 +56,7 @@ class PanelCache:
         parameters: Mapping[str, torch.Tensor],
         input: Any,
     ) -> PanelProduct | None:
-        """Return the product on native kernels, or None where they do not apply."""
+        """Return the product by native kernels, or None if they do not support the format or the input."""
         if not _is_native(weight_format, input):
             self._key = self._panels = None
             return None

@@ -76,7 +76,7 @@ def take_panels(nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tens
 
 
 def share_parameters(parameters: Iterator[torch.nn.Parameter], at_least: int = 1 << 20) -> None:
-    """Move large parameters on the CPU into the shared file, if one is active.
+    """Move contiguous CPU parameters of at least `at_least` bytes into the shared file, if one is active.
 
     The model must only serve: parameters that share memory with other tensors are separate afterwards, and a write
     copies the pages that it changes. `requires_grad` does not matter, since `from_pretrained` leaves it True.

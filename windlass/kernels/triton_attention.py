@@ -164,7 +164,9 @@ def _attend_tile(
 
 
 def can_attend(query: torch.Tensor, cache: PagedKVCache) -> bool:
-    """Return True if the kernel supports the shapes: blocks of a power of two, and heads of at most 256 features."""
+    """Return True if the kernel supports the query's dtype, the block size (a power of two) and the heads (at most 256
+    features).
+    """
     power = cache.block_size & (cache.block_size - 1) == 0
     known = query.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return power and known and max(cache.key_dim, cache.value_dim) <= 256
@@ -185,7 +187,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute `windlass.kernels.paged_attention.paged_attention` without waiting for the device.
 
-    The arguments lie on one device, and `paged_attention` has checked them.
+    The arguments are on one device, and `paged_attention` has checked them.
     """
     tokens, heads, _ = query.shape
     sequences = context_lengths.shape[0]

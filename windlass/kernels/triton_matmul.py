@@ -1,15 +1,15 @@
 """Product of an input and a packed matrix as a Triton kernel, for few rows and for many.
 
-A program multiplies a tile of rows by the codes of a tile of outputs, one block of input features after the other. In
+A program multiplies a tile of rows by the codes of a tile of outputs, block by block of the input features. In
 memory the codes are as in the file; a tile of codes is converted to numbers in registers.
 
-[Note: exact tiles] A tile holds `code - zero`, which 16-bit floats have exactly for codes of at most 8 bits. A block of
-features lies in one group, whose scale multiplies the tile's sum in float32. So the weight is never rounded to the
-dtype of the input; only the result is rounded.
+[Note: exact tiles] A tile holds `code - zero`, which 16-bit floats represent exactly for codes of at most 8 bits. A
+block of features is part of one group, whose scale multiplies the tile's sum in float32. So the weight is never rounded
+to the dtype of the input; only the result is rounded.
 
 [Note: parts of the features] A product of few rows and outputs would use few processors. Its input features are divided
-into parts that programs sum side by side in float32; the parts are added afterwards, in one order. The number of parts
-follows from shapes alone, so a CUDA graph can hold the launch.
+into parts that programs sum side by side in float32; the parts are added afterwards, in a fixed order. The number of
+parts follows from shapes alone, so a CUDA graph can hold the launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CODINGS = {"words": 0, "int8": 1, "fp8": 2, "trits": 3}
 
 @triton.jit
 def _bits_at(words, place, stride, mask, BITS: tl.constexpr):
-    """Return the codes number `place` of rows of words; a code may begin in one word and end in the next."""
+    """Return the codes at positions `place` of rows of words; a code may begin in one word and end in the next."""
     bit = place * BITS
     shift = bit % 32
     first = words + (bit // 32) * stride

@@ -12,7 +12,7 @@ COUPLED, AMSGRAD, MOMENTUM, NESTEROV, FIRST_STEP, EPS_INSIDE = 1, 2, 4, 8, 16, 3
 
 
 class UpdateRule(Protocol):
-    """Coefficients of one update. Equal rules may update many parameters in one call."""
+    """Coefficients of one update. One rule may update many parameters in one call."""
 
     @property
     def kernel_code(self) -> int:
@@ -36,7 +36,7 @@ class UpdateRule(Protocol):
 
     @property
     def seed(self) -> int:
-        """Seed of the stochastic rounding of narrow states, which differs in each step."""
+        """Seed of the stochastic rounding of narrow states: the step, or 0 for rules without a step (Lion, SGD)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ without an unpacked copy of all of it. `windlass.kernels.packed_linear.PackedLin
 no state.
 
 [Note: optional members] A format may also have `join` (`JoinableFormat`), `unpack_rows` (`RowFormat`) and
-`keeps_order`. Without them its layers are multiplied one by one, a lookup of rows unpacks the whole matrix, and tensor
+`keeps_order`. Without them its layers are multiplied one by one, a lookup of rows unpacks the full matrix, and tensor
 parallelism first tests the division on a random matrix. `packed_tensors.RowTensors` has the first two for formats whose
 tensors all have one row for each output feature.
 """
@@ -78,7 +78,7 @@ class JoinableFormat(Protocol):
     matrix."""
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Return the packed matrix whose rows are those of all parts, one after the other."""
+        """Return the packed matrix of the rows of all parts, in the order of `parts`."""
         ...
 
 
@@ -122,7 +122,7 @@ class Int8WeightFormat(RowTensors):
 
     `scale = max |row| / 127`, `q = round(row / scale)` in float32, to nearest, ties to even, clamped to [-127, 127]. A
     row of zeros has scale 0. So `|row - q * scale|` is at most half of `scale`, up to the rounding of float32. The
-    product uses `q * scale`, computed in float32 and rounded to the dtype of the input.
+    product in plain PyTorch uses `q * scale`, computed in float32 and rounded to the dtype of the input.
     """
 
     name, keeps_order = "int8", True

@@ -57,7 +57,11 @@ class MessageReader:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any] | bytes]:
-        """Return the items that `data` completes: messages as dicts, and other lines as bytes."""
+        """Return the items that `data` completes: messages as dicts, and other lines as bytes. Empty lines are dropped.
+
+        Raises:
+            LaunchError: a message is damaged.
+        """
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [parsed for line in lines if (parsed := _parse_line(line)) is not None]
 

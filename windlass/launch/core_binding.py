@@ -49,7 +49,11 @@ def bindable_cores(listed: str | None) -> list[int]:
 
 
 def usable_cores() -> list[int]:
-    """Return the logical cores that this process may run on."""
+    """Return the logical cores that this process may run on.
+
+    Raises:
+        LaunchError: this system cannot bind processes to cores.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     if affinity is None:
         raise LaunchError("--bind_cores_to_rank: this system cannot bind processes to cores; only Linux can")

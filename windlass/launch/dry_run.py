@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from windlass.launch.rank_map import HostRankMap
 
 MAX_DRAWN_NODES = 16
-"""Maximum number of nodes that are drawn; the others look alike."""
+"""Maximum number of nodes that are drawn; the others are only counted."""
 _DEFAULT_SHAPE, _DEFAULT_TOKENS = "7b", 4096
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -43,7 +43,7 @@ def show_rank_map(args: argparse.Namespace, console: Console | None = None) -> i
 
     Raises:
         ConfigError: sizes do not multiply to the number of ranks, or a configuration or model shape cannot be read.
-        LaunchError: the hosts are invalid, or sizes are given twice.
+        LaunchError: the hosts are invalid, `--tokens` is below 1, or `--config` and an axis flag are both given.
     """
     from windlass.base.printable_console import PrintableConsole
 

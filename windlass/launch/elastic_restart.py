@@ -19,12 +19,13 @@ from windlass.launch.supervisor import ReceivedSignals, capture_signals
 def run_with_restarts(
     plan: LaunchPlan, start: Callable[[LaunchPlan], LaunchExitStatus], min_nproc: int = 1
 ) -> LaunchExitStatus:
-    """Run `start(plan)`, and again after a failure, at most `plan.max_restarts` times.
+    """Run `start(plan)`, and again after a failure, at most `plan.max_restarts` times, with at least `min_nproc` ranks.
 
-    A rank that a signal ended (`kill -9`, out of memory, a crash) counts as lost together with its slot, and the run
-    restarts without these ranks and without lost hosts. Ranks that exited by themselves, or that their watchdog ended,
-    do not lower the number of ranks. A signal to this process forbids a restart. The script itself continues from a
-    checkpoint: it calls `engine.load_checkpoint` at its start, which does nothing if there is no checkpoint yet.
+    A rank that a signal other than SIGINT and SIGTERM ended (`kill -9`, out of memory, a crash) counts as lost together
+    with its slot, and the run restarts without these ranks and without lost hosts. Ranks that exited by themselves, or
+    that their watchdog ended, do not lower the number of ranks. A signal to this process forbids a restart. The script
+    itself continues from a checkpoint: it calls `engine.load_checkpoint` at its start, which does nothing if there is
+    no checkpoint yet.
 
     Raises:
         LaunchError: `max_restarts` is negative, or `min_nproc` is not between 1 and the number of ranks.

@@ -1,4 +1,4 @@
-"""First program of each rank: asks the kernel to end the process with its launcher, then becomes the user's program.
+"""First program of each rank: has the kernel kill the process when its launcher ends, then becomes the user's program.
 
 Run as `python -I -S exec_rank.py LAUNCHER_PID COMMAND...`. It imports only the standard library, because it runs before
 every rank, and then replaces itself by COMMAND. The death signal and the core binding survive the exec.

@@ -18,9 +18,9 @@ _UNPROMPTED_S = 0.2  # within this time after the first failure, the launcher ha
 class RankFailure:
     """Rank with a nonzero exit status. `status` is negative for a signal; `failed_at` is in seconds since the epoch.
 
-    `host` is set if there are several hosts. A host that was lost with all its ranks is one failure: that of its first
-    rank, with `num_ranks` and a `reason`. `out_of_memory`: the kernel killed a process for lack of memory during the
-    run.
+    `host` is empty if messages need not name it. A host that was lost with all its ranks is one failure: that of its
+    first rank, with `num_ranks` and a `reason`. `out_of_memory`: the kernel killed a process for lack of memory during
+    the run.
     """
 
     rank: int

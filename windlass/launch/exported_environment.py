@@ -14,7 +14,7 @@ ENVIRONMENT_FILE_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """Name of the file of `KEY=VALUE` lines that is read from the home directory and then from the working directory."""
 
 EXPORTED_PREFIXES = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS"]
-"""Prefixes of the names of exported variables. Scripts that call the launcher append to this list."""
+"""Prefixes of the names of exported variables. Scripts that call the launcher may append to this list."""
 # A service that sets the first variable sets the others on each host itself; this host's values are wrong elsewhere.
 _HOST_SPECIFIC_VARIABLES = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
 # Variables that are specific to this process.
@@ -26,14 +26,14 @@ def exported_environment(
 ) -> dict[str, str]:
     """Return the variables for all hosts: those of `environ` with a known prefix, then those of the environment files.
 
-    PYTHONPATH begins with `cwd`, so that a script can import its own modules.
+    PYTHONPATH begins with `cwd`, so that a script can import its own modules, unless an environment file sets it.
 
     Args:
         folders: folders of the environment files, where later ones override earlier ones; by default the home directory
             and `cwd`.
 
     Raises:
-        LaunchError: a file cannot be read, or a line of it is not `KEY=VALUE`.
+        LaunchError: a file cannot be read or is not UTF-8 text, or a line is not `KEY=VALUE`.
     """
     excluded = {
         *_PROCESS_VARIABLES,
@@ -62,7 +62,7 @@ def exported_environment(
 
 
 def parse_environment_file(text: str, source: str) -> dict[str, str]:
-    """Parse `KEY=VALUE` lines. Skip empty lines and comments (`#`), and remove one pair of quotes around VALUE.
+    """Parse `KEY=VALUE` or `export KEY=VALUE` lines. Skip empty lines and comments (`#`). Remove quotes around VALUE.
 
     Raises:
         LaunchError: a line has another form.

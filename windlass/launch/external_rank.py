@@ -31,7 +31,7 @@ def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | N
     """Return this process's rank environment, or None unless another launcher (torchrun, MPI, Slurm) started it.
 
     Raises:
-        CommunicationError: a variable has an invalid value.
+        CommunicationError: a variable is missing or invalid, or the rank is not below the number of ranks.
     """
     # one of these variables alone is left over from some other program
     full = all(environ.get(name) for name in _TORCHRUN_VARIABLES)
@@ -71,7 +71,11 @@ def torchrun_environment(rank_environment: RankEnvironment) -> dict[str, str]:
 
 
 def exec_as_external_rank(program: Program, rank_environment: RankEnvironment, env: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the program, which runs as the rank of `rank_environment`."""
+    """Replace this process by the program, which runs as the rank of `rank_environment`.
+
+    Raises:
+        LaunchError: the program cannot be executed.
+    """
     _exec_command(
         program.argv_for_rank(rank_environment.local_rank or 0),
         {**os.environ, **env, **torchrun_environment(rank_environment)},
@@ -89,7 +93,12 @@ def decode_plan(text: str) -> LaunchPlan:
 
 
 def main(encoded: str) -> NoReturn:
-    """Replace this process by its rank of the plan."""
+    """Replace this process by its rank of the plan that `encoded` holds.
+
+    Raises:
+        LaunchError: no variable gives the rank, the launcher placed ranks differently from the plan, or the program
+            cannot be executed.
+    """
     plan = decode_plan(encoded)
     found = rank_environment({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
     if found is None:

@@ -33,7 +33,8 @@ def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
     A line is `HOST slots=N`. The rest of a line is ignored, and so are empty lines and those that begin with `#`.
 
     Raises:
-        HostError: a line has another form, a host is named twice, or there is no host.
+        HostError: the file cannot be read, is larger than 16 MiB or is not text; a line has another form or too many
+            slots, a host is named twice, or there is no host.
     """
     if not Path(path).is_file():
         logger.warning("no hostfile at %s: only this machine is used", path)
@@ -51,7 +52,7 @@ def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
 
 
 def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[str, int]:
-    """Parse the lines of a hostfile like `fetch_hostfile`. `source` is its name in errors."""
+    """Parse the lines of a hostfile, and raise the same errors as `fetch_hostfile`. `source` is its name in errors."""
     pool: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
@@ -119,9 +120,9 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 
 def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_slots: int = -1) -> dict[str, list[int]]:
-    """Return the first `num_nodes` hosts with slots 0 to `num_slots` - 1; a host without slots keeps none.
+    """Return the first `num_nodes` hosts, each with slots 0 to `num_slots` - 1, even if the host has fewer.
 
-    A number below 1 sets no limit.
+    A host without slots keeps none. A number below 1 leaves the hosts or the slots unchanged.
 
     Raises:
         HostError: there are fewer hosts.

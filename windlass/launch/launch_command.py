@@ -50,15 +50,19 @@ def launch_from_args(
 ) -> int:
     """Start the ranks that `args` (the result of `parse_flags`) describe, and supervise them to their end.
 
+    With `--dry-run` only show their placement. As a rank of another launcher this process becomes the program, and the
+    call does not return.
+
     Args:
         env: variables to set in the environment of the ranks, over inherited ones.
         command_name: name of the command in messages.
 
     Returns:
-        The worst exit code of the ranks; for a rank that a signal ended, 128 plus the signal's number.
+        The worst exit code of the ranks; 128 plus the number of a signal that ended one, or that this process received.
 
     Raises:
         LaunchError: the ranks cannot be started as requested.
+        ConfigError: the log level is unknown, or a dry run cannot read the configuration or the model shape.
     """
     if args.quiet or args.log_level:
         set_log_level("error" if args.quiet else args.log_level, "--log_level")

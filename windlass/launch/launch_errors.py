@@ -1,4 +1,4 @@
-"""Error of a launch that is impossible as requested."""
+"""Error of the launcher."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from windlass.base.errors import WindlassError
 
 
 class LaunchError(WindlassError, RuntimeError):
-    """Failure to start ranks: no such script, a port in use, an invalid number, an unreachable host."""
+    """Failure to start or supervise ranks: no such script, a port in use, an invalid number, an unreachable host."""

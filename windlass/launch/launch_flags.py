@@ -329,8 +329,11 @@ def _takes_next_word(parser: argparse.ArgumentParser, word: str) -> bool:
 
 
 def copy_flags(parser: argparse.ArgumentParser, names: Container[str]) -> None:
-    """Add those flags of `windlass run` to `parser` that a DeepSpeed command has too, without the short form `-m`. Set
-    the defaults of the others."""
+    """Add the flags of `windlass run` in `names` to `parser`, without the short form `-m`. Set the defaults of others.
+
+    Args:
+        names: names of the flags as attributes of the parsed arguments, such as `num_gpus`.
+    """
     for action in build_run_parser()._actions:
         if action.dest == "help":
             continue

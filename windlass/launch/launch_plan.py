@@ -22,9 +22,9 @@ class LaunchPlan:
 
     Args:
         env: variables that override those that ranks inherit on their host.
-        master_addr, master_port: rendezvous address and port; None: this host's address, and a free port.
-        use_agent_store: a process beside the ranks runs the rendezvous store, as under torchrun; else rank 0 runs it.
-        use_devices: `slots` select devices; else ranks see the same devices as this process.
+        master_addr, master_port: rendezvous address and port; None: an address of the first host, and a free port.
+        use_agent_store: a separate process runs the rendezvous store, as under torchrun; else rank 0 runs it.
+        use_devices: `slots` select devices; else ranks see this process's devices, without those of lost slots.
         virtual_local_rank: each rank sees only its own device, as its first.
         bind_cores_to_rank, bind_core_list: bind each rank to an equal share of the host's cores, or of the listed ones.
         servers: number of parameter servers with their replicas, which are the first ranks; 0: the ranks are equal.

@@ -1,4 +1,4 @@
-"""Command lines and environments of pdsh, MPI launchers and Slurm for a plan. Nothing is executed here."""
+"""Command lines and environments of pdsh, MPI launchers and Slurm for a plan. The commands are not executed here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def build_launcher_command(launcher: str, plan: LaunchPlan, options: LauncherOpt
     """Build the command that starts all ranks of `plan`.
 
     Raises:
-        LaunchError: the backend does not exist, or cannot do what the plan requires.
+        LaunchError: the backend does not exist, cannot do what the plan requires or lacks an option, or a host name is
+            invalid.
     """
     for host in plan.hosts:
         check_host_name(host.name)
@@ -139,7 +140,11 @@ def mvapich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherComma
 
 
 def slurm_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """Build an srun command. srun exports its whole environment, and places ranks by number, not by device."""
+    """Build an srun command. srun exports its full environment, and places ranks by number, not by device.
+
+    Raises:
+        LaunchError: hosts have different numbers of slots, or slots other than the first.
+    """
     each = _equal_ranks_per_host(plan, "slurm")
     for host in plan.hosts:
         if list(host.slots) != list(range(each)):

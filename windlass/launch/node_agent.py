@@ -181,7 +181,7 @@ def own_address() -> str:
 
 
 def main() -> None:
-    """Run the agent in a child process. After a signal, the parent kills the processes that the agent leaves behind."""
+    """Run the agent. On Linux a parent process kills the processes that the agent leaves behind after a signal."""
     forbid_world_writable_files()
     if sys.platform == "linux":
         continue_in_child()

@@ -20,7 +20,7 @@ class OomKillCounter:
         self._before = self._counts()
 
     def has_increased(self) -> bool:
-        """Return True if the kernel has killed a process since construction, on this machine or in this cgroup."""
+        """Return True if the kernel has killed a process for lack of memory since construction (machine or cgroup)."""
         now = self._counts()
         return any(count > self._before.get(path, 0) for path, count in now.items())
 

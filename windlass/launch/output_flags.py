@@ -19,7 +19,7 @@ def output_routing_from_args(args: argparse.Namespace) -> OutputRouting:
     """Build the routing from --log-dir, --redirects, --tee, --local_ranks_filter and --enable_each_rank_log.
 
     Raises:
-        LaunchError: flags contradict each other, or a value names no stream.
+        LaunchError: flags contradict each other, a value cannot be parsed, or `--log-dir` is missing.
     """
     shown = (
         frozenset(parse_numbers(args.local_ranks_filter, "--local_ranks_filter")) if args.local_ranks_filter else None

@@ -31,7 +31,7 @@ from windlass.launch.visible_devices import (
 )
 
 DEFAULT_MASTER_PORT = 29500
-"""Default rendezvous port if hosts start their ranks by themselves."""
+"""Default rendezvous port if each host, or another launcher, starts the ranks."""
 
 _UNHANDLED_SIGNALS = ("SIGKILL", "SIGSTOP")
 _RENDEZVOUS_FLAGS = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
@@ -60,7 +60,11 @@ def has_placement_flags(args: argparse.Namespace) -> bool:
 
 
 def needs_rendezvous(args: argparse.Namespace) -> bool:
-    """Return True if hosts find each other by torch's elastic agent."""
+    """Return True if hosts find each other by torch's elastic agent.
+
+    Raises:
+        LaunchError: `--standalone` is given with a rendezvous flag.
+    """
     given = [name for name in _RENDEZVOUS_FLAGS if getattr(args, name)]
     if args.standalone:
         if given:
@@ -74,10 +78,10 @@ def needs_rendezvous(args: argparse.Namespace) -> bool:
 
 
 def reject_unsupported_flags(args: argparse.Namespace) -> None:
-    """Reject known flags that are not supported.
+    """Reject known flags that are not supported, or not without another flag.
 
     Raises:
-        LaunchError: such a flag is given; the message names it.
+        LaunchError: such a flag is given, or KMP_AFFINITY contradicts `--bind_cores_to_rank`.
     """
     if args.start_method != "spawn":
         raise LaunchError(
@@ -220,7 +224,7 @@ def hosts_from_args(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
 
 
 def count_ranks(args: argparse.Namespace) -> int:
-    """Return the number of ranks that the flags ask for. Raises like `hosts_from_args`."""
+    """Return the number of ranks that the flags request. Raises like `hosts_from_args`."""
     return sum(len(host.slots) for host in hosts_from_args(args)[0])
 
 

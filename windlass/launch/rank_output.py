@@ -52,7 +52,7 @@ class RankConsole:
         label: function from a rank to the label of its lines; "" for none.
         local_rank: function from a rank to its local rank.
         append: append to existing files instead of truncating them.
-        emit: writes bytes to the stream `OUT` or `ERR`; None: to that of this process.
+        emit: function that writes bytes to the stream `OUT` or `ERR`; None: `write_stream`.
     """
 
     def __init__(
@@ -74,7 +74,11 @@ class RankConsole:
             _make_directory(routing.directory)
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
-        """Take bytes of a rank's stream. An incomplete line is held back until the rest arrives."""
+        """Take bytes of a rank's stream. An incomplete line is held back until the rest arrives, up to 64 KiB.
+
+        Raises:
+            LaunchError: the rank's file cannot be written.
+        """
         if self.routing.goes_to_file(self._local_rank(rank), stream):
             file = self._file(rank)
             try:

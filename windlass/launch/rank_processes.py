@@ -39,7 +39,7 @@ class RankListener(Protocol):
 
 @dataclass(frozen=True)
 class RankJob:
-    """Rank to start: its number in the run, its command, its whole environment."""
+    """Rank to start: its number in the run, its command, its full environment."""
 
     rank: int
     argv: list[str]
@@ -62,8 +62,8 @@ class RankProcesses:
     Args:
         capture: read the output of ranks and pass it to the listener; else it goes to this process's own output.
         selector: pipes are registered here. The caller selects on it and calls the callbacks of ready pipes.
-        servers: number of parameter servers with their replicas, which are the first ranks. If a signal ends one, it is
-            started again.
+        servers: number of parameter servers with their replicas, which are the first ranks. A server that a signal ends
+            is started again, at most three times.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class RankProcesses:
                     self._close_pipe(one, descriptor)
 
     def stop(self, signal_number: int, grace_s: float) -> None:
-        """Send a signal to all running ranks and their process groups; kill what is left after `grace_s` seconds.
+        """Send a signal to all running ranks and their process groups. After `grace_s` seconds `poll` kills the rest.
 
-        Processes that a rank started in a session of their own do not receive the signal, but are killed at the end.
+        Processes that a rank started in other process groups do not receive the signal, but are killed at the end.
         """
         self._is_stopping = True
         self._record_descendants()

@@ -38,7 +38,7 @@ class RendezvousStore:
             all_interfaces: listen on every address of this host, not only on loopback.
 
         Raises:
-            LaunchError: the port is in use.
+            LaunchError: this process cannot listen at the port.
         """
         try:
             self._socket = _listen(port, all_interfaces)
@@ -74,7 +74,7 @@ class RendezvousStore:
 
 
 def is_port_free(port: int) -> bool:
-    """Return True if a process of this host could listen at the port."""
+    """Return True if a process of this host could listen at the port of the IPv4 loopback address."""
     with contextlib.suppress(OSError), socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((LOOPBACK, port))

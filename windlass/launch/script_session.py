@@ -17,13 +17,13 @@ def rank_import_path() -> str:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script as `__main__`. A SystemExit without a code is a normal end.
+    """Run a script as `__main__`. A SystemExit without a code, or with code 0, is a normal end.
 
     Args:
         arguments: path of the script, then the arguments of the script.
 
     Raises:
-        SystemExit: the script ended with a code, or an observer ended it by a subclass of SystemExit.
+        SystemExit: the script ended with another code, or an observer ended it by a subclass of SystemExit.
     """
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
@@ -35,7 +35,10 @@ def run_script(arguments: list[str]) -> None:
 
 
 def record_script_failure(path: Path, error: BaseException) -> None:
-    """Write a failure of this rank to `path`, unless another rank failed first: later failures are consequences."""
+    """Write a failure of this rank to `path`, unless another rank failed first: later failures are consequences.
+
+    The traceback of a WindlassError is printed only if WINDLASS_DEBUG is set; those of other errors always are.
+    """
     rank = os.environ.get("RANK", "0")
     text = str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
     text = "\n".join([text, *getattr(error, "__notes__", ())])

@@ -9,7 +9,7 @@ import windlass
 
 
 def source_pythonpath(path: str) -> str:
-    """Return a PYTHONPATH, and add the folder of this windlass if it runs from a source tree.
+    """Return `path`, a PYTHONPATH, with the folder of this windlass added if it runs from a source tree.
 
     With this path, a process can import windlass on another host, or without its working directory (`python -P`).
     """

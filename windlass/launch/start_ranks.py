@@ -32,7 +32,7 @@ def launch(
         nproc: number of ranks.
         module: the first word of `entrypoint` is the name of a module.
         env: variables to set in the environment of the ranks, over inherited ones.
-        grace_s: seconds that ranks have to end after Ctrl-C, before they are killed.
+        grace_s: seconds that ranks have to end after Ctrl-C or another rank's failure, before they are killed.
 
     Returns:
         The worst exit code of the ranks; 128 plus the number of a signal that ended one, or that this process received.
@@ -70,7 +70,12 @@ def plan_local_launch(
     env: Mapping[str, str] | None = None,
     grace_s: float = 30,
 ) -> LaunchPlan:
-    """Build and check the plan of `start_ranks`."""
+    """Build and check the plan of `start_ranks`.
+
+    Raises:
+        LaunchError: the script does not exist, `nproc` or the port is invalid, the port is in use, or the caller is not
+            the main thread.
+    """
     if not entrypoint:
         raise LaunchError("nothing to run: name a script, or a module with --module")
     if not 1 <= nproc <= MAX_RANKS_PER_HOST:

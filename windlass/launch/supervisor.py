@@ -42,8 +42,9 @@ class RankEvents:
     """Events of ranks, recorded for the exit status. Subclasses also display them.
 
     Args:
-        hosts: host of each rank; empty if there is only one host.
-        workers: ranks of parameter server workers. If a signal ends a worker, the run continues while another is left.
+        hosts: host of each rank; empty if messages need not name it.
+        workers: ranks of parameter server workers. If a signal ends a worker, the run continues, unless signals have
+            ended all workers.
     """
 
     def __init__(self, console: RankConsole | None, hosts: Sequence[str] = (), workers: Collection[int] = ()) -> None:
@@ -100,7 +101,7 @@ class RankEvents:
         show(stream, b"".join(f"[{host}] ".encode() + line for line in data.splitlines(keepends=True)))
 
     def on_tick(self) -> None:
-        """Do nothing. The supervisor calls this method many times a second; subclasses update their display."""
+        """Do nothing. The supervisor calls this method at each check of the ranks; subclasses update their display."""
 
 
 class ReceivedSignals:

@@ -27,7 +27,7 @@ TORCHRUN_FLAGS = (
     *("redirects", "tee", "local_ranks_filter", "log_dir", "master_addr", "master_port", "virtual_local_rank"),
     *("duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
-"""Flags that torchrun has under the same names; None and False are not passed on."""
+"""Flags that torchrun has under the same names; empty values (None, False, "") are not passed on."""
 
 UNSUPPORTED_FLAGS = (
     *("hostfile", "include", "exclude", "num_nodes", "launcher", "launcher_args", "ssh_port", "venv_script", "no_ssh"),

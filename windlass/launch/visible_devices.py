@@ -86,7 +86,7 @@ def parse_numbers(text: str, source: str) -> list[int]:
     """Parse `1,3-5,7` as [1, 3, 4, 5, 7].
 
     Raises:
-        LaunchError: the text contains anything but numbers and ranges.
+        LaunchError: the text contains anything but numbers and ranges below 65,536.
     """
     found: list[int] = []
     for part in text.split(","):

@@ -42,7 +42,7 @@ class DevicePeak:
 def device_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     """Return the peak of matrix products in `dtype`. A device that the table lacks is measured for 0.1 s.
 
-    A measured peak is that of torch's own product on the threads of this process, beside whatever else runs.
+    A measured peak is that of torch's own product on the threads of this process, which other programs may slow down.
     """
     if device.type == "cuda":
         known = known_peak(torch.cuda.get_device_name(device), dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
@@ -57,7 +57,13 @@ def names_gpu(name: str, model: str) -> bool:
 
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the FLOP/s of a GPU by its name, or None if the table lacks it or `dtype` is float64."""
+    """Return the FLOP/s of dense matrix products in `dtype` by the name of a GPU.
+
+    Return None if the table lacks the GPU, or `dtype` is float64.
+
+    Args:
+        tf32: products of types with more than 16 bits use TF32 tensor cores.
+    """
     rates = next((found for key, found in _KNOWN_GPUS.items() if names_gpu(name, key)), None)
     if rates is None or dtype.itemsize > 4:
         return None

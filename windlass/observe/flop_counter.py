@@ -134,7 +134,7 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         operation = getattr(func, "_overloadpacket", func)
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose") and not has_formula(operation):
-            with self:  # without autograd, composite operations arrive whole
+            with self:  # without autograd, composite operations arrive undecomposed
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts

@@ -44,7 +44,7 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts of the profiled step beside the profile of a micro-batch.
+    """Facts of the profiled step that the profile of a micro-batch lacks.
 
     Attributes:
         step: number of the step.
@@ -80,7 +80,7 @@ class ReportOptions:
     """Parts of the report.
 
     Attributes:
-        module_depth: depth of the aggregated profile; -1: the deepest.
+        module_depth: depth of the aggregated profile; below 0: every depth.
         top_modules: number of module classes shown at each depth.
         detailed: print every module.
     """
@@ -110,7 +110,7 @@ def report_lines(profile: ModelProfile, options: ReportOptions) -> Iterator[str]
 
 
 def aggregated_lines(profile: ModelProfile, module_depth: int = -1, top_modules: int = 1) -> Iterator[str]:
-    """Yield, for each depth, the classes of modules with most parameters, MACs and time."""
+    """Yield, for `module_depth` (below 0: for each depth), the module classes with most parameters, MACs and time."""
     by_depth: list[dict[str, list[float]]] = []
     for depth, module in profile.root.walk():
         while len(by_depth) <= depth:

@@ -55,7 +55,7 @@ def device_memory(device: torch.device | str | None = None) -> DeviceMemory | No
 
 
 def see_memory_usage(message: str, device: torch.device | str | None = None) -> str:
-    """Log one line on rank 0 with `message` and the host and device memory in GiB, and return the line."""
+    """Return one line with `message` and the host and device memory of this rank in GiB. Rank 0 logs the line."""
     host = {"resident": resident_bytes(), "peak": peak_resident_bytes(), "proportional": proportional_bytes()}
     parts = [f"{name} {_format_gib(size)}" for name, size in host.items() if size is not None]
     line = f"{message}: host {', '.join(parts) if parts else 'unknown (no /proc here)'}"

@@ -79,7 +79,7 @@ class EventWriter(Protocol):
     """Destination of events."""
 
     def write(self, events: list[Event]) -> None:
-        """Write the events and flush."""
+        """Write the events. Files are flushed."""
 
     def close(self) -> None:
         """Finish. Nothing is written afterwards."""
@@ -88,15 +88,16 @@ class EventWriter(Protocol):
 class RunMonitor:
     """All writers that the configuration enables; none on ranks other than 0.
 
-    Each `write_events` flushes before it returns, so an interrupt loses at most the events of a running call. A writer
-    that fails (disk full, network) is removed with an error in the log, and training continues.
+    Each `write_events` flushes the files before it returns, so an interrupt loses at most their events of a running
+    call. A writer that fails (disk full, network) is removed with an error in the log, and training continues.
 
     Args:
         config: configuration with the sections `tensorboard`, `csv_monitor`, `wandb` and `comet`.
         rank: rank of this process; by default torch.distributed's, else the environment's RANK, else 0.
 
     Raises:
-        ConfigError: the package of an enabled section is not installed, or its folder can't be created.
+        ConfigError: the package of an enabled section is not installed, its folder can't be created, or its service
+            can't start.
     """
 
     def __init__(self, config: MonitorSections, rank: int | None = None) -> None:

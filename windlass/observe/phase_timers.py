@@ -74,7 +74,7 @@ class Timers:
         lap.count += 1
 
     def take_totals(self) -> dict[str, TimerTotal]:
-        """Return and clear the totals since the last call, in order of first use. Running timers continue."""
+        """Return and clear the totals since the last call, in order of the first stops. Running timers continue."""
         laps, self.totals = self.totals, {}
         return laps
 

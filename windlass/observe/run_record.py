@@ -107,7 +107,7 @@ def without_secrets(config: Any) -> Any:
 
 
 def read_record(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a record in order. An incomplete last line, as after a crash, is left out.
+    """Yield the parsed lines of a record in order. An incomplete last line, as after a crash, is left out.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object with a kind.

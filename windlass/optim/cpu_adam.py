@@ -18,13 +18,13 @@ class CPUAdam(CPUOptimizer):
     Source: Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al., arXiv:1904.09237.
 
     State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq`; with 8-bit states also the scales
-    `exp_avg_scale` etc., fp32 `[n / 256]`.
+    `exp_avg_scale` etc., fp32 `[ceil(n / 256)]`.
 
     Args:
         adamw_mode: decouple the weight decay from the gradient.
         maximize: maximize the objective instead of minimizing it.
         state_dtype: "fp32", "bf16" or "8bit".
-        fp32_optimizer_states: DeepSpeed's name; False means `state_dtype="bf16"`.
+        fp32_optimizer_states: DeepSpeed's name; False replaces `state_dtype="fp32"` by "bf16".
 
     Raises:
         ConfigError: a value is out of range.

@@ -14,8 +14,9 @@ from windlass.optim.hyperparameter_checks import check_hyperparameters
 
 
 class CPULamb(CPUOptimizer):
-    """`windlass.optim.Lamb` in two passes over the data, the first for the norms. State: `step` (0-d fp32), `exp_avg`,
-    `exp_avg_sq`.
+    """`windlass.optim.Lamb` in two passes over the data, the first for the norms.
+
+    State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`.
 
     The trust ratio is computed over each full parameter, so a part of a parameter must not be stepped separately.
     Source: You et al., arXiv:1904.00962, algorithm 2; the order of operations is that of `windlass.optim.Lamb`.

@@ -28,8 +28,8 @@ _NO_TENSORS: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Storage format of an elementwise state: its dtype (uint8 for 8-bit codes with scales), and True if its values
-    may be negative.
+    """Storage format of an elementwise state: the dtype is uint8 for 8-bit codes with scales, and signed values may be
+    negative.
     """
 
     dtype: torch.dtype
@@ -42,16 +42,16 @@ class StateFormat:
 
 
 class CPUOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers whose step is one pass over host memory (`docs/kernels.md`).
+    """Base of the optimizers that step parameters in host memory by `windlass.kernels` (`docs/kernels.md`).
 
     `step()` reads five attributes, which are unset or empty by default:
     - `grad_scale`: one-element tensor by which gradients are divided, without writing them; set by
       `torch.amp.GradScaler`;
-    - `found_inf`: one-element tensor; if it is 1, nothing is updated, including the step counters;
+    - `found_inf`: one-element tensor; unless it is 0, nothing is updated, including the step counters;
     - `low_precision_copies`: maps a parameter to a bf16 or fp16 tensor that receives the updated parameter, rounded to
       nearest even;
     - `gradient_overrides`: maps a parameter to a gradient that replaces `.grad`, in fp32, bf16 or fp16;
-    - `page_sums`: checksums of the memory in which parameters and states lie, compared and renewed in the same pass.
+    - `page_sums`: checksums of the memory of parameters and states, compared and renewed in the same pass.
 
     Args:
         state_dtype: dtype of the moments: "fp32"; "bf16", with stochastic rounding; or "8bit", where two moments take
@@ -75,8 +75,8 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> UpdateRule:
-        """Return the update rule of a parameter of `group` at its step number `step` (from 1). `is_first` is True
-        if the parameter's states are new.
+        """Return the update rule of a parameter of `group` at its step number `step`, from 1; always 1 in a class that
+        counts no steps. `is_first` is True if the parameter's states are new.
         """
 
     def state_formats(self, group: dict[str, Any]) -> dict[str, StateFormat]:

@@ -14,7 +14,7 @@ from windlass.optim.one_bit_adam import check_equal_in_groups, keep_options
 
 
 class DiLoCo(torch.optim.AdamW):
-    """DiLoCo. This class holds groups and hyper-parameters; an engine steps them (`zero/update/diloco_update`).
+    """DiLoCo. This class holds groups and hyper-parameters; an engine takes the steps (`zero/update/diloco_update`).
 
     Each rank takes `inner_steps` steps of AdamW on its own data, with states of its own. Then the mean of the ranks'
     changes is the gradient of an outer SGD with Nesterov momentum, which moves the parameters of all ranks. With
@@ -38,7 +38,8 @@ class DiLoCo(torch.optim.AdamW):
         start_step: number of steps with averaged gradients before the first local step.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: an option of DiLoCo is out of range.
+        ValueError: an option of AdamW is out of range.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class DiLoCo(torch.optim.AdamW):
 
 
 def fragment_due(step: int, unit: int, group: dict[str, Any]) -> bool:
-    """Return True if the changes of unit number `unit` are sent after step `step`, counted from 1. Pure."""
+    """Return True if the changes of unit number `unit` are sent after step `step`, counted from 1."""
     part, local = unit % group["fragments"], step - group["start_step"]
     due: bool = local > 0 and (local + part * group["inner_steps"] // group["fragments"]) % group["inner_steps"] == 0
     return due

@@ -1,5 +1,4 @@
-"""Properties of optimizer classes: whether they can step flat spans of a parameter, and whether they have a fused
-step."""
+"""Properties of optimizer classes: stepping of flat spans of a parameter, fused steps, and bytes of states."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 _PROBE_ELEMENTS = 4096  # a multiple of the block size of states that are quantized in blocks
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
-"""States of elementwise optimizers that are one number per parameter. All other states have one value per element."""
+"""States of elementwise optimizers that are one number per parameter. The others have a value or code per element."""
 
 _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -99,7 +98,7 @@ def supports_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
 def measure_state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
     """Return the bytes per element of an elementwise optimizer's states for a parameter of `dtype`.
 
-    The value is that of the group with the largest states, measured by stepping a few elements.
+    The value is that of the group with the largest states, measured by stepping a few elements, and rounded up.
     """
     most = 0
     for group in optimizer.param_groups:
@@ -112,7 +111,7 @@ def measure_state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) ->
 def probe_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor) -> dict[str, Any]:
     """Return the state that one step of `optimizer` makes for a parameter `values` in a group like `group`.
 
-    The optimizer itself stays unchanged.
+    `values` is stepped with a gradient of 0. The optimizer itself stays unchanged.
     """
     probe = values.requires_grad_()
     probe.grad = torch.zeros_like(probe)

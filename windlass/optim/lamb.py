@@ -101,8 +101,8 @@ class Lamb(PerParameterOptimizer):
 
 
 def trust_ratio(weight: torch.Tensor, update: torch.Tensor, least: float, most: float) -> torch.Tensor:
-    """Return |weight| / |update| clamped to [least, most], or 1 if either is 0; a 0-d fp32 tensor, without a device
-    sync.
+    """Return |weight| / |update| clamped to [least, most], or 1 if either norm is 0; a 0-d fp32 tensor, without a
+    device sync.
     """
     return ratio_of_norms(sum_of_squares(weight).sqrt(), sum_of_squares(update).sqrt(), least, most)
 

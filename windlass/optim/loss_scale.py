@@ -36,7 +36,7 @@ class StaticLossScale:
         self.scale = float(scale)
 
     def set_scale(self, scale: float) -> None:
-        """Replace the scale. Raises LossScalingError if it is not a positive number."""
+        """Replace the scale. Raises LossScalingError unless it is above 0 and at most 2**126."""
         self.scale = _checked_scale(scale)
 
     def update(self, overflow: bool, location: str = "") -> None:
@@ -58,8 +58,8 @@ class StaticLossScale:
 
 
 class DynamicLossScale:
-    """Dynamic loss scale. It halves on overflow, and doubles after `window` good steps in a row since the last overflow
-    or doubling.
+    """Dynamic loss scale. It halves on overflow, and doubles, up to 2**126, after `window` good steps in a row since
+    the last overflow or doubling.
 
     `hysteresis - 1` overflows are tolerated before the scale is halved: their steps are skipped and the scale stays.
     This allowance is restored when the scale doubles, or after every good step with `consecutive_hysteresis`.
@@ -96,7 +96,11 @@ class DynamicLossScale:
         self.hysteresis_left = hysteresis
 
     def set_scale(self, scale: float) -> None:
-        """Replace the scale, and keep the count of good steps. Raises LossScalingError if it is below `min_scale`."""
+        """Replace the scale, and keep the count of good steps.
+
+        Raises:
+            LossScalingError: the scale is 0 or less, below `min_scale`, or above 2**126.
+        """
         scale = _checked_scale(scale)
         if scale < self.min_scale:
             raise LossScalingError(

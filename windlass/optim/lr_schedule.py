@@ -43,7 +43,8 @@ class LRSchedule:
         """Return the rates that the last `step()`, `load_state_dict` or the constructor wrote.
 
         Raises:
-            AssertionError: no rates were written yet. Clients of DeepSpeed search for "need to call step" in its text.
+            AssertionError: `step()` was not called yet, in `OneCycle` or after a manual resume. Clients of DeepSpeed
+                search for "need to call step" in the message.
         """
         if self._last_lr is None:
             raise AssertionError("need to call step() first: no learning rate has been computed yet")

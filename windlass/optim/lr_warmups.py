@@ -81,8 +81,8 @@ class WarmupCosineLR(LRSchedule):
     """Initial rate times a ratio that warms up from `warmup_min_ratio` to 1, then decays as a cosine to
     `cos_min_ratio`.
 
-    From i = warmup on: ratio = c + (1 - c) (1 + cos(pi (i + 1 - warmup) / (total - warmup))) / 2, and c once i + 1 >=
-    total. The first optimizer step uses `warmup_min_ratio`.
+    From i = warmup on, with c = `cos_min_ratio`: ratio = c + (1 - c) (1 + cos(pi (i + 1 - warmup) / (total - warmup)))
+    / 2, and c once i + 1 >= total. The first optimizer step uses `warmup_min_ratio`.
 
     Source: Loshchilov and Hutter, "SGDR", arXiv:1608.03983, equation 5 without restarts.
 

@@ -29,9 +29,9 @@ class Muon(torch.optim.Optimizer):
 
     The key `use_muon` of a group decides whether its parameters are hidden matrices. In a group without the key, the
     attribute `use_muon` of a parameter decides; a parameter without the attribute is a hidden matrix if it has two or
-    more dimensions. Embeddings and output heads are matrices, but not hidden ones: `muon_groups` marks them. Groups are
-    split so that each holds one kind. `group["use_muon"]` is then a bool, and `group["lr"]` is the rate of that kind,
-    which schedulers may change.
+    more dimensions. Embeddings and output heads are matrices, but not hidden ones: `muon_groups` separates them. Groups
+    are split so that each holds one kind. `group["use_muon"]` is then a bool, and `group["lr"]` is the rate of that
+    kind, which schedulers may change.
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; `adjust_lr_fn="match_rms_adamw"`: Liu et al.,
     "Muon is Scalable for LLM Training", arXiv:2502.16982. State: `momentum_buffer`, or `step`, `exp_avg`, `exp_avg_sq`.
@@ -91,8 +91,8 @@ class Muon(torch.optim.Optimizer):
         """Add a group. A group without `use_muon` is split into up to two groups, matrices first.
 
         Raises:
-            ConfigError: the group sets `use_muon` and holds a parameter of fewer than two dimensions, or its parameters
-                are a set.
+            ConfigError: the group or a parameter sets `use_muon` for fewer than two dimensions, or the parameters are a
+                set.
         """
         params = param_group["params"]
         if isinstance(params, set):
@@ -193,8 +193,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float = 1e-7
 ) -> torch.Tensor:
-    """Approximate U V' of `matrix` = U S V' by `steps` of the quintic X <- a X + (b A + c A A) X with A = X X', in
-    bf16.
+    """Approximate U V' of `matrix` = U S V' by `steps` iterations X <- a X + (b A + c A A) X with A = X X', in bf16.
 
     Args:
         matrix: [rows, columns] or [matrices, rows, columns], any floating-point dtype; not modified.
@@ -206,7 +205,7 @@ def orthogonalize(
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.bfloat16()
     x = x.mT if tall else x  # the smaller side first, so that A is the smaller Gram matrix
-    # The quintic needs a spectral norm below 1, and the Frobenius norm bounds it.
+    # The iteration needs a spectral norm of at most 1, and the Frobenius norm bounds it.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
@@ -216,8 +215,8 @@ def orthogonalize(
 
 
 def is_hidden_matrix(parameter: torch.Tensor) -> bool:
-    """Return True if Muon orthogonalizes `parameter`: its attribute `use_muon` if set, else True for two or more
-    dimensions.
+    """Return True if Muon orthogonalizes `parameter` in a group without `use_muon`: the attribute `use_muon` of the
+    parameter if set, else True for two or more dimensions.
 
     Raises:
         ConfigError: the attribute is set on a parameter of fewer than two dimensions.

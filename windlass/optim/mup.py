@@ -28,9 +28,9 @@ def mup_groups(
 ) -> list[dict[str, Any]]:
     """Split parameters into groups of one learning rate each, and scale the rates and decays by width.
 
-    `m` is the width of the model divided by that of its base. Under Adam, a matrix with two scaling dimensions has lr /
-    m and decay * m. Under SGD, such a matrix has lr / r and decay * r, where r is the fan-in's m over the fan-out's,
-    and a parameter with one scaling dimension has lr * m and decay / m. All other parameters are unchanged.
+    `m` is a parameter's width divided by its width in the base model. Under Adam, a matrix with two scaling dimensions
+    has lr / m and decay * m. Under SGD, this matrix has lr / r and decay * r, where r is the fan-in's m over the
+    fan-out's, and a parameter with one scaling dimension has lr * m and decay / m. All other parameters are unchanged.
 
     Args:
         kind: a key of `STEP_CLASSES`.

@@ -30,7 +30,7 @@ def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.
 
     Groups are copied with all their keys, states are shared, and defaults are those of the original. There is no
     equivalent for other classes, `capturable`, `differentiable`, a tensor learning rate or beta, `foreach=True` or
-    `fused=False` (the user chose an implementation), complex parameters, or if the native module is missing.
+    `fused=False` (the user chose an implementation), complex parameters, or if the native kernels are not in use.
     """
     native = _CPU_CLASSES.get(get_step_class(optimizer))
     if (

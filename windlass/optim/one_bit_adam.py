@@ -14,7 +14,7 @@ FREEZE_STEP = 100_000
 
 
 class OneBitAdam(torch.optim.AdamW):
-    """1-bit Adam. This class holds groups and hyper-parameters; an engine steps them
+    """1-bit Adam. This class holds groups and hyper-parameters; an engine takes the steps
     (`zero/update/one_bit_adam_update`).
 
     The first `freeze_step` steps are those of `torch.optim.AdamW`. Afterwards the variance is constant, gradients are
@@ -39,7 +39,8 @@ class OneBitAdam(torch.optim.AdamW):
             engine's transport.
 
     Raises:
-        ConfigError: a value is out of range or not supported.
+        ConfigError: an option that AdamW lacks is out of range, or an option is not supported.
+        ValueError: an option of AdamW is out of range.
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
@@ -97,7 +98,7 @@ def check_one_bit_options(
     eps_inside_sqrt: bool = False,
     key: str = "freeze_step",
 ) -> None:
-    """Raise ConfigError for options that no 1-bit optimizer supports."""
+    """Raise ConfigError if `freeze_step`, called `key` in the message, is below 1, or if another option is set."""
     if freeze_step < 1:
         raise ConfigError(
             f"{name}: {key} is {freeze_step}, and the variance is measured in the steps before it; write at "

@@ -20,13 +20,13 @@ from windlass.optim.one_bit_adam import (
 
 
 class OneBitLamb(Lamb):
-    """1-bit LAMB. This class holds groups and hyper-parameters; an engine steps them
+    """1-bit LAMB. This class holds groups and hyper-parameters; an engine takes the steps
     (`zero/update/one_bit_lamb_update`).
 
     The first `freeze_step` steps are those of `Lamb`, and keep a moving average of each trust ratio as `coeff_freeze`.
     Afterwards the variance is constant, and the trust ratio of a step is this average times a factor. The factor
-    follows the ratio of the frozen variance to one that is computed from the compressed momenta. Outside an engine
-    every step is LAMB's.
+    follows the largest quotient of two denominators: of the frozen variance, and of one that is computed from the
+    compressed momenta. Outside an engine every step is LAMB's.
 
     Source: Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
     Speed", arXiv:2104.06069, algorithm 2.
@@ -103,11 +103,11 @@ def take_lamb_momentum(
     """Update the state of a parameter in place with the new common momentum.
 
     Args:
-        values, momentum: values and momentum of the whole parameter or of one of its parts, in float32.
+        values, momentum: values and momentum of the full parameter or of one of its parts, in float32.
 
     Returns:
         `[3]` in float64: the sum of squares of the update without weight decay, the same with weight decay, and the
-        largest quotient of the frozen and the present denominator. The caller combines the results of a parameter's
+        largest quotient of the frozen and the current denominator. The caller combines the results of a parameter's
         parts: it adds the first two, and takes the maximum of the third.
     """
     beta1, beta2 = group["betas"]
@@ -139,7 +139,7 @@ def move_lamb_values(
     """Update the weight of a parameter, or of one of its parts, in place.
 
     Args:
-        numbers: result of `take_lamb_momentum` for the whole parameter.
+        numbers: combined result of `take_lamb_momentum` for the full parameter.
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     plain, update, largest = numbers

@@ -1,4 +1,4 @@
-"""Base class of optimizers in plain PyTorch that step one parameter after the other."""
+"""Base class of optimizers in plain PyTorch that step each parameter separately."""
 
 from __future__ import annotations
 

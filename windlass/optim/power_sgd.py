@@ -13,8 +13,8 @@ from windlass.optim.one_bit_adam import keep_options
 
 
 class PowerSGD(torch.optim.SGD):
-    """SGD whose gradients are compressed by PowerSGD. This class holds groups and hyper-parameters; an engine steps
-    them (`zero/update/power_sgd_update`).
+    """SGD whose gradients are compressed by PowerSGD. This class holds groups and hyper-parameters; an engine takes the
+    steps (`zero/update/power_sgd_update`).
 
     The first `start_step` steps are those of `torch.optim.SGD`. Afterwards ranks exchange rank-`rank` approximations of
     gradients with error feedback. Outside an engine every step is SGD's.
@@ -28,7 +28,8 @@ class PowerSGD(torch.optim.SGD):
         min_compression_rate: a parameter is sent in full unless its thin matrices are smaller by this factor.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: an option of PowerSGD is out of range.
+        ValueError: an option of SGD is out of range.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class PowerSGD(torch.optim.SGD):
 
 
 def thin_columns(shape: torch.Size, group: dict[str, Any]) -> int:
-    """Return the number of columns of the thin matrices of a parameter; 0 if the parameter is sent in full. Pure.
+    """Return the number of columns of the thin matrices of a parameter; 0 if the parameter is sent in full.
 
-    A parameter of more than two dimensions is the matrix of its first dimension and all others.
+    A parameter of more than two dimensions is flattened to the matrix [first dimension, all others].
     """
     if len(shape) < 2 or not shape.numel():
         return 0

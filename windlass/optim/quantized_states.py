@@ -48,7 +48,7 @@ def blocks_between(start: int, stop: int, begin: int, end: int) -> tuple[int, in
 
 
 def quantize_state(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> None:
-    """Encode flat fp32 `values` `[n]`, rounded to nearest, into `codes` `[n]` and `scales` `[n / 256]`."""
+    """Encode flat fp32 `values` `[n]`, rounded to nearest, into `codes` `[n]` and `scales` `[ceil(n / 256)]`."""
     for first in range(0, values.numel(), _CHUNK_ELEMENTS):
         part = values[first : first + _CHUNK_ELEMENTS]
         noise = torch.full(part.shape, _ROUND_TO_NEAREST, dtype=torch.int64)
@@ -69,8 +69,8 @@ def dequantize_state(
 def requantize_state(
     codes: torch.Tensor, start: int, saved: list[BlockScales], signed: bool, out: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Decode as `dequantize_state`, and encode again into `out` `[n]` and `scales` `[n / 256]`, with blocks counted
-    from `start`.
+    """Decode as `dequantize_state`, and encode again into `out` `[n]` and `scales` `[ceil(n / 256)]`, with blocks
+    counted from `start`.
     """
     stop = start + codes.numel()
     for first in range(0, codes.numel(), _CHUNK_ELEMENTS):

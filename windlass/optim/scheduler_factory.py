@@ -37,7 +37,7 @@ __all__ = [
 OWN_SCHEDULES: dict[str, type[LRSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""Schedules of this package, by the names that configurations give."""
+"""Schedules of this package, by their names in configurations."""
 
 _TORCH_CLASSES: dict[str, type[Any]] = {
     name: cls
@@ -55,7 +55,7 @@ def list_scheduler_names() -> list[str]:
 
 
 def resolve_scheduler_class(type: str) -> type[Any]:
-    """Return the class of `scheduler.type`, in any case.
+    """Return the class of `scheduler.type`, ignoring case.
 
     Raises:
         ConfigError: the name is unknown (the message has the nearest one) or refused (the message has the reason).
@@ -81,7 +81,7 @@ def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: HasP
     """Build the schedule that a configuration names.
 
     Args:
-        type: a key of `OWN_SCHEDULES` or a class of `torch.optim.lr_scheduler`, in any case.
+        type: a key of `OWN_SCHEDULES` or a class of `torch.optim.lr_scheduler`, ignoring case.
         optimizer: any object with `param_groups`; torch's own classes require a torch optimizer.
 
     Raises:

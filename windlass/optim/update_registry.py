@@ -18,7 +18,7 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
     """Make an optimizer class available as `optimizer.type`, and choose the update that steps it.
 
     Call it before `windlass.initialize`, on every rank. Afterwards `"optimizer": {"type": name, "params": {...}}` of
-    the configuration constructs `optimizer(groups, **params)`. Registering the same classes again has no effect.
+    the configuration constructs `optimizer(groups, **params)`. Registering them again has no effect.
 
     Args:
         name: name that no other optimizer has, ignoring case.
@@ -26,11 +26,11 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
             `params`.
         update: class with the protocol of `windlass.zero.update.update_protocol.Update`. It also steps instances of
             `optimizer`, and of its subclasses, that the caller passes to `initialize`. None: `optimizer.step` is
-            called on whole parameters, as for any class without an update of its own.
+            called on full parameters, as for any class without an update.
 
     Raises:
-        ConfigError: the name or the class is registered already, `optimizer` is not an optimizer class, or `update`
-            lacks the protocol.
+        ConfigError: the name is taken, another update is registered for the class, `optimizer` is not an optimizer
+            class, or `update` lacks the protocol.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(

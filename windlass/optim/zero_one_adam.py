@@ -33,14 +33,14 @@ class StepKind(Enum):
 
 
 class ZeroOneAdam(torch.optim.AdamW):
-    """0/1 Adam. This class holds groups and hyper-parameters; an engine steps them
+    """0/1 Adam. This class holds groups and hyper-parameters; an engine takes the steps
     (`zero/update/zero_one_adam_update`).
 
     [Note: 0/1 schedule] Until `var_freeze_step`, step s updates the variance with reduced gradients if s is a multiple
     of the interval, which begins with 1 and doubles after every `var_update_scaler` such steps; the other steps are
-    compressed. After `var_freeze_step`, step s synchronizes if it is a multiple of the local interval, which begins
-    with 1 and doubles after every `local_step_scaler` steps, up to `local_step_clipper`; the other steps are local.
-    Outside an engine every step is AdamW's.
+    compressed. At the interval 1 steps are AdamW's. After `var_freeze_step`, step s synchronizes if it is a multiple of
+    the local interval, which begins with 1 and doubles after every `local_step_scaler` steps, up to
+    `local_step_clipper`; the other steps are local. Outside an engine every step is AdamW's.
 
     Source: Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", arXiv:2202.06009,
     algorithm 1, with DeepSpeed's policies.
@@ -53,7 +53,8 @@ class ZeroOneAdam(torch.optim.AdamW):
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.
 
     Raises:
-        ConfigError: a value is out of range or not supported.
+        ConfigError: an option that AdamW lacks is out of range, or an option is not supported.
+        ValueError: an option of AdamW is out of range.
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
@@ -109,7 +110,7 @@ class ZeroOneAdam(torch.optim.AdamW):
 
 
 def kind_of_step(step: int, group: dict[str, Any]) -> StepKind:
-    """Return the kind of step `step`, counted from 1. Pure; see [Note: 0/1 schedule]."""
+    """Return the kind of step `step`, counted from 1; see [Note: 0/1 schedule]."""
     if step > group["var_freeze_step"]:
         return StepKind.SYNC if step % _local_interval(step, group) == 0 else StepKind.LOCAL
     interval, last = 1, 0  # current interval, and the last step before its first one

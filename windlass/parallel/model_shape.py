@@ -30,6 +30,9 @@ class ModelShape:
         experts: experts of a layer; 0: one feed-forward network.
         top_k: experts per token.
         has_router_loss: True if there is a load-balancing loss over the routers of all layers.
+
+    Raises:
+        ConfigError: a size is below 1, `heads` does not divide `hidden` without `head_dim`, or `top_k` is out of range.
     """
 
     hidden: int
@@ -142,10 +145,10 @@ def parse_model_shape(text: str) -> ModelShape:
 
 
 def from_transformers(config: Mapping[str, Any]) -> ModelShape:
-    """Read the shape from a configuration of transformers. Key names of all its model families are accepted.
+    """Read the shape from a configuration of transformers. The key names of its common model families are accepted.
 
     Raises:
-        ConfigError: the configuration lacks a size.
+        ConfigError: the configuration lacks a size, or has an encoder and a decoder.
     """
 
     def first(*names: str, default: int | None = None) -> int:
@@ -164,7 +167,7 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
     experts = first("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", default=0)
     own = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     activation = str(config.get("hidden_act", config.get("activation_function", "silu")))
-    # Falcon and GPT-BigCode have one key head by default.
+    # Falcon and GPT-BigCode have one key and value head by default.
     one_key_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
     return ModelShape(
         hidden=first("hidden_size", "n_embd", "d_model"),

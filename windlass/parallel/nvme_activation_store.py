@@ -95,7 +95,7 @@ class NvmeStore:
 
 
 class _DiskActivation:
-    """Tensor in a file: copied to host memory, then written from there. Deleting this object frees its space."""
+    """Tensor in a file: copied to host memory, then written from there. Deleting this object releases its extent."""
 
     def __init__(self, store: NvmeStore, flat: torch.Tensor) -> None:
         self._store, self._dtype, self._device, self._nbytes = store, flat.dtype, flat.device, flat.nbytes

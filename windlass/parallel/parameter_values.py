@@ -16,8 +16,8 @@ def replace_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
     A script may keep a loss from before `initialize`. The graph of that loss keeps the parameter's gradient node, which
     expects the old shape, and later graphs would share this node. Autograd makes a new node if the dtype of a parameter
-    changes, so it changes here for a moment. A backward of the old graph then raises ModelError: autograd itself does
-    not compare the shape of a gradient with the new shape of the parameter.
+    changes, so the dtype changes here for a moment. A backward of the old graph then raises ModelError: autograd itself
+    does not compare the shape of a gradient with the new shape of the parameter.
     """
     parameter.grad = None
     if parameter.requires_grad and not (parameter.is_inference() or torch.is_inference_mode_enabled()):

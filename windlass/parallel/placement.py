@@ -1,4 +1,4 @@
-"""Part of a full parameter that this rank holds, stored in a side table so that parameters stay plain tensors."""
+"""Parts of full parameters that this rank holds, recorded in a side table so that parameters stay plain tensors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PlacementKey:
 class Placement:
     """Part of a full parameter that this rank holds.
 
-    The local tensor consists of the elements of the full tensor that lie, along each dimension, in `ranges`, in that
-    order. A fused QKV matrix, for example, has three ranges along its rows.
+    The local tensor consists of the elements of the full tensor whose index is, along each dimension, in `ranges`, in
+    that order. A fused QKV matrix, for example, has three ranges along its rows.
 
     Attributes:
         global_shape: shape of the full parameter.
@@ -54,6 +54,9 @@ class Placement:
             embeddings). The gradients of these ranks are summed.
         global_name: name in the full model, if the local name differs (an embedding that serves only as the head on
             this stage).
+
+    Raises:
+        ValueError: `ranges` do not have the dimensions of `global_shape`, or do not ascend within them.
     """
 
     global_shape: tuple[int, ...]
@@ -148,7 +151,7 @@ def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
     """Record the placement of a parameter: the part of the full parameter that `parameter` holds.
 
     Raises:
-        ValueError: the shape of `parameter` does not match.
+        ValueError: the shape of `parameter` differs from `placement.local_shape`.
     """
     if tuple(parameter.shape) != placement.local_shape:
         raise ValueError(
@@ -159,7 +162,7 @@ def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
 
 
 def get_placement(parameter: nn.Parameter) -> Placement:
-    """Return the placement of a parameter; by default it is a full parameter."""
+    """Return the placement of a parameter. A parameter without a recorded placement counts as full."""
     found = _placements.get(parameter)
     return found if found is not None else Placement(tuple(parameter.shape), make_full_ranges(parameter.shape))
 

@@ -21,7 +21,7 @@ from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """Settings of checkpointed calls. With `offloader` None, inputs are not moved."""
+    """Settings of checkpointed calls. With `offloader` None, saved inputs stay on the device."""
 
     offloader: SavedTensorOffloader | None
     profiler: CheckpointProfiler
@@ -45,11 +45,11 @@ def is_inside_checkpoint() -> bool:
 def recompute(
     settings: RecomputeSettings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `function(*args, **kwargs)` and save only its inputs for the backward.
+    """Call `function(*args, **kwargs)` and, if gradients are enabled, save only its inputs for the backward.
 
     torch's non-reentrant checkpointing does the work. It receives all tensors as direct arguments, including tensors
-    inside tuples, lists, dicts and `functools.partial`, because the saved-tensor hooks see only direct arguments;
-    other tensors would stay on the device.
+    inside tuples, lists, dicts and `functools.partial`, because the saved-tensor hooks are called only for direct
+    arguments; other tensors would stay on the device.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -67,7 +67,7 @@ def recompute(
         hooks = saved_tensors_hooks(keeper.pack, keeper.unpack)
     inputs = list(tensors.values())
     del args, kwargs, tensors
-    with hooks:  # torch adds hooks of its own around the call, so these hooks see only its inputs
+    with hooks:  # torch adds hooks of its own around the call, so these hooks receive only its inputs
         return torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=False)
 
 
@@ -144,8 +144,8 @@ def _is_stop_inside_script(error: RuntimeError) -> bool:
 
 
 def _map_instances(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return `value` with `function` applied to each instance of `kind`. Tuples, lists and dicts are rebuilt; other
-    objects are kept.
+    """Return `value` with `function` applied to each instance of `kind`, also in tuples, lists and dicts, which are
+    rebuilt. Other objects are returned unchanged.
     """
     if isinstance(value, kind):
         return function(value)

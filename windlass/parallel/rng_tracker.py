@@ -14,7 +14,7 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 
 
 class RngTracker:
-    """Named generator states beside torch's default generator.
+    """Named generator states in addition to torch's default generator.
 
     Dropout in a tensor-parallel layer must differ between ranks: run it inside `with tracker.fork():`. Dropout of
     replicated activations must be equal on all ranks: run it outside. States are those of the current CUDA device, or

@@ -20,10 +20,10 @@ FUNCTION_NAME = "load_balancing_loss_func"
 RouterLogits = tuple[torch.Tensor, ...]
 
 CollectLogits = Callable[[RouterLogits], RouterLogits | None]
-"""Map the logits of this forward to the logits of the loss, or to None if another stage computes the loss."""
+"""Function from the logits of this forward to the logits of the loss, or to None if another stage computes the loss."""
 
 GatherLogits = Callable[[RouterLogits, torch.Tensor | None], tuple[RouterLogits, torch.Tensor | None]]
-"""Map the logits and the attention mask of a part of the tokens to those of all tokens."""
+"""Function from the logits and the attention mask of a part of the tokens to those of all tokens."""
 
 
 class RouterLoss:

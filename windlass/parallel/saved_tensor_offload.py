@@ -3,8 +3,9 @@
 [Note: offloaded activations] A saved tensor is identified by its storage elements (`tensor_geometry`), not by the
 Python object, because autograd saves views of views, and the same hidden states many times. The content of one storage
 at one version is offloaded once, independent of how often and in which shape it is saved. Each request prefetches the
-tensors that were offloaded just before the requested one, about as many bytes as it has. A tensor that was saved `n`
-times is cached until its `n`-th request. The cache holds at most twice the bytes of the largest offloaded tensor.
+tensors that were offloaded just before the requested one, about as many bytes as the requested tensor has. Within one
+backward, a tensor that was saved `n` times is cached until its `n`-th request, except in a collective store. The cache
+holds at most twice the bytes of the largest offloaded tensor.
 Parameters, their views and small tensors are never offloaded.
 """
 
@@ -100,7 +101,11 @@ class OffloadedTensor:
         return over
 
     def fetch(self) -> int:
-        """Start to copy the tensor back unless it is on the device. Return the bytes of the transfer; 0 without one."""
+        """Start to copy the tensor back. Return the bytes of the transfer.
+
+        Return 0 without a transfer if the store is collective, or if the tensor is on the device, is being copied back,
+        or was requested earlier in this backward.
+        """
         if (
             self._store.is_collective
             or self._pending_fetch is not None
@@ -230,8 +235,8 @@ class SavedTensorOffloader:
         return geometry.restore(flat)
 
     def begin_call(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Announce that a checkpointed call is about to save its inputs `tensors`. Inputs without a gradient count as
-        shared by many calls.
+        """Announce to the store that a checkpointed call is about to save its inputs `tensors`. Inputs that require no
+        gradient count as shared by many calls.
         """
         sizes = {True: 0, False: 0}
         for tensor in tensors:

@@ -17,7 +17,7 @@ from windlass.comm.rank_group import world_group
 
 
 class ModelShardingUnit(Protocol):
-    """Model-parallel unit that also shards the model. `initialize(mpu=...)` calls `apply` before it parallelizes."""
+    """Model-parallel unit that also shards the model. `initialize(mpu=...)` calls `apply` before all other sharding."""
 
     shards_model: bool
     """Always True. The attribute marks units whose `apply` may be called; Megatron's units lack it."""
@@ -39,7 +39,7 @@ _NAMES = {
 }
 """Names of each axis in Megatron, its forks and older units. Among the names that a unit has, the first one with
 several ranks is used, or the first one if none has several ranks. For tp the first one is always used, because
-`model_parallel` means the whole model in units that also have an earlier name of the axis.
+`model_parallel` means pp and tp together in units that also have an earlier name of the axis.
 """
 
 
@@ -52,8 +52,8 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
         world: World size.
 
     Raises:
-        ConfigError: on all ranks: the product of the sizes is not the world size, the sizes differ between ranks, or
-            the rank order is not that of `MeshShape`.
+        ConfigError: on all ranks: the product of the sizes is not the world size, the sizes differ between ranks, the
+            rank order is not that of `MeshShape`, or a method of the mpu failed.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     sizes: dict[str, int] = {}
@@ -147,7 +147,7 @@ def _word(mpu: Any, axis: str) -> str | None:
     """Return the unit's name for an axis, or None if it does not have the axis."""
     known = [name for name in _NAMES[axis] if hasattr(mpu, f"get_{name}_world_size")]
     if axis == "tp":
-        # A unit may have its sequence-parallel methods under a name of tp, too: such a name is not an axis tp.
+        # A unit may have its sequence-parallel methods under a name of tp, too. That name does not mean tp then.
         sp = getattr(mpu, "get_sequence_parallel_world_size", None)
         known = [name for name in known if sp is None or getattr(mpu, f"get_{name}_world_size") != sp]
     several = [name for name in known if _ask(mpu, name, "world_size") > 1]

@@ -1,4 +1,4 @@
-"""Loss of a language model whose tokens are sharded over ranks. Every rank returns the loss of the whole sequence."""
+"""Loss of a language model whose tokens are sharded over ranks. Every rank returns the loss of the full sequence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class VocabParallelLogits(Protocol):
         ...
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
-        """Compute the losses as `TokenLossFunction` does, from this rank's part."""
+        """Compute the losses as `TokenLossFunction` does, from this rank's part. Collective."""
         ...
 
 
@@ -67,7 +67,7 @@ def shift_targets(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> tor
 def compute_sequence_mean(
     loss_sum: torch.Tensor, count: torch.Tensor, sp_axis: MeshAxis, num_items: torch.Tensor | float | None = None
 ) -> torch.Tensor:
-    """Compute the mean loss of the whole sequence from the sum over this rank's tokens; equal on all sp ranks.
+    """Compute the mean loss of the full sequence from the sum over this rank's tokens; equal on all sp ranks.
     Collective.
 
     The backward sums the gradients over the sp ranks, so that the mean of the ranks' gradients is the gradient of this
@@ -113,8 +113,8 @@ class ModelLoss:
 
     @contextmanager
     def with_labels(self, labels: torch.Tensor | None) -> Iterator[None]:
-        """Use `labels`, already shifted where necessary, for this rank's tokens inside this context. None: use the
-        labels of the call.
+        """Use `labels`, already shifted where necessary, instead of the labels of the call inside this context. None:
+        use the labels of the call.
         """
         before, self._labels = self._labels, labels
         try:
@@ -132,7 +132,7 @@ class ModelLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute the loss of `logits` `[samples, tokens, vocabulary]`.
+        """Compute the loss of `logits` `[samples, tokens, vocabulary]`. Collective along `sp_axis`.
 
         Args:
             labels: `[samples, tokens]`; shifted here if the model type requires it.

@@ -1,8 +1,8 @@
 """Heartbeats of a server, which distinguish a server that waits from one that was stopped or cannot be reached.
 
-A server answers a pull only when other workers have pushed, and an update waits for replicas and the disk. So a worker
-limits the time without any message, but not the time until an answer. Each link of a server has a thread that only
-sends heartbeats.
+A server may answer a pull only when other workers have pushed, and an update waits for replicas and the disk. So a
+worker limits the time without any message, but not the time until an answer. Each link of a server has a thread that
+only sends heartbeats.
 """
 
 from __future__ import annotations

@@ -107,7 +107,10 @@ def start(
     Raises:
         CommunicationError: the environment is incomplete, a process did not connect in time, or this process has
             started a job of this run before.
-        ConfigError: `backup_workers` leaves no worker, or a worker joins a synchronous run.
+        ConfigError: `backup_workers` leaves no worker, a worker joins a synchronous run, or the optimizer's rule is not
+            elementwise.
+        ModelError: the model has no trainable parameter, or one that is complex or not contiguous.
+        CheckpointError: a snapshot is damaged, of another job, or missing for some servers.
     """
     settings = settings or ParameterServerSettings()
     role = role_of(os.environ)

@@ -197,7 +197,8 @@ class JobRendezvous:
         self._store.set(f"over {server}", "")
 
     def await_end(self, servers: int) -> None:
-        """Wait until the run has ended for all shards, since this process serves the store that their servers use."""
+        """Wait until the run has ended for all shards, since this process serves the store that their servers use; at
+        most `connect`."""
         until = time.monotonic() + self._connect.total_seconds()
         while time.monotonic() < until and not all(self.is_over(server) for server in range(servers)):
             time.sleep(_PAUSE)
@@ -261,7 +262,7 @@ class JobRendezvous:
         return int(self._store.add("joined", 0))
 
     def next_worker(self, workers: int) -> int:
-        """Return the number of a worker that joins a run of `workers` workers."""
+        """Count a worker that joins a run, which began with `workers` workers, and return its number."""
         return workers + int(self._store.add("joined", 1)) - 1
 
 

@@ -171,7 +171,7 @@ def receive_gradient(
         sparse: `(rows, elements per row)` of each sparse fragment.
 
     Raises:
-        CommunicationError: a number of rows or a row index exceeds the fragment.
+        CommunicationError: a number of rows or a row index is outside the fragment, or a flag is not 0 or 1.
     """
     numbers = link.receive(torch.empty(len(dense) + len(sparse), dtype=COUNTS)).tolist()
     present, counts = numbers[: len(dense)], numbers[len(dense) :]

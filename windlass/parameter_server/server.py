@@ -95,7 +95,7 @@ class ParameterServer:
         self._awaited_replicas = replicas
         self._had_worker = self._ends = False
         self._failure: BaseException | None = None  # error that ends the server
-        self._failed_update: BaseException | None = None  # its worker gets a PROBLEM before the server ends
+        self._failed_update: BaseException | None = None  # the worker that pushed gets a PROBLEM before the server ends
         self.dropped = 0
         self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
@@ -434,7 +434,7 @@ class ParameterServer:
     def _count_absent(self, *, is_late: bool) -> None:
         """Stop waiting for absent workers that have left the run or, if `is_late`, for all absent workers.
 
-        No thread of this server notices the end of a worker that has no connection with the server.
+        No thread of this server detects the end of a worker that has no connection with the server.
         """
         synchronous = self._settings.mode == "synchronous"
         if self._settings.mode == "asynchronous":

@@ -61,7 +61,8 @@ def mean_gradient(gradients: Sequence[ShardGradient]) -> ShardGradient:
 
 
 class ServerShard:
-    """Fragments as flat parameters of an optimizer of the user's class, whose rule must be elementwise.
+    """Fragments as parameters of an optimizer of the user's class, whose rule must be elementwise. Dense fragments are
+    flat, sparse ones are `[rows, elements per row]`.
 
     Args:
         parameters: all trainable parameters of the model, which `Fragment.parameter` indexes.
@@ -271,7 +272,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, splits_parameters: boo
         dense: name of a parameter with dense gradients; empty if there is none.
 
     Raises:
-        ConfigError: the rule differs on fragments.
+        ConfigError: the rule differs on fragments, or the optimizer does not take the dense gradients.
     """
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if dense and "SparseAdam" in names:

@@ -40,7 +40,7 @@ class ParameterServerSettings:
             server as lost, as if it had ended. A server sends heartbeats while it waits for other processes.
 
     Raises:
-        ConfigError: a value is out of range, or has no effect in the mode.
+        ConfigError: a value is of a wrong type or out of range, or has no effect in the mode.
     """
 
     mode: Mode = "synchronous"

@@ -70,7 +70,7 @@ class ShardReplica:
             ended, or if the server was lost before its content had arrived.
 
         Raises:
-            CommunicationError: the server has another model or other settings.
+            CommunicationError: the server has another model or other settings, or sent an invalid message.
         """
         self._shard = None
         try:

@@ -26,7 +26,7 @@ class UpdateClock:
     Attributes:
         workers: number of workers at the start.
         version: number of updates so far.
-        steps: number of pushes of each connected or absent worker.
+        steps: number of pushes of each connected or absent worker, not counted in synchronous mode.
         waiting: for each worker, the number of its push that waits for the next update.
         counted: for each worker, the number of its last push that is in an update.
         retired: workers that have left by `close`: synchronous updates no longer need them.
@@ -60,7 +60,7 @@ class UpdateClock:
         self.counted, self.steps = {}, dict.fromkeys(self.absent, 0)
 
     def take_over(self, retired: Collection[int]) -> None:
-        """Continue in place of a process that was lost, whose workers connect again one after the other.
+        """Continue in place of a process that was lost. Its workers, which connect again, are absent until then.
 
         Args:
             retired: the workers that have left by `close`.

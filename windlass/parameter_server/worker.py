@@ -100,7 +100,7 @@ class ParameterServerWorker:
 
         Raises:
             ServerLostError: a server was lost and not replaced.
-            CommunicationError: too few workers remain for a synchronous update.
+            CommunicationError: too few workers remain for a synchronous update, or `close` was called.
         """
         for server in self._servers:
             self._with_server(server, lambda server=server: self._pull_from(server))  # type: ignore[misc]
@@ -119,6 +119,7 @@ class ParameterServerWorker:
             ModelError: a gradient is not finite. Nothing was sent.
             StalePushError: more than `max_age` updates were made since the pull.
             ServerLostError: a server was lost and not replaced.
+            CommunicationError: `close` was called.
         """
         self._check_gradients()
         gradients = [self._gradient_of(server) for server in self._servers]

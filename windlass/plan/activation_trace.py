@@ -1,4 +1,4 @@
-"""Trace of one forward and backward without memory: bytes that live at each moment, and the order of blocks.
+"""Trace of one forward and backward without memory: live bytes at each moment, and the order of blocks.
 
 [Note: traced memory] The model runs on tensors that have shapes and no memory (`FakeTensorMode`, so that a CPU's
 kernels are chosen as in a run: SDPA saves the tensors that its fused kernel saves). Every storage that an operator
@@ -48,8 +48,8 @@ class MemoryEvent:
 
     Attributes:
         phase: `forward` or `backward`.
-        kind: `begin` or `end` of a block's part of the phase, or `gradient` of a parameter.
-        name: Name of the block's module, or of the parameter.
+        kind: `begin` or `end` of a block's part of the phase, `gradient` of a parameter, or `done`: end of the phase.
+        name: Name of the block's module, or of the parameter; empty for `done`.
         peak: Largest number of live bytes since the previous event.
         live: Live bytes at the event.
     """
@@ -68,8 +68,8 @@ class ActivationTrace:
     Attributes:
         events: All events in their order. The last event of each phase has the kind `done`; a pipeline has one such
             event for each forward and backward of its schedule.
-        saved: Live bytes at the end of the forward: tensors that autograd saved, and the output. For a pipeline's
-            schedule, the largest number at the end of a forward.
+        saved: Live bytes at the end of the forward: tensors that autograd saved, the batch and the output. For a
+            pipeline's schedule, the largest number at the end of a forward.
         saved_by_autograd: The part of `saved` that autograd saved, without parameters. For a pipeline, the sum over all
             forwards.
         inputs: Bytes of the batch; for a pipeline, of all batches of its schedule.
@@ -122,7 +122,7 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0] in self._unmet:
                 return False
-            # No values exist: a condition reads as True, as transformers checks by it that a batch is plain; a float
+            # No values exist: a condition reads as True, by which transformers recognizes a plain batch; a float
             # reads as 1.0, an integer as 0.0.
             return args[0].dtype == torch.bool or args[0].new_zeros(()).dtype.is_floating_point * 1.0
         if func is torch.ops.aten._grouped_mm.default:
@@ -173,7 +173,7 @@ def _grouped_product(
 
 
 def copy_without_memory(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of `model` whose parameters, buffers and other tensors have shapes and no memory.
+    """Return a copy of `model` whose parameters, buffers and tensor attributes have shapes and no memory.
 
     Args:
         mode: Mode that the copies belong to.

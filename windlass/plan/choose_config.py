@@ -162,8 +162,8 @@ def choose_config(
 
     Args:
         model: The model, possibly on the meta device; its checkpointing is switched as the rungs need.
-        raw: The user's configuration. Its stage, offload sections and `activation_checkpointing.enabled` are replaced,
-            everything else is kept.
+        raw: The user's configuration. Its stage, `offload`, the tiers of the offload sections, and
+            `activation_checkpointing.enabled` are replaced; all other keys stay.
         nvme_path: Path of NVMe offload; None: NVMe is left out, unless `raw` names a path.
         on_tried: Function that is called with each rung once its memory is planned.
 

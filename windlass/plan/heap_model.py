@@ -90,7 +90,7 @@ class HeapModel:
             self._give(begin, _REMAINDER)
 
     def _give(self, begin: int, size: int) -> None:
-        """Add a hole, and join it with the holes beside it."""
+        """Add a hole, and join it with adjacent holes."""
         before = self._begins.get(begin)
         if before is not None:
             size += self._take(before)

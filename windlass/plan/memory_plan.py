@@ -44,7 +44,7 @@ class MemoryPlan:
 
     Attributes:
         world_size: Number of ranks. The plan is for one rank; in a pipeline, for a rank of the stage that needs most.
-        parameters: Number of elements of the whole model's parameters.
+        parameters: Number of elements of the full model's parameters.
         micro_batch, length: Samples of the traced micro-batch, and tokens of a sample.
         moments: Memory at each of `MOMENTS`.
         notes: Assumptions, and memory that is not counted.

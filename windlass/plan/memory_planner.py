@@ -78,7 +78,7 @@ class MemoryPlanner:
         return plan
 
     def slot_bytes(self) -> dict[str, int]:
-        """Return the bytes of each kind of slot on this rank, summed over tiers. These figures are exact."""
+        """Return the bytes of each kind that this rank holds between two steps, summed over tiers."""
         kinds: dict[str, int] = defaultdict(int)
         for (_, kind), nbytes in self._held().items():
             kinds[kind] += nbytes
@@ -143,7 +143,7 @@ class MemoryPlanner:
             return
         if settings.policy.grad:
             of_shard = "gradients"
-            if layout.states.reduces_itself:  # compressed steps keep whole gradients beside the reduced shard
+            if layout.states.reduces_itself:  # compressed steps also need full local gradients
                 yield self._device, "gradients", unit.layout.padded * self._accumulate
                 of_shard = "gradients of averaged steps"
             yield self._place(unit.gradient_tier), of_shard, span * self._accumulate
@@ -179,12 +179,12 @@ class MemoryPlanner:
         return zip(self._layout.units, self._layout.original, strict=True)
 
     def _load(self) -> MomentMemory:
-        """Return the peak of `initialize`: units are filled one after the other, and their originals are freed."""
+        """Return the peak of `initialize`: units are filled in turn, and the originals of each are freed."""
         layout = self._layout
         local = sum(p.numel() * p.element_size() for p in self._model.parameters()) + self._module_buffers
         waiting = self._built_bytes(local)
         done: Held = defaultdict(int)
-        if layout.target.has_own_memory:  # a CPU gives pages to buffers only once they are written
+        if layout.target.has_own_memory:  # on a CPU, pages of buffers are allocated once they are written
             for (place, kind), nbytes in self._held().items():
                 if kind in ("gradient ring", "gradients", "gradient output buffers"):
                     done[place, kind] += nbytes
@@ -237,7 +237,7 @@ class MemoryPlanner:
         return self._moment(now)
 
     def _unreduced_bytes(self) -> int:
-        """Return the bytes of the gradients that a pipeline keeps whole until its last backward."""
+        """Return the bytes of the gradients that a pipeline reduces only after its last backward."""
         layout = self._layout
         backwards = sum(event.phase == BACKWARD and event.kind == "done" for event in self._trace.events)
         if not (layout.unshards_per_step and layout.settings.policy.grad and backwards > 1):
@@ -356,7 +356,7 @@ class MemoryPlanner:
 def unsharded_bytes(layout: PlannedLayout, trace: ActivationTrace) -> list[int]:
     """Return, for each event of the trace, the bytes of unsharded parameters between the previous event and this one.
 
-    The engine's prefetcher selects the units that are unsharded ahead and those that are kept. Each figure is the
+    The engine's prefetcher selects the units that are prefetched and those that stay unsharded. Each figure is the
     larger one of the first step, in which the prefetcher records the order of units, and of the second step.
     """
     if layout.unshards_per_step:

@@ -28,7 +28,7 @@ class _BaseShape:
 
 
 class OptimizerStates:
-    """Bytes of the states that a configuration's optimizer keeps for a parameter or a number of elements.
+    """Bytes of the states that a configuration's optimizer has for a parameter or a number of elements.
 
     Args:
         dtype: Dtype of the states.
@@ -41,7 +41,7 @@ class OptimizerStates:
         steps_whole: The optimizer steps whole parameters, and a state may have another shape than its parameter.
         separates_masters: Parameters never serve as master weights.
         reduces_itself: The optimizer takes the local gradients of each rank, in some or all of its steps.
-        rank_keys: Names of the states that each rank keeps for all elements, in float32.
+        rank_keys: Names of the per-rank states, which are in float32 and not sharded with the other states.
         bytes_per_element: Bytes of the sharded states of an element; for an optimizer that steps whole parameters, the
             bytes that the engine assumes when it chooses tiers.
         are_assumed: The states are unknown, and `bytes_per_element` is an assumption.

@@ -142,7 +142,7 @@ def planning_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a transformers model without memory, to be planned.
 
     Raises:
-        ModelError: the model is not one of transformers, and cannot be built a second time.
+        ModelError: the model is not one of transformers, or cannot be built on the meta device.
     """
     config, kind = getattr(model, "config", None), type(model)
     if not hasattr(config, "to_dict"):

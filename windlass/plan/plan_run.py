@@ -41,7 +41,7 @@ _MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after 3 micro-batches
 
 @dataclass(frozen=True)
 class RunShape:
-    """Properties of a run beside its configuration.
+    """Properties of a run that its configuration does not contain.
 
     Attributes:
         world_size: Number of ranks.
@@ -75,8 +75,8 @@ def plan_memory(
     switches on the model's activation checkpointing during the call, as `initialize` does for a run.
 
     Args:
-        traces: Traces of earlier calls for the same model and run. A trace is used again if the micro-batch, the number
-            of blocks and `variant` are the same; new traces are added. None: trace anew.
+        traces: Traces of earlier calls for the same model and run. A trace with the same key, see `TraceCache`,
+            is used again; new traces are added. None: trace anew.
         variant: Further properties that a trace depends on, such as activation checkpointing of the model.
 
     Raises:
@@ -136,7 +136,7 @@ def _stage_note(peaks: list[int], place: str) -> str:
 
 
 def _memory_beside(trace: ActivationTrace, section: AutoOffload, run: RunShape) -> TierMemory:
-    """Return the memory of a rank that its activations leave.
+    """Return the memory that a rank's activations leave free.
 
     Raises:
         ConfigError: the limit of the device, or of a CPU rank, is unknown.

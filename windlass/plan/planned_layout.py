@@ -86,8 +86,8 @@ class PlannedLayout:
         staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
         choice: Placement that `offload` chose; None: the configuration sets the tiers.
         mesh: The rank's mesh. Its groups cannot communicate.
-        built_numel: Elements of the parameters of the whole model.
-        built_bytes: Bytes of the parameters and buffers of the whole model, as the script builds it.
+        built_numel: Elements of the parameters of the full model.
+        built_bytes: Bytes of the parameters and buffers of the full model, as the script builds it.
         unshards_per_step: A pipeline keeps parameters and gradients unsharded from its first forward to its last
             backward.
     """
@@ -134,7 +134,7 @@ class PlannedLayout:
         return self.settings.master_dtype or (torch.float64 if plan.dtype == torch.float64 else torch.float32)
 
     def has_separate_masters(self, unit: Unit, plan: UnitPlan) -> bool:
-        """Return True if master weights are memory beside the parameters, see `MasterWeights`."""
+        """Return True if master weights are separate from the parameters, see `MasterWeights`."""
         if not unit.trainable:
             return False
         if self.states.separates_masters or self.settings.delayed_update or unit.dtype != self.master_dtype(unit, plan):
@@ -171,6 +171,7 @@ def plan_layout(
     """Lay out `model`, which may be on the meta device, as `initialize` would for one of `world_size` ranks.
 
     Args:
+        rank: Rank whose part is laid out.
         memory: Memory for which `offload` chooses tiers, by `PLANNED_RATES`; needed only if `offload` is set.
         host_memory: Host memory of a rank, a part of which stages NVMe transfers; None: that of this machine.
 
@@ -306,7 +307,7 @@ def _owned_parameters(units: list[Unit], *, shards_states: bool) -> dict[int, li
 
 
 def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
-    """Return the part of `model` on one rank, on the meta device if it is not all of it."""
+    """Return the part of `model` on one rank: `model` itself, or a changed copy on the meta device."""
     axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     section = config.parallel
     if not axes and not (section.tiled_mlp or section.tiled_loss or section.recompute):

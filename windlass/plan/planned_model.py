@@ -65,7 +65,8 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
         trust_remote_code: Run Python files that come with the model.
 
     Raises:
-        ModelError: there is no such model, or its construction reads values of tensors; the message names the module.
+        ModelError: there is no such model, it supports none of these tasks, it needs its own code, or its construction
+            reads values of tensors.
     """
     transformers = import_transformers("models", quiet=True)
     path = Path(name)

@@ -59,7 +59,7 @@ def gpu_bytes(name: str) -> int:
         name: Name of a known GPU (`h200`), or its total memory (`80GB`).
 
     Raises:
-        ConfigError: `name` is neither a known GPU nor a size, or leaves nothing beside the reserved share.
+        ConfigError: `name` is neither a known GPU nor a size, or is not larger than the reserved share.
     """
     total = GPUS.get(name.lower())
     if total is None:

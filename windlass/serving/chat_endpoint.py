@@ -146,8 +146,8 @@ class _ChatAnswer:
         if not deltas and not (piece.logprobs or piece.finish_reason or shows_tokens):
             return []
         if parsed.calls and piece.finish_reason:
-            deltas.append({})  # as OpenAI's server: its client misses the end of a call in the last event
-        # the end and the log-probabilities are part of the last event of the piece
+            deltas.append({})  # like OpenAI's server: its client misses a call that ends in the last event
+        # the last event of the piece has the finish reason and the log-probabilities
         silent = AnswerPiece("", [], None, None, None, None)
         deltas = deltas or [{}]
         return [

@@ -26,7 +26,7 @@ class ChatTool:
 
     Attributes:
         parameters: JSON Schema of the function's arguments.
-        definition: the whole entry of the request, as the chat template takes it.
+        definition: the tool's full entry in the request, which the chat template reads.
     """
 
     name: str
@@ -35,10 +35,13 @@ class ChatTool:
 
 
 def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages for `with_content_form`: contents that are texts or parts of texts, and names of roles.
+    """Validate messages and return them for `with_content_form`, with texts or text parts as contents.
+
+    The role `developer` becomes `system`.
 
     Raises:
-        ApiError: a role or a content is not supported; the error names its place.
+        ApiError: there is no message, or a message's role, content, tool calls or other fields are not supported; the
+            error names the field.
     """
     if not messages:
         raise ApiError(400, "messages is empty; send at least one message", parameter="messages")
@@ -71,10 +74,10 @@ def checked_content(content: Any, place: str, kinds: Collection[str] = ("text",)
     """Return a message's content: a text, or a list of parts of the type `text`.
 
     Args:
-        kinds: types of parts with a text. Parts of the type `refusal` are accepted too.
+        kinds: types of the parts that have a field `text`. Parts of the type `refusal` are accepted too.
 
     Raises:
-        ApiError: a part is not text; the error names its place.
+        ApiError: the content or one of its parts is not text; the error names the field.
     """
     if isinstance(content, str):
         return content
@@ -117,10 +120,11 @@ def _normalize_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
-    """Return the tools of a request.
+    """Return the tools of a request, `[]` for None.
 
     Raises:
-        ApiError: a tool is not a function, or a name is invalid or repeated.
+        ApiError: there are too many tools, a tool is not a function, a name is invalid or repeated, or parameters are
+            not an object.
     """
     if tools is None:
         return []
@@ -172,7 +176,7 @@ def render_chat(
     """Return the prompt's text, as the chat template renders it.
 
     Raises:
-        ApiError: there is no template, or the template refuses the messages.
+        ApiError: there is no template, `template_arguments` has a reserved name, or the template refuses the messages.
     """
     if tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
         raise ApiError(

@@ -92,7 +92,8 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
     """Return the tokens of a conversation.
 
     Raises:
-        ApiError: the messages are invalid, or there is no chat template.
+        ApiError: fields contradict each other, the messages are invalid or too long, or the chat template is missing or
+            does not read `reasoning_effort`.
     """
     continued = bool(fields.continue_final_message)
     if continued and fields.add_generation_prompt:
@@ -134,7 +135,7 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
         form: form of calls that the text is searched for: `auto`, `hermes`, `llama3_json` or `none`.
 
     Raises:
-        ApiError: the tools are invalid, or the chosen function is not one of them.
+        ApiError: the tools are invalid or missing, or the chosen function is not one of them.
     """
     tools = parse_tools(fields.tools)
     names = {tool.name for tool in tools}
@@ -181,6 +182,7 @@ def check_allowed_tools(place: str, entries: Any, functions: list[Any], known: l
     """Return the names of the tools that a choice allows.
 
     Args:
+        place: path of the choice in the request, for errors.
         entries: list of tools in the choice.
         functions: for each entry, the object that has the function's name.
         known: names of all tools of the request.
@@ -201,7 +203,11 @@ def check_allowed_tools(place: str, entries: Any, functions: list[Any], known: l
 
 def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | None, StructuredOutputsParams | None]:
     """Return the name of the field that constrains the text, and its constraint; each may be None. The constraint of
-    vLLM's fields is None, because `sampling_params` reads these fields."""
+    vLLM's fields is None, because `sampling_params` reads these fields.
+
+    Raises:
+        ApiError: two fields constrain the text, or `response_format` is invalid.
+    """
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
     form_constraint = None if fields.response_format is None else _form_constraint(fields.response_format)
     if form_constraint is not None and not choice.forced:  # the form concerns text, which a forced call lacks

@@ -189,7 +189,9 @@ class _Completion:
         return text
 
     def _echo_offsets(self, output: RequestOutput) -> list[int]:
-        """Return the offset of each prompt token in the prompt's text. Text of token ids has special tokens."""
+        """Return the offset of each prompt token in the prompt's text. The text of a prompt that
+        came as token ids includes special tokens.
+        """
         if self.tokenizer is None:
             return [0] * len(output.prompt_token_ids)
         has_text = self.texts[self._prompt_of(output)] is not None

@@ -118,7 +118,7 @@ class EngineRanks:
 
 
 def needs_ranks(source: EngineSource, environ: Mapping[str, str]) -> bool:
-    """Return True if the model needs other ranks, and no launcher has started them beside this process."""
+    """Return True if the model needs other ranks, and no launcher has started them already."""
     return source.num_ranks > 1 and environ.get("WORLD_SIZE", "1") in ("", "1")
 
 

@@ -24,12 +24,12 @@ from windlass.serving.server_settings import ServerSettings
 
 _HEALTH_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
-# Python's default of 5 ms lets the engine's thread wait that long whenever the event loop has the interpreter lock.
+# With Python's default of 5 ms, the engine's thread waits that long whenever the event loop has the interpreter lock.
 _SWITCH_SECONDS = 0.0005
 
 
 class EngineBackend:
-    """Engine in this process, which is the first rank of its model; other ranks are processes beside this one.
+    """Engine in this process, which is the first rank of its model; the other ranks run in other processes.
 
     Args:
         on_ready: called once the model is loaded.
@@ -92,7 +92,7 @@ class EngineBackend:
         raise failure from error
 
     async def _has_ended(self, ranks: EngineRanks) -> bool:
-        """Return True if another rank ends within a few seconds, so that an error of this rank follows from that."""
+        """Return True if another rank ends within a few seconds, which then explains an error of this rank."""
         try:
             await asyncio.wait_for(ranks.wait_for_end(), _GRACE_SECONDS)
         except TimeoutError:
@@ -100,7 +100,7 @@ class EngineBackend:
         return True
 
     async def wait_for_failure(self) -> None:
-        """Return when the engine has failed."""
+        """Return when the engine has failed or another rank has ended."""
         engine = self._context.engine
         while engine.is_healthy and self.lost_rank is None:
             await asyncio.sleep(_HEALTH_SECONDS)
@@ -141,7 +141,7 @@ def _leave_at_once(code: int) -> None:
 def serve_engine(
     source: EngineSource, settings: ServerSettings, listener: socket.socket, on_ready: Callable[[], None]
 ) -> int:
-    """Serve an engine on a bound socket until a signal. Return the exit code of the process.
+    """Serve an engine on a bound socket until a signal or a failure. Return the exit code of the process.
 
     Args:
         on_ready: called once the model is loaded.

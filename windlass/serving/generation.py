@@ -193,7 +193,7 @@ def start_generation(
         constraint_field: field of the request that constrains the text; None without one.
 
     Raises:
-        ApiError: the model is unknown, or a prompt is empty or too long.
+        ApiError: the model is unknown, a prompt is empty or too long, or a value exceeds a limit of the server.
     """
     context: ServerContext = request.app.state.context
     _check_entries(params, len(prompts))
@@ -213,7 +213,7 @@ def start_generation(
 
 
 def _check_entries(params: SamplingParams, prompts: int) -> None:
-    """Raise an ApiError if a token list of the parameters is too long, counted once for each prompt's copy."""
+    """Raise an ApiError if the copies of a token list for several prompts have too many entries together."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
         entries = len(getattr(params, name) or ())
         if prompts > 1 and entries * prompts > _MAX_ENTRIES:

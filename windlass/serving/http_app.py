@@ -57,7 +57,9 @@ _API_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]]], ...] = 
 
 
 def build_http_app(context: ServerContext) -> Starlette:
-    """Return the ASGI application of an engine. Its endpoints answer 503 until `context.attach` is called."""
+    """Return the ASGI application of an engine. Endpoints of the API answer 503 until `context.attach` is
+    called.
+    """
     routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in _STATUS_ROUTES]
     routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in _API_ROUTES]
     app = Starlette(

@@ -19,7 +19,7 @@ A slower connection is closed after at most twice this time."""
 _ANSWERING = object()  # in place of the last request, while it is being answered
 
 MAX_HEAD_BYTES = 2**17
-"""Maximum bytes of the head of a request. uvicorn bounds them only with its other parser."""
+"""Maximum bytes of the head of a request. uvicorn bounds them only with its parser h11."""
 
 _TOO_LARGE = ApiError(431, f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes; send fewer headers")
 _NOT_HTTP = ApiError(400, "the request is not valid HTTP/1.1; check what sends it", code="invalid_http")

@@ -66,7 +66,7 @@ class LogprobFormat:
         return result
 
     def token_text(self, token: int, row: TokenLogprobs | None) -> str:
-        """Return the text of a token."""
+        """Return the text of a token; `token_id:N` with `as_ids` or without a tokenizer."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token}"
         known = row[token].decoded_token if row is not None and token in row else None

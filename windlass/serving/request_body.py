@@ -31,8 +31,8 @@ async def read_request(request: Request, max_bytes: int, check: Callable[[dict[s
         check: function that checks the fields; it runs in a thread for a large body.
 
     Raises:
-        ApiError: the content type is not JSON; the body is too large, compressed, or not valid UTF-8 or JSON; or
-            `check` raises.
+        ApiError: the content type is not JSON; the body is too large, too slow, compressed, or not valid UTF-8 or JSON;
+            or `check` raises.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -57,8 +57,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ApiError: the body is compressed, or has more than `max_bytes` bytes.
-        ClientDisconnect: the client went away.
+        ApiError: the body is compressed, has more than `max_bytes` bytes, or pauses for more than 30 seconds.
+        ClientDisconnect: the client disconnected.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -112,7 +112,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object in UTF-8.
 
     Raises:
-        ApiError: the body is not a JSON object in UTF-8, or has NaN, infinite numbers, lone surrogates, or a key twice.
+        ApiError: the body is not a JSON object in UTF-8, has NaN, infinite numbers, lone surrogates or a key twice, or
+            is nested too deeply.
     """
     try:
         text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 lets parsers ignore the mark

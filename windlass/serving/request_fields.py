@@ -84,7 +84,7 @@ class RequestModel(BaseModel):
     """Fields of a request. Types are strict: `"1"` is not a number, and `true` is not an integer.
 
     Attributes:
-        harmless: fields without effect, each with its accepted values, which are other servers' defaults.
+        harmless: fields without effect, each with its accepted values: all, or other servers' defaults.
         refused: fields that would change the answer and have no effect here, each with the remedy.
     """
 
@@ -94,13 +94,13 @@ class RequestModel(BaseModel):
 
     @classmethod
     def parse(cls: type[Model], data: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Model:
-        """Return the model of a JSON object.
+        """Return the validated fields of a JSON object.
 
         Args:
             parents: names of the enclosing fields, from the outermost one.
 
         Raises:
-            ApiError: a field is unknown, refused, of another type or missing; the error has its name.
+            ApiError: a field is unknown, refused, of another type or missing; the error names the field.
         """
         known: dict[str, Any] = {}
         for name, value in data.items():
@@ -122,7 +122,7 @@ class RequestModel(BaseModel):
 
 
 def _part_model(model: type[RequestModel], name: str) -> type[RequestModel] | None:
-    """Return the model of a field that takes an object with fields of its own; None for other fields."""
+    """Return the `RequestModel` of a field that takes an object with checked fields; None for other fields."""
     annotation = model.model_fields[name].annotation
     for kind in get_args(annotation) or (annotation,):
         if isinstance(kind, type) and issubclass(kind, RequestModel):
@@ -210,7 +210,7 @@ class ServiceLevelField(RequestModel):
 
 
 class CommonSamplingFields(RequestModel):
-    """Fields of completions, chat completions and responses that become sampling parameters."""
+    """Fields that completions, chat completions and responses share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -236,7 +236,7 @@ class CommonSamplingFields(RequestModel):
 
 
 class SamplingFields(CommonSamplingFields):
-    """Fields of completions and chat completions that become sampling parameters, those of vLLM included."""
+    """Fields that completions and chat completions share, those of vLLM included."""
 
     stream_options: StreamOptions | None = None
 
@@ -266,7 +266,7 @@ class SamplingFields(CommonSamplingFields):
         """Return the sampling parameters. `values` replaces and adds parameters that depend on the endpoint.
 
         Raises:
-            ApiError, RequestError: a value is out of range, or two fields constrain the text.
+            ApiError, RequestError: a value is out of range, or fields contradict each other.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream = true", parameter="stream_options")
@@ -288,7 +288,11 @@ class SamplingFields(CommonSamplingFields):
         return SamplingParams(**{**given, **values})
 
     def constraint(self) -> StructuredOutputsParams | None:
-        """Return the constraint on the text that vLLM's fields request; None without one."""
+        """Return the constraint on the text that vLLM's fields request; None without one.
+
+        Raises:
+            ApiError: two fields constrain the text, or `guided_whitespace_pattern` comes without `guided_json`.
+        """
         options = {"whitespace_pattern": self.guided_whitespace_pattern}
         if self.guided_whitespace_pattern is not None and self.guided_json is None:
             raise ApiError(400, "guided_whitespace_pattern needs guided_json", parameter="guided_whitespace_pattern")

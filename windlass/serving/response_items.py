@@ -24,11 +24,11 @@ class ResponseItems:
         self._blank = ""  # white space, which is part of a message only if other text follows
 
     def add_logprobs(self, logprobs: list[dict[str, Any]]) -> None:
-        """Keep the log-probabilities of tokens for the text that is added next; those of a call are dropped."""
+        """Store the log-probabilities of tokens for the text that is added next; those of a call are dropped."""
         self._logprobs += logprobs
 
     def add_text(self, text: str) -> list[dict[str, Any]]:
-        """Append text to the message that is open, or begin one."""
+        """Append text to the open message, or begin a message."""
         text = self._blank + text
         opened = self._is_open and self.output[-1]["type"] == "message"
         if not opened and not text.strip():
@@ -39,7 +39,7 @@ class ResponseItems:
         return [*events, self._append(text)]
 
     def add_call(self, call: ToolCallDelta) -> list[dict[str, Any]]:
-        """Append to the arguments of the call that is open, or begin one."""
+        """Append to the arguments of the open call, or begin a call."""
         events: list[dict[str, Any]] = []
         self._logprobs = []
         if call.name is not None:

@@ -106,7 +106,7 @@ class ResponsesRequest(CommonSamplingFields):
         """Return the chat completion that generates the answer.
 
         Raises:
-            ApiError: an item, a tool or a format is not supported; the error names its place.
+            ApiError: an item, a tool, a format or an entry of `include` is not supported; the error names the field.
         """
         for name in self.include or []:
             if name not in _INCLUDED:
@@ -128,10 +128,11 @@ class ResponsesRequest(CommonSamplingFields):
 def chat_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Return the chat messages for the items of a request.
 
-    A call becomes a part of the assistant's message before it, as in chat templates. Reasoning items are left out.
+    A call becomes a part of the preceding assistant message, or of a new one. Reasoning items are left out.
 
     Raises:
-        ApiError: an item is not supported, or is the output of a call that is not among the items before it.
+        ApiError: there are no items, an item is not supported, or is the output of a call that is not among the items
+            before it.
     """
     messages: list[dict[str, Any]] = []
     if instructions is not None:

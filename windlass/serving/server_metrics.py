@@ -131,7 +131,7 @@ class _EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Yield gauges, then counters."""
+        """Yield gauges, counters, and the histogram of tokens in a step."""
         stats = self._engine.stats()
         gauges = (
             ("vllm:num_requests_running", "Requests in the current step.", stats.num_running),

@@ -23,7 +23,7 @@ _MAX_KEY_FILE_BYTES = 2**20
 class ApiKeys:
     """API keys, compared in constant time.
 
-    Only SHA-256 digests are kept, so that the time of a comparison does not depend on the lengths of keys.
+    Only SHA-256 digests are stored, so that the time of a comparison does not depend on the lengths of keys.
     """
 
     def __init__(self, keys: list[str]) -> None:
@@ -50,7 +50,7 @@ class ApiKeys:
         return cls(keys)
 
     def accept(self, key: bytes) -> bool:
-        """Return True if the server accepts the key. The time of the comparison does not depend on the key.
+        """Return True if the server accepts the key. The comparison takes the same time for all keys of the server.
 
         Args:
             key: bytes that the client sent, which are compared with the keys in UTF-8.
@@ -78,6 +78,9 @@ class ServerSettings:
         allowed_origins: web pages of these origins may use the server from a browser.
         api_keys: API keys; each request needs one of them. None: requests need no key.
         engine_index: label of the engine in the metrics.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     model_names: tuple[str, ...]

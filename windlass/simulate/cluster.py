@@ -42,7 +42,7 @@ class DirectedLink:
 
 @dataclass(frozen=True)
 class ExplicitLink:
-    """Link of a cluster file, between hosts, devices or switches, in both directions."""
+    """Link of a cluster file, between hosts or switches, in both directions."""
 
     source: str
     target: str
@@ -80,6 +80,9 @@ class Cluster:
         overlaps: Collectives run during computation. False for the known CPU cluster, whose collectives use the cores
             that compute.
         name: Name for messages.
+
+    Raises:
+        ConfigError: the topology does not exist, or the sides of a torus do not fit the number of hosts.
     """
 
     device: DevicePart
@@ -116,7 +119,7 @@ class Cluster:
         return min(ranks, self.host.devices)
 
     def host_of(self, rank: int) -> int:
-        """Return the host of a rank: ranks fill one host after the other."""
+        """Return the host of a rank: ranks fill hosts in order."""
         return rank // self.host.devices
 
     def with_devices(self, count: int) -> Cluster:
@@ -216,7 +219,7 @@ class Cluster:
         out, into = self.nic_of(a), self.nic_of(b)
         hops: list[DirectedLink] = []
         if network.topology == "rail" and out != into:
-            # The message first moves to the device beside the target's rail, so that it stays on one leaf switch.
+            # The message first moves to a device on the target's rail, so that it stays on one leaf switch.
             hops.append(DirectedLink("device", f"device {a}", f"host {here}"))
             out = into
         hops.append(DirectedLink("nic", f"host {here} nic {out}", "network"))

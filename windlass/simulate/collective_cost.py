@@ -4,15 +4,14 @@
 the sum over the groups that use it. Loads are counted on the links of the first hosts ([Note: folded links]) and are
 proportional to the bytes, so each pattern of ranks is analyzed once.
 
-Over n ranks and B bytes (of the whole buffer; for an all-to-all of one rank's messages):
+Over n ranks and B bytes (of the full buffer; for an all-to-all of one rank's messages):
 - `ring`: each rank sends B (n - 1) / n to the next one, in n - 1 steps; an all-reduce does this twice (Patarasuk and
   Yuan 2009). Groups with several ranks on a host run one ring for each of them, so that all network cards are used.
 - `tree`: all-reduce over hosts in two complementary binary trees, half of B in each (Sanders et al. 2009), and a chain
   inside of each host.
-- `hierarchical`: one collective inside each host, and one between ranks with the same number on all hosts, one after
-  the other.
+- `hierarchical`: in sequence, a collective inside each host and one between ranks with the same number on all hosts.
 - `pairwise`: each rank sends each other rank's part directly, as windlass does on gloo and in every all-to-all.
-- `auto`: the fastest of the algorithms that apply, as NCCL chooses.
+- `auto`: the fastest of `ring`, `tree` and `hierarchical` that apply, as NCCL chooses; `pairwise` for an all-to-all.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class CollectiveCost:
 
     Attributes:
         algorithm: Name of the algorithm; `none` for a group of one rank.
-        phases: Parts that run one after the other.
+        phases: Parts in the order in which they run.
     """
 
     algorithm: str
@@ -122,7 +121,7 @@ class CollectiveCosts:
         Args:
             operation: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, or `pass_on` (each rank
                 sends `nbytes` to the next one).
-            nbytes: Bytes of the whole buffer; for an all-to-all, of all parts of one rank, including the part that it
+            nbytes: Bytes of the full buffer; for an all-to-all, of all parts of one rank, including the part that it
                 keeps.
 
         Raises:
@@ -140,7 +139,9 @@ class CollectiveCosts:
         return min(found, key=lambda one: one.seconds(self.cluster))
 
     def send(self, sender: int, receiver: int, nbytes: float) -> CollectiveCost:
-        """Return the cost of one message, while all ranks of the sender's host send one over the same distance."""
+        """Return the cost of one message, while all ranks of the sender's host and pipeline stage send one over the
+        same distance.
+        """
         if "pp" in self.cluster.host.axis_links:
             return _on_axis_link(self._along("pp").send(sender, receiver, nbytes), "pp")
         return _scaled(self._messages(sender, receiver), nbytes)
@@ -166,7 +167,7 @@ class CollectiveCosts:
         return CollectiveCost("message", (Phase(latency, _largest(loads)),))
 
     def _has_levels(self, pattern: RankPattern) -> bool:
-        """Return True if a group has ranks on several hosts, on each the same number, which is at least 2."""
+        """Return True if undivided groups have the same number of ranks, at least 2, on each of several hosts."""
         hosts = _by_host(self.group_of(0, pattern), self.cluster)
         even = len({len(ranks) for ranks in hosts}) == 1 and len(hosts[0]) > 1
         return len(hosts) > 1 and even and not pattern.block and pattern.stride == 1

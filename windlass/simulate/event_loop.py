@@ -82,7 +82,7 @@ class EventLoop:
         self.link_busy: dict[LinkKey, float] = defaultdict(float)
 
     def add(self, task: SimulatedTask) -> SimulatedTask:
-        """Add a task behind the earlier ones of its streams."""
+        """Append a task to its streams, and return the task."""
         self.tasks.append(task)
         for stream in task.streams:
             self._queues[stream].append(task)

@@ -21,7 +21,7 @@ class Goodput:
     """Expected goodput of a run.
 
     Attributes:
-        mtbf: Mean seconds between failures of the whole run.
+        mtbf: Mean seconds between failures of the run.
         young, daly: Best interval between checkpoints by both formulas, in seconds.
         interval: Interval that the goodput is computed for.
         goodput: Fraction of time that advances the training.

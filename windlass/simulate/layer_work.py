@@ -49,7 +49,7 @@ class ComputeStyle:
 
 @dataclass(frozen=True)
 class Operation:
-    """Operations of one kind that run one after the other.
+    """Operations of one kind that run in sequence.
 
     Attributes:
         kind: `product`, `attention` or `other`.

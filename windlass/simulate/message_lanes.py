@@ -35,7 +35,7 @@ class MessageLanes:
 
     Args:
         pattern: The data-parallel ranks.
-        rate: Bytes a second of the memory in which gradients lie.
+        rate: Bytes a second of the memory that has the gradients.
         algorithm: Algorithm of all-gathers.
         stream: Stream of the collectives.
     """
@@ -48,7 +48,9 @@ class MessageLanes:
         self._ranks = lanes.costs.size(pattern)
 
     def exchange(self, units: Sequence[SimulatedUnit]) -> None:
-        """Send local values to the owners of elements, and at stage 0 the means from the owners to all ranks."""
+        """Send local values to the owners of elements, and at stage 0 the means from the owners to all ranks; for
+        PowerSGD, sum thin matrices instead.
+        """
         messages = self._work.messages
         if self._ranks == 1:
             return
@@ -68,7 +70,7 @@ class MessageLanes:
             self._sum_over_tp(parts * _NUMBERS[self._work.sharding_stage > 0], "trust ratios")
 
     def gather_whole(self, units: Sequence[SimulatedUnit]) -> None:
-        """Collect parameters that are sharded along tp, with gradients and states, if the update needs whole ones."""
+        """Gather parameters that are sharded along tp, with gradients and states, if the update needs full ones."""
         states = self._work.whole_states
         parts = [shape for unit in units if "tp" in unit.kind.sharded_axes for shape in unit.shapes]
         if states is not None:

@@ -70,7 +70,7 @@ def rank_sizes(work: StepWork) -> LayerSizes:
 
 
 def build_chunks(work: StepWork, device: DevicePart, stage: int) -> tuple[list[ModelChunk], list[SimulatedUnit]]:
-    """Build the chunks of a pipeline stage, or the whole model as one chunk.
+    """Build the chunks of a pipeline stage, or the full model as one chunk.
 
     Returns:
         The chunks, and all units of the stage in model order.

@@ -1,6 +1,6 @@
 """Bytes of a rank's parameters, gradients and optimizer states, and of a checkpoint, for any axes.
 
-`windlass plan` predicts the whole memory of a rank, with activations, from the model itself; this module computes the
+`windlass plan` predicts the full memory of a rank, with activations, from the model itself; this module computes the
 parts that follow from sizes alone.
 """
 
@@ -40,5 +40,5 @@ def state_bytes_of_rank(work: StepWork, cluster: Cluster) -> int:
 
 
 def checkpoint_bytes(work: StepWork) -> int:
-    """Return the bytes of a checkpoint: master weights and optimizer states of the whole model."""
+    """Return the bytes of a checkpoint: master weights and optimizer states of the full model."""
     return work.shape.numel * ((work.master_bytes or work.volumes.parameter_bytes) + work.state_bytes)

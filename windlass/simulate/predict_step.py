@@ -36,12 +36,12 @@ def predict_step(
 ) -> StepPrediction:
     """Predict one optimizer step of `model` under `config` on `cluster`, in steady state.
 
-    Nothing is allocated and no rank starts: the model may be on the meta device, or be given by its sizes.
+    Nothing is allocated and no rank starts: the model may be on the meta device, or be described by its sizes.
 
     Args:
         model: A model of transformers, or its sizes.
         cluster: Hosts and links; see `windlass.simulate.cluster_file`.
-        world_size: Number of ranks, which fill one host after the other; None: all devices of the cluster.
+        world_size: Number of ranks, which fill hosts in order; None: all devices of the cluster.
         length: Tokens of a sample.
         checkpointing: `none`, `full` or `selective`; None: as the configuration has it, see `describe_step`.
         fused: Operations between products are fused (torch.compile).
@@ -51,7 +51,8 @@ def predict_step(
         data_rank: Data-parallel rank whose compressed messages are counted ([Note: bytes of messages]).
 
     Raises:
-        ConfigError: the configuration does not fit the ranks, or the cluster has fewer devices than ranks.
+        ConfigError: the configuration does not fit the ranks or cannot be simulated, the cluster has fewer devices than
+            ranks, or simpy is not installed.
         ModelError: the model's sizes are unknown.
     """
     world = world_size or cluster.devices

@@ -2,8 +2,8 @@
 
 [Note: modules of one rank] A tree of modules on the meta device has the parameters of one rank in the order of
 transformers' Llama and Mixtral, each with its placement. The engine's own rules divide the tree into units, so that
-padding, merged neighbours and persistent parameters are those of a run. A given model is used instead of the tree, with
-its biases and positions, if no axis divides its parameters and its layers are in one list.
+padding, merged neighbours and persistent parameters are those of a run. A model that is passed is used instead of the
+tree, with its biases and positions, if no axis divides its parameters and its layers are in one list.
 """
 
 from __future__ import annotations

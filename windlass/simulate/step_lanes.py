@@ -103,7 +103,7 @@ class RankLanes:
         """Add a collective; None if the group has one rank.
 
         Args:
-            nbytes: Bytes of the whole buffer, see `CollectiveCosts.cost`.
+            nbytes: Bytes of the full buffer, see `CollectiveCosts.cost`.
             counted: Bytes that this rank receives, by name of the operation in `engine.report()`.
         """
         if self.costs.size(pattern) == 1:
@@ -122,7 +122,7 @@ class RankLanes:
         after: list[SimulatedTask | None],
         nbytes: int = 0,
     ) -> SimulatedTask | None:
-        """Add the phases of a collective or message, one after the other."""
+        """Add the phases of a collective or message in sequence, and return the last task."""
         before = [one for one in after if one is not None]
         task = None
         lane = stream if self.costs.cluster.overlaps else COMPUTE

@@ -26,7 +26,7 @@ _TP, _SP, _EP = RankPattern(("tp",)), RankPattern(("sp",)), RankPattern(("ep",))
 
 
 class StageTasks:
-    """Tasks of one pipeline stage, or of the whole model without a pipeline."""
+    """Tasks of one pipeline stage, or of the full model without a pipeline."""
 
     def __init__(self, work: StepWork, tasks: StepTasks, stage: int) -> None:
         self.work, self.stage, grid = work, stage, work.grid

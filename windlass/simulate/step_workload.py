@@ -123,7 +123,7 @@ class StepWork:
 
     @property
     def sharding_stage(self) -> int:
-        """ZeRO stage by which the engine shards: 0 on one rank, unless slots are offloaded."""
+        """ZeRO stage by which the engine shards: 0 without ranks to shard over, unless slots are offloaded."""
         offloads = (self.offloading.states, self.offloading.parameters) != ("none", "none")
         return self.volumes.zero_stage if offloads or self.grid.data > self.grid.dp_replicate else 0
 
@@ -157,7 +157,8 @@ def describe_step(
         data_rank: See `StepWork`.
 
     Raises:
-        ConfigError: the batch or the axes do not fit the ranks, or the layers do not fit the stages.
+        ConfigError: the batch or the axes do not fit the ranks, the layers or experts do not fit the axes, `offload` is
+            set, or `step` is below 1.
         ModelError: the model's sizes are unknown.
     """
     shape = shape_of(model)

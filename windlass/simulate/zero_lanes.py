@@ -351,7 +351,7 @@ class ZeroLanes:
     def _update_away(
         self, unit: SimulatedUnit, numel: float, touched: int, after: SimulatedTask | None
     ) -> SimulatedTask:
-        """Add the update of states that lie in host memory or on disk. A delayed update does not wait for tasks of this
+        """Add the update of states that are in host memory or on disk. A delayed update does not wait for tasks of this
         step."""
         work, lanes, host = self._work, self._lanes, self._cluster.host
         stored = numel * (work.master_bytes + work.state_bytes)

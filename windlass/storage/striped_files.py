@@ -79,7 +79,7 @@ class StripedFiles:
 
     @property
     def directories(self) -> list[Path]:
-        """This process's own directories."""
+        """Directories of this process, one on each path."""
         return [file.directory.path for file in self._files]
 
     @property
@@ -88,7 +88,7 @@ class StripedFiles:
         return all(file.is_direct for file in self._files)
 
     def memory_alignment(self, ask: Callable[[int], int] | None) -> int:
-        """Return the alignment of addresses that I/O on these files needs.
+        """Return the alignment in bytes of addresses that I/O on these files needs; 1 if no file has direct I/O.
 
         `ask` returns the alignment for a descriptor; 0 if it is unknown.
         """
@@ -112,10 +112,10 @@ class StripedFiles:
         return (stripe * len(self._files) + file) * self._block + within
 
     def resize(self, end: int, what: str) -> None:
-        """Resize the files to hold exactly `[0, end)`, with all space allocated on the disks.
+        """Resize the files to hold exactly `[0, end)`, with all space allocated where the file system supports it.
 
         Raises:
-            StorageError: a disk has too little space. Nothing has changed.
+            StorageError: a disk has too little space or fails. The files keep their sizes.
         """
         if end == self._end:
             return
@@ -197,7 +197,8 @@ def _open_stripe(path: Path, label: str) -> _StripeFile:
 
 
 def enable_direct_io(descriptor: int) -> bool:
-    """Turn the page cache off for an empty file. Return False if the file system needs it."""
+    """Enable direct I/O, which bypasses the page cache, for an empty file. Return False if the system does not support
+    it."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
@@ -237,5 +238,5 @@ def _resize(file: _StripeFile, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            os.ftruncate(file.descriptor, size)  # can't preallocate here: a full disk shows at a write
+            os.ftruncate(file.descriptor, size)  # can't preallocate here: a full disk fails a later write
     file.size = size

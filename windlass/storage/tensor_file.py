@@ -1,4 +1,4 @@
-"""Small safetensors files, written and read as a whole: for files of windlass that are not checkpoints."""
+"""Small safetensors files, written and read in full: for files of windlass that are not checkpoints."""
 
 from __future__ import annotations
 

@@ -64,6 +64,10 @@ class TransferQueue:
 
         Args:
             sums: checksums of all of `tensor`, which are computed and compared elsewhere; None: by the engine.
+
+        Raises:
+            StorageError: the queue cannot be used, the tensor's memory cannot be accessed, the range is not in the
+                extent, or bytes to read were never written.
         """
         data = _byte_view(tensor, extent)
         last = first + data.numel()
@@ -158,7 +162,7 @@ class TransferQueue:
         return edge
 
     def _spans(self, extent: Extent, first: int, last: int, address: int) -> list[BlockSpan]:
-        """Return the engine's spans for the whole pages `[first, last)` of an extent."""
+        """Return the engine's spans for the bytes `[first, last)` of an extent, which are full pages."""
         pieces = self._stripes.locate(extent.start + first, extent.start + last)
         sums = extent.page_checksums.data_ptr() + first // PAGE * extent.page_checksums.itemsize
         return [

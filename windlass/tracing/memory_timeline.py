@@ -71,7 +71,7 @@ def memory_timeline(
     start: float,
     end: float,
 ) -> list[MemorySample]:
-    """Return samples of the memory from `start` to `end`, at most 2,000 and the peak among them.
+    """Return samples of the memory from `start` to `end`, at most 2,001 and the peak among them.
 
     Activations and temporary tensors are what torch's allocator has beyond its content at `start`, without unsharded
     parameters.

@@ -21,14 +21,14 @@ class ProfileFinished(SystemExit):
 
 
 class ProfileSession(InitializeObserver):
-    """Profile of the first engine of a script that has an optimizer."""
+    """Profile of a script's first engine with an optimizer."""
 
     def __init__(self, job: ProfileJob) -> None:
         self.job, self.config_override = job, job.config
         self.profiler: TraceProfiler | None = None
 
     def after_initialize(self, engine: Engine) -> None:
-        """Observe the engine from now on."""
+        """Observe `engine` from now on, if it is the first one with an optimizer."""
         if self.profiler is not None or engine.optimizer is None:
             return
         self.profiler = TraceProfiler(engine, operators=self.job.operators, after_step=self._follow)
@@ -44,7 +44,11 @@ class ProfileSession(InitializeObserver):
             profiler.start()
 
     def finish(self, profiler: TraceProfiler) -> None:
-        """Write the trace and the summary on rank 0. Collective."""
+        """Write the trace and the summary on rank 0. Collective.
+
+        Raises:
+            TraceFileError: the trace cannot be written.
+        """
         run = gather_profiles(profiler.stop())
         if run is not None:
             save_trace(run, Path(self.job.trace))
@@ -55,7 +59,7 @@ class ProfileSession(InitializeObserver):
         """Write the profile of a script that has ended before the requested number of steps. Collective.
 
         Raises:
-            ModelError: nothing was recorded.
+            ModelError: no engine had an optimizer, or no step was recorded.
         """
         profiler = self.profiler
         if profiler is None:
@@ -92,7 +96,7 @@ def profile_script(job: ProfileJob) -> None:
     """Run the script of `job` in this process, and record its steps.
 
     Raises:
-        ModelError: the script made no step that was to be recorded.
+        ModelError: no engine had an optimizer, or the script made no step that was to be recorded.
     """
     # `python -m` loads this module as __main__. Import it again under its name, so that the session raises the class
     # that is caught here.

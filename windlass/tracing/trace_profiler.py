@@ -155,7 +155,7 @@ def profile(engine: Engine, path: str | Path, *, operators: bool = True) -> Iter
         operators: also record the operators of torch, and with them activations. This makes steps somewhat slower.
 
     Raises:
-        ConfigError: the folder of `path` does not exist.
+        ConfigError: `path` is a folder, or its folder does not exist.
         ModelError: no step ended inside the context, or another profile is being recorded.
         TraceFileError: the trace cannot be written.
     """

@@ -51,7 +51,7 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
 
     Returns:
         The exit code: 0, or, if the search was interrupted, 128 plus the number of the signal (130 after Ctrl-C, 143
-        after SIGTERM). The mode `run` does not return: the program replaces this process.
+        after SIGTERM). After a complete search the mode `run` does not return: the program replaces this process.
 
     Raises:
         LaunchError: the section `autotuning` is off.
@@ -80,7 +80,14 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
 
 
 def search_with_report(run: TuningRun, console: PrintableConsole, picture: Path | None = None) -> TuningOutcome:
-    """Search, and print a line after each trial and a table at the end. SIGTERM ends the search as Ctrl-C does."""
+    """Search, and print a line after each trial and a table at the end. SIGTERM ends the search as Ctrl-C does.
+
+    Args:
+        picture: Path of the plot of the trials; None: `trials.png` among the results.
+
+    Raises:
+        TuningError: see `TuningRun.run`.
+    """
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(
         f"{len(run.candidates)} configurations, at most {run.state.budget} trials; results in {run.files.results}"

@@ -106,7 +106,7 @@ class CorrectedPredictions:
         return mean, np.sqrt(np.maximum(self._variance(scale) - (explained**2).sum(0), 1e-12))
 
     def _parts(self, rows: Sequence[int], columns: Sequence[int]) -> tuple[Array, Array]:
-        """Return the covariance of level and slope, and that of the effects at scale 1."""
+        """Return the covariance of the level, and that of slope and effects at scale 1."""
         d = self._deviations
         a, b = self._centred[list(rows)][:, None], self._centred[list(columns)][None, :]
         likes = self._features.similarities(rows, columns)

@@ -165,7 +165,7 @@ class BatchShape:
         self.fed, self.tokens = first[0], max(1, first.numel() // max(1, first[0]))
 
     def make(self, micro: int, length: int) -> Callable[[], ForwardArguments]:
-        """Return a function that makes a batch of `micro` samples without values."""
+        """Return a function that makes a batch of `micro` samples of zeros. `length` is not used."""
 
         def resized(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.dim():
@@ -216,7 +216,7 @@ class CandidatePlanner:
     def _trace(
         self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape, target: Target
     ) -> ActivationTrace:
-        """Return the trace of a micro-batch, extended from those of one and two samples."""
+        """Return the trace of a micro-batch, extended from those of one and two samples if these are alike."""
         dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
         kind = (config.activation_checkpointing.enabled, dtypes, len(layout.blocks))
         run = RunShape(self._world, batch.tokens, target, make_batch=batch.make)

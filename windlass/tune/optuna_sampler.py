@@ -42,7 +42,7 @@ def sample_with_optuna(
 
     Args:
         ranked: Candidates that may be tried, the best estimate first.
-        early_stopping: Number of trials without a gain that end the search; None: only the budget ends it.
+        early_stopping: Number of trials without a gain that end the search; None: no such limit.
         load: Function that returns the module `optuna`.
     """
     optuna, allowed = load(), set(ranked)

@@ -48,7 +48,7 @@ class RayTrials:
 
     Args:
         address: Address of the cluster, or `auto`.
-        ranks: Ranks of a trial, each with a CPU and, if `has_gpu`, a GPU.
+        ranks: Ranks of a trial, each with at least one CPU and, if `has_gpu`, a GPU.
         load: Function that returns the module `ray`.
 
     Attributes:

@@ -2,8 +2,8 @@
 
 [Note: search of configurations] The first trial yields the facts that predictions need. Predictions, corrected by the
 measurements so far, choose each following trial ([Note: choice of trials]). The search ends when the budget of trials
-or of time is spent, or when no trial promises a gain and all neighbours of the best one are measured. So a wrong
-prediction costs trials but does not change the result, and a stopped search returns its best configuration so far.
+or of time is spent, or when no trial promises a gain and all neighbours of the best one that may fit are measured. So a
+wrong prediction mainly costs trials, and a stopped search returns its best configuration so far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SearchState:
         return sum(record.seconds for record in self.records.values())
 
     def is_spent(self) -> bool:
-        """True if no more trial may be run."""
+        """Return True if no further trial may be run."""
         return self.runs >= self.budget
 
     def best(self) -> TrialRecord | None:

@@ -261,7 +261,7 @@ class SearchSpace:
         return not reasons
 
     def config_of(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the whole configuration of a candidate, with "auto" where another program fills in values."""
+        """Return the full configuration of a candidate, with "auto" where another program fills in values."""
         return override_keys(self.base, candidate.overrides)
 
     def overrides_of(self, candidate: Candidate) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class SearchSpace:
 
     def start(self) -> Candidate | None:
         """Return the candidate with the user's values, and with the middle choice of stages and batches that are not
-        given.
+        set. None: see `complete`.
         """
 
         def value(dimension: Dimension) -> Any:

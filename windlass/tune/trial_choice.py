@@ -5,7 +5,7 @@ predictions]). The next trial has the largest product of its expected improvemen
 its probability to fit (Gardner et al. 2014), divided by the seconds that it takes. So the first trials are those
 predicted to be fastest among the candidates that fit, however much memory they need. Once no candidate promises a gain,
 the configurations that differ from the best one in one key are tried, whatever their predictions: these trials reveal
-wrong predictions, and correct the others. Trials that run at the same time are chosen one after another, on the
+wrong predictions, and correct the others. Trials that run at the same time are chosen in sequence, on the
 assumption that the trials chosen before take their expected time (Ginsbourger et al. 2010).
 """
 
@@ -33,7 +33,7 @@ _FAILURE = math.log(2.0)  # a failed trial counts as twice as slow as the slowes
 _SPREAD = math.log(4.0)  # without predictions, the last candidate is assumed to cost 4 times as much as the first
 _UNLIKELY = 0.02  # probability to fit below which a neighbour of the best is not tried
 _CAUTION = 2  # exponent of the probability to fit, until a trial has fitted
-_LAST = 1e-9  # factor that puts negligible gains behind all others
+_LAST = 1e-9  # factor that ranks negligible gains after all others
 _NORMAL = NormalDist()
 
 NEGLIGIBLE = 0.002

@@ -60,6 +60,7 @@ def run_trial(
     """Run `command` with its output in `stdout.log` and `stderr.log` of `folder`, and end processes that it leaves.
 
     Args:
+        limit_s: Seconds after which the run is ended.
         result: File that the program writes once it is measured. If the file exists, the trial counts as measured,
             whatever its exit code.
 

@@ -28,7 +28,7 @@ class TrialRecord:
         measured: Measurements that the engine wrote; empty if it wrote none.
         error: Error of the program, or the reason why the trial does not count.
         left_behind: Command lines of processes that the program left behind, which were ended.
-        seconds: Duration of the trial.
+        seconds: Duration of all runs of the trial.
         predicted_bytes: Predicted peak of the limited memory of a rank; None: there is no prediction.
         estimate_s: Predicted seconds of a step; None: there is no prediction.
         repeats: Number of runs that `measured` combines.

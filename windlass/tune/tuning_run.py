@@ -66,7 +66,7 @@ class TuningSettings:
             no limit on a CPU.
         tuner: `model_based`, `gridsearch` or `random`, as in `autotuning.tuner_type`; or `optuna`.
         trials: Largest number of trials. None: as many as fit into a quarter of the time that all candidates would
-            take, at most half of the candidates and at most 50; with fewer than 32 candidates, 8 in any case.
+            take, at most half of the candidates and at most 50; with fewer than 32 candidates, at least 8 (or all).
         early_stopping: Number of trials without a gain that end the search; None: no such limit.
         warmup, steps: Steps of a trial before the timed ones, and timed steps.
         trial_seconds: Limit of the time of a trial, in seconds.
@@ -131,7 +131,7 @@ class TuningRun:
     """One search.
 
     Args:
-        parallel: Runner of several trials at the same time, on several hosts; None: trials run one after another.
+        parallel: Runner of several trials at the same time, on several hosts; None: trials run in sequence.
         runner: Function that runs one trial, see `run_trial`.
         ranking: Function that makes the predictions of time once the first trial has yielded the facts, see
             `StepRanking`.
@@ -414,7 +414,9 @@ class TuningRun:
         return replace(record, status=TrialStatus.SLOW if measured["ended_early"] else TrialStatus.MEASURED)
 
     def _earlier(self, candidate: Candidate, config: dict[str, Any], folder: Path) -> TrialRecord | None:
-        """Return the record of an earlier search's trial; None: there is none, or its files are damaged."""
+        """Return the record of an earlier search's trial; None: none has this configuration and number of ranks, or its
+        files are damaged.
+        """
         found = []
         for path in (folder / "ds_config.json", folder / "result.json"):
             try:
@@ -476,7 +478,7 @@ class TuningRun:
         """Stop if the program fails in the same way whatever the configuration is.
 
         Raises:
-            TuningError: three trials ended with the same error, and memory was not the cause.
+            TuningError: all trials so far, at least three, failed with the same error, not for lack of memory.
         """
         records = list(self.state.records.values())
         failed = [record for record in records if record.status is TrialStatus.FAILED]
@@ -484,7 +486,7 @@ class TuningRun:
             raise TuningError(self._explain_failure(records))
 
     def _repeat_best(self) -> None:
-        """Run candidates close to the best again, one after another, so that one lucky run does not decide."""
+        """Run candidates close to the best again, in turn, so that one lucky run does not decide."""
         while (record := self._next_repeat()) is not None:
             again = self._run(record.candidate, ends_early=False)
             spent, repeats = record.seconds + again.seconds, record.repeats + 1

@@ -100,7 +100,11 @@ class EngineVerifier(EngineObserver):
         return self._layouts[0]
 
     def before_step(self) -> None:
-        """Load edited weights into the plain copies. Collective."""
+        """Load edited weights into the plain copies. Collective.
+
+        Raises:
+            VerifyError: the engine has had more than one layout.
+        """
         if len(self._layouts) > 1:
             raise VerifyError(
                 "the model's layout changed during the run (parameters unfrozen or added, engine.refresh): verify "
@@ -111,7 +115,7 @@ class EngineVerifier(EngineObserver):
         self._clip, self._reduced_gradients = None, {}
 
     def after_step(self) -> None:
-        """Compare the step, and end the script if enough steps were compared. Collective."""
+        """Compare the step, and call `on_step_compared`. Collective."""
         self._compare_step(self._loss_scale)
         self._on_step_compared(self)
 
@@ -120,7 +124,7 @@ class EngineVerifier(EngineObserver):
         self._recorder.take_record()
 
     def on_weights_edited(self) -> None:
-        """Load the weights into the plain copies before the next step."""
+        """Note that the weights change: `before_step` then loads them into the plain copies."""
         self._weights_were_edited = True
 
     def before_update(self, norm: float, clip: float) -> None:
@@ -298,7 +302,7 @@ class EngineVerifier(EngineObserver):
 def _broadcast_turn(turn: int | None = None) -> int:
     """Broadcast the next turn from rank 0: the number of a rank, or `_CONTINUE` or `_DONE`. Collective.
 
-    Rank 0 broadcasts after each replay. So no other rank waits longer than one replay, and the watchdog sees progress.
+    Rank 0 broadcasts before it replays each forward, so that the watchdog sees progress on the other ranks.
     """
     with WaitScope("the plain run on rank 0"):
         return world_group().broadcast_object(turn)

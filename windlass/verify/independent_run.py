@@ -14,7 +14,8 @@ from windlass.verify.step_recorder import StepRecord
 
 
 class IndependentRun:
-    """Plain copy that trains from the first step to the last without resynchronization.
+    """Plain copy that trains from the first step to the last, and takes over no weights unless the script sets or loads
+    them.
 
     It takes from the ranks batches, random states, optimizer options, the decisions to skip steps, and the gradients at
     which the replayed backwards begin: those of the model's outputs, and of parameters that the loss uses directly. So

@@ -20,10 +20,10 @@ LIMIT = 1024  # maximum number of elements in a sample; a smaller tensor is samp
 
 @dataclass(frozen=True)
 class TensorSample:
-    """Every `stride`-th element of a tensor, on the CPU, and the 2-norm of the whole tensor.
+    """Every `stride`-th element of a tensor, on the CPU, and the 2-norm of all elements.
 
     Attributes:
-        values: `[at most LIMIT]`, in the tensor's dtype.
+        values: `[at most LIMIT]`, in the tensor's dtype; of a complex tensor, real and imaginary parts.
         shape: shape of the tensor.
         stride: distance of the sampled elements in the flat tensor.
         norm: 2-norm of all elements, in float64.
@@ -36,7 +36,7 @@ class TensorSample:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
+        """Dtype of `values`."""
         return self.values.dtype
 
     @property
@@ -57,7 +57,7 @@ def sample_tensor(tensor: torch.Tensor) -> TensorSample:
 
 
 WEIGHT, OUTPUT = "weight", "output"
-_TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that torch itself keeps on a module
+_TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that torch itself sets on a module
 
 
 @dataclass(frozen=True)

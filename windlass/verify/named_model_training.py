@@ -24,7 +24,12 @@ BatchFunction = Callable[[int, int, int], Any]  # called with step, micro-batch 
 
 
 def train_named_model(job: VerificationJob) -> None:
-    """Train the model of `job` under the job's configuration, until all steps are done or the session ends it."""
+    """Train the model of `job` under the job's configuration, until all steps are done or the session ends it.
+
+    Raises:
+        ConfigError: the configuration has no optimizer.
+        ModelError, DataError: the model or its batches can't be built.
+    """
     import windlass
 
     torch.manual_seed(job.seed)
@@ -47,7 +52,7 @@ def build_model(name: str, *, trust_remote_code: bool = False) -> nn.Module:
         trust_remote_code: run Python files that come with a Hugging Face model.
 
     Raises:
-        ModelError: there is no such model, or it needs its own code.
+        ModelError: there is no such model, transformers is not installed, or the model needs its own code.
     """
     if _FUNCTION.fullmatch(name):
         model = _import_function(name, "--model")()
@@ -62,8 +67,12 @@ def build_model(name: str, *, trust_remote_code: bool = False) -> nn.Module:
 def build_batch_function(job: VerificationJob, model: nn.Module, rows: int) -> BatchFunction:
     """Return a function that makes the job's batches for a step, micro-batch and rank.
 
+    Args:
+        rows: samples of a generated batch, unless the job gives its shape.
+
     Raises:
-        DataError: the model's inputs are unknown.
+        DataError: the job's batch is neither a shape nor a function, or the model has no `config.vocab_size`.
+        ModelError: the job's batch function can't be imported.
     """
     given = job.batch
     if given is not None and _FUNCTION.fullmatch(given):
@@ -91,7 +100,8 @@ def build_batch_function(job: VerificationJob, model: nn.Module, rows: int) -> B
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output: the tensor itself, its `loss`, or the first item of a tuple.
+    """Return the loss in a model's output: the tensor itself, its `loss` (attribute or item), or the first item of
+    a tuple or list.
 
     Raises:
         ModelError: the output has no scalar loss.

@@ -29,7 +29,7 @@ _COLLECTIVES = (
 
 @dataclass
 class RecordedForward:
-    """Forward, and the gradients that returned to its outputs.
+    """Forward, and the gradients of its outputs.
 
     Attributes:
         args: positional arguments, with tensors on the CPU and without graph.
@@ -38,7 +38,7 @@ class RecordedForward:
         rng_states: states of the random generators at the beginning of the forward; see `get_rng_states`.
         autocast: `(enabled, dtype, cache)` of the device's autocast.
         module_modes: training mode of each module, and `requires_grad` of each parameter, in model order.
-        grad_enabled: True if gradients were recorded.
+        grad_enabled: True if autograd was enabled in the forward.
         buffers: buffers that changed since the previous forward, by name.
         buffers_after: buffers that this forward changed, by name.
         events: weights and outputs of the modules.
@@ -61,7 +61,7 @@ class RecordedForward:
 
     @property
     def max_summands(self) -> int:
-        """Number of elements of the largest argument, an upper bound of the summands of a gradient."""
+        """Number of elements of the largest argument: an estimate of the summands of a gradient."""
         return max((tensor.numel() for tensor in iterate_tensors((self.args, self.kwargs))), default=1)
 
 
@@ -123,8 +123,8 @@ def use_rng_states(states: dict[str, Any], device: torch.device) -> Iterator[Non
 
 @contextmanager
 def impersonate_rank(rank: int) -> Iterator[None]:
-    """Make `dist.get_rank` return `rank` inside the context, and refuse collectives, since no other rank runs the
-    replay.
+    """Make `dist.get_rank()` return `rank` inside the context. Collectives raise `ModelError`, since no other rank runs
+    the replay.
     """
     own = dist.get_rank
 

@@ -44,7 +44,8 @@ class ReferenceModel:
     Args:
         model: a model that is not sharded yet; it is not changed.
         optimizer: optimizer of its parameters.
-        param_dtype: dtype to which floating-point parameters are cast; None: each parameter keeps its dtype.
+        param_dtype: dtype to which floating-point parameters are cast, except frozen ones of 8 bits; None: each
+            parameter keeps its dtype.
         device: device of the computation.
         master_dtypes: dtype in which master weights are stored, and dtype in which the optimizer steps them; None:
             float32.
@@ -99,7 +100,7 @@ class ReferenceModel:
         """Replay a forward, and the backward from the recorded gradients of its outputs. See `take_gradient_sums`.
 
         Raises:
-            ModelError: the copy returned other tensors than the model, or its forward communicates.
+            ModelError: the copy returned fewer tensors with a graph than the model, or its forward communicates.
         """
         self._set_buffers(forward, rank)
         for module, mode in zip(self.model.modules(), forward.module_modes[0], strict=True):
@@ -222,8 +223,8 @@ class ReferenceModel:
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Copy an optimizer over the copied parameters with all attributes. torch's own copy keeps only groups and
-    state.
+    """Copy an optimizer, over the copied parameters, with all attributes but the hooks after a step. torch's own copy
+    has only defaults, groups and state.
     """
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     apart = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

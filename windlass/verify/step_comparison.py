@@ -92,7 +92,9 @@ class StepComparison:
     def compare_reduced(
         self, reduced: dict[str, torch.Tensor | None], records: list[StepRecord], factor: float
     ) -> None:
-        """Compare the reduced gradients with the sum of the gradients of the ranks' autograd, times `factor`."""
+        """Compare the reduced gradients with the sum of the gradients of the ranks' autograd, times `factor`
+        over the loss scale.
+        """
         for name, have in reduced.items():
             parts = [
                 record.gradient_sums[name] * (factor / record.loss_scale)
@@ -120,7 +122,7 @@ class StepComparison:
             self._record("reduce", apart, tensor=name, role="gradient after the reduction", hint=hint)
 
     def check_overflow(self, records: list[StepRecord]) -> None:
-        """Check that a step that was skipped for non-finite gradients has a non-finite gradient."""
+        """Record that the step was skipped for non-finite gradients. If all are finite, this is a deviation."""
         self.result.applied = False
         if all(bool(torch.isfinite(value).all()) for record in records for value in record.gradient_sums.values()):
             hint = "the step was skipped, and every gradient is finite"

@@ -1,4 +1,4 @@
-"""Recorder of one rank's sharded model between two steps, without side effects on it."""
+"""Recorder of the forwards, losses and gradients of one rank's sharded model between two steps."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class StepRecorder(EngineObserver):
         self._pending_gradients: list[tuple[RecordedForward, int, torch.Tensor]] = []
         self._backward = -1
         self._reached_parameters = False  # the backward has reached a parameter
-        self._partially_dropped = ""  # a parameter whose gradient the script dropped while others kept theirs
+        self._partially_dropped = ""  # a parameter whose gradient the script dropped while other gradients remained
         self._recorded_losses: list[torch.Tensor] = []  # losses whose gradient is recorded
-        # sequence numbers of the first and last graph node of each forward
+        # for each forward, sequence numbers just before its first and after its last graph node
         self._graph_ranges: list[tuple[int, int]] = []
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
@@ -118,9 +118,9 @@ class StepRecorder(EngineObserver):
         self._weight = self._accumulation_weight
 
     def on_gradient_dropped(self, name: str, zero: bool) -> None:
-        """Remove a parameter's recorded gradient, which the script dropped.
+        """Remove a parameter's recorded gradient, which the script dropped or set to zero.
 
-        If no gradient is left, the record starts again, but keeps its forwards.
+        If no gradient is left, drop the recorded losses and the gradients of outputs too.
         """
         record = self.record
         for of_name in (record.gradient_sums, record.gradient_magnitudes, record.outside_gradients):

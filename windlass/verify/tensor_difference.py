@@ -16,7 +16,7 @@ class Difference:
         allowance_ratio: largest ratio of an element's distance to its allowed distance; infinite if an element differs
             and its allowed distance is 0.
         ulps: largest distance of two elements in units in the last place of the larger one.
-        relative: 2-norm of the difference over the 2-norm of the expected tensor.
+        relative: 2-norm of the difference over the 2-norm of the expected tensor; infinite if the latter is 0.
         exceeding_count: number of elements that are further apart than allowed.
         worst_index: flat index of the element with the largest ratio.
         actual: value of the element `worst_index` in the actual tensor.

@@ -39,7 +39,9 @@ class Tolerance:
 
     @property
     def forward(self) -> float:
-        """Tolerance of outputs and of a rank's own gradients, relative to the element plus the rms of its tensor."""
+        """Tolerance of outputs and of a rank's own gradients, relative to the element plus the rms of its tensor (for
+        gradients, of all gradients if that is larger).
+        """
         inside = _eps(
             self.compute_dtype if self.compute_dtype == torch.float64 else torch.float32
         )  # sums of 16-bit values are accumulated in float32
@@ -52,7 +54,7 @@ class Tolerance:
 
     @property
     def norm(self) -> float:
-        """Relative tolerance of the norm of all gradients."""
+        """Relative tolerance of the norm of all gradients and of the clip coefficient."""
         return 2 * _ROUNDINGS * max(_eps(self.accumulate_dtype), _eps(torch.float32))
 
     def update(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -68,7 +70,7 @@ class Tolerance:
         return 2.0**-2 if self.has_8bit_states else _UPDATE_ROUNDINGS * eps
 
     def descriptions(self) -> dict[str, str]:
-        """Return a text with the tolerance of each phase."""
+        """Return, by phase, a text with its tolerance."""
         narrow = dtype_name(self.compute_dtype)
         reduce = max((self.accumulate_dtype, self.reduce_dtype), key=_eps)
         rule = "2^-2 (8-bit states)" if self.has_8bit_states else f"{_UPDATE_ROUNDINGS} eps"

@@ -29,11 +29,11 @@ from windlass.zero.update.update_class import update_class
 
 
 class VerificationFinished(SystemExit):
-    """Exit of the script on all ranks after enough steps were compared."""
+    """Exit of the script on all ranks, after enough steps were compared or a tensor deviated."""
 
 
 class VerificationSession(InitializeObserver):
-    """All engines of a verification. The first one with an optimizer determines the end."""
+    """All engines with an optimizer. Verification ends after enough steps of the first one, or after a deviation."""
 
     def __init__(self, job: VerificationJob) -> None:
         self.job, self.config_override = job, job.config
@@ -43,7 +43,12 @@ class VerificationSession(InitializeObserver):
         self._pending: tuple[torch.optim.Optimizer | None, Config | None] = None, None
 
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        """Copy the full model on rank 0 before it is sharded. Sharding keeps the values of rank 0."""
+        """Copy the full model on rank 0 before it is sharded, unless it has no optimizer. Sharding keeps the values of
+        rank 0. Collective if the model has initial shards.
+
+        Raises:
+            ConfigError: the optimizer's update reduces gradients itself.
+        """
         self._reference, self._pending = None, (optimizer, config)
         if optimizer is None:
             return
@@ -67,7 +72,7 @@ class VerificationSession(InitializeObserver):
                     self._independent_reference = ReferenceModel(model, optimizer, compute, local_device(), masters)
 
     def after_initialize(self, engine: Engine) -> None:
-        """Verify the engine from now on."""
+        """Compare the initial weights, and verify the engine from now on, unless it has no optimizer. Collective."""
         optimizer, config = self._pending
         if optimizer is None or config is None:
             return
@@ -107,7 +112,7 @@ class VerificationSession(InitializeObserver):
 
 
 def main(path: str) -> int:
-    """Run one rank. Return 0 after a comparison with any result, and 1 if nothing could be compared."""
+    """Run one rank. Return 0 after a comparison with any result, and 1 if the rank failed."""
     order = VerificationJob.read(path)
     os.dup2(2, 1)  # to stderr: output of the script must not mix with the report
     try:
@@ -127,7 +132,7 @@ def run_rank(job: VerificationJob) -> None:
     """Train the script or model of `job` in this process, compare its steps, and write the report on rank 0.
 
     Raises:
-        VerifyError: the training ended without a step.
+        VerifyError: the training ended without an engine that has an optimizer, or without a step.
     """
     from windlass.engine.initialize_observer import install_observer
     from windlass.verify import named_model_training

@@ -59,7 +59,8 @@ class StepResult:
 
     Attributes:
         step: number of the step, from 1.
-        loss, plain_loss: means over micro-batches; None if the loss is computed outside the engine.
+        loss: mean over micro-batches; None if neither the model returns it nor `engine.backward` gets it.
+        plain_loss: mean over micro-batches; None if the loss is computed outside the model.
         applied: False if the step was skipped.
         independent_loss: mean loss of the independent run.
         drift: 2-norm of the distance of the independent run's weights from the sharded weights, over the norm of the

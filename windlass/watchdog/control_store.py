@@ -27,6 +27,7 @@ class ControlStore:
 
     Each rank writes its heartbeat once per tick. A rank in trouble increments an alarm counter, which every rank reads
     once per tick. Heartbeats of other ranks, except the first heartbeat of rank 0, are read only after an alarm.
+    Reads and writes raise `ControlStoreLostError` if the store does not answer.
     """
 
     def __init__(self, default_store: Any, store: Any, rank: int) -> None:

@@ -1,9 +1,9 @@
 """Diagnosis of a run from the states of all ranks.
 
-[Note: proofs] The watchdog ends a run before `timeout` only with a proof that it can't continue. Either a process that
-other ranks wait for is dead or about to end; or every rank has waited for `deadlock_after` seconds, and the ranks wait
-in different operations. A rank that is alive and does not wait may arrive at any moment, and a stopped rank may be
-continued: such cases are only reported.
+[Note: proofs] The watchdog ends a run before `timeout` only with a proof that it can't continue: a process that other
+ranks wait for is dead or about to end; a collective failed on some ranks, and all others wait; or every rank has waited
+for `deadlock_after` seconds, and the ranks wait in different operations. A rank that is alive and does not wait may
+still join the collective, and a stopped rank may be continued: such cases are only reported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _diagnose_dead(statuses: list[PeerStatus], affected_ranks: list[int]) -> Han
 
 
 def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) -> HangDiagnosis | None:
-    """Diagnose a program that ended without an error on one rank while all other ranks wait."""
+    """Diagnose a program that ended without an error on some ranks while all other ranks wait."""
     done = [one.rank for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.DONE]
     others = [one for one in statuses if one.rank not in done]
     if not done or not others or not all(one in affected for one in others):
@@ -96,7 +96,7 @@ def _diagnose_broken_connections(
 
 
 def _diagnose_deadlock(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
-    """Diagnose ranks that all wait in different operations. See [Note: proofs]."""
+    """Diagnose that all ranks wait, but not all in the same operation. See [Note: proofs]."""
     if any(one.wait_s < limits.deadlock_after for one in statuses):
         return None
     return _diagnose_different_collectives(statuses)

@@ -20,7 +20,7 @@ class ProgramEnd(StrEnum):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank at one tick.
+    """State of one rank at one tick.
 
     Attributes:
         rank: number of the rank.

@@ -13,7 +13,7 @@ from windlass.watchdog.watchdog_limits import WatchdogLimits
 
 
 class PeerState(StrEnum):
-    """State of a rank's process, as another rank sees it."""
+    """State of a rank's process, as another rank determines it."""
 
     ALIVE = "alive"
     SILENT = "silent"  # the process exists, but none of its Python threads runs
@@ -43,7 +43,7 @@ class PeerStatus:
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the rank has waited for other ranks."""
+        """Seconds that the rank has waited for other ranks; 0 unless its state is `ALIVE`."""
         return self.heartbeat.wait_s if self.heartbeat is not None and self.state is PeerState.ALIVE else 0.0
 
 

@@ -23,7 +23,8 @@ _hooks_installed = False
 def start(limits: WatchdogLimits | None) -> None:
     """Watch the ranks of the default group from now on, or change the limits if they are watched already.
 
-    Every rank calls this; the call does not wait for other ranks.
+    Every rank calls this; the call does not wait for other ranks. With one rank, or without a TCP store that can be
+    reached, nothing is watched.
 
     Args:
         limits: time limits; None: stop watching.

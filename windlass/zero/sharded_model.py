@@ -110,6 +110,8 @@ class ShardedModel:
     ) -> None:
         check_devices(model, device)
         check_same_model(model, optimizer, mesh.dense.data)
+        if trains:
+            check_renormalized_embeddings(model, mesh.dense.data, mesh.world)
         if optimizer is not None:
             check_parameters(optimizer, model)
             if settings.delayed_update and update_class(optimizer, settings.policy.state).needs_whole_parameters:
@@ -133,8 +135,6 @@ class ShardedModel:
         completion = CompletionOrder()
         unit_callbacks = UnitCallbacks(self._unshard_for_current_block, completion.enqueue)
         self.units = make_units(plans, settings, tiers, mesh, self.dp_groups, unit_callbacks, trains=trains)
-        if trains:
-            check_renormalized_embeddings(model, self.units, mesh.world)
         self._builder = UnitBuilder(model, settings, tiers, self.dp_groups, device, self.ledger)
         self.make_slot = self._builder.make_slot
         self.averages: dict[str, ExponentialMovingAverage] = {}

@@ -103,7 +103,7 @@ def test_a_full_disk_is_reported_once_until_it_has_room(tmp_path: Path, monkeypa
         store.save(sequence, StepCost(1.0))
         assert (sequence.saved is None) == fails
     assert len(warnings) == 2
-    assert all(str(tmp_path) in text and "No space left" in text and "16 tokens" in text for text in warnings)
+    assert all(str(tmp_path) in text and "No space left" in text for text in warnings)
     assert len([path for path in tmp_path.rglob("*") if path.is_file() and path.name in "0123"]) == 1
     store.close()
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import mmap
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from windlass.comm.anonymous_pages import AnonymousPages
-from windlass.kernels import huge_pages
 from windlass.kernels.huge_pages import HUGE_PAGE, empty_on_huge_pages, populate_pages
 from windlass.storage.staging_memory import aligned_buffer
 
@@ -75,13 +72,3 @@ def test_memory_without_huge_pages_is_used_as_well(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert empty_on_huge_pages((HUGE_PAGE,), torch.uint8).fill_(3).eq(3).all()
     assert AnonymousPages(HUGE_PAGE).bytes.eq(0).all()
-
-
-def test_another_error_of_the_advice_is_raised() -> None:
-    class Failing:
-        def madvise(self, *arguments: int) -> None:
-            raise OSError(errno.EIO, "failed")
-
-    memory: Any = Failing()
-    with pytest.raises(OSError, match="failed"):
-        huge_pages.advise_huge_pages(memory, 0, HUGE_PAGE)

@@ -1,4 +1,4 @@
-"""Bar charts with one panel for each quantity. The bars are horizontal if there are too many for vertical labels."""
+"""Bar charts with one panel for each quantity. The bars are horizontal if a panel has more than 8."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class BenchEngine:
 
 @dataclass(frozen=True)
 class BenchHyperparameters:
-    """Hyperparameters of all engines. The optimizer is AdamW; a `max_grad_norm` of 0 disables clipping."""
+    """Hyperparameters that all engines share. The optimizer is AdamW; a `max_grad_norm` of 0 disables clipping."""
 
     lr: float
     max_grad_norm: float
@@ -55,7 +55,7 @@ def check_engine_name(name: str) -> str:
 
 
 def synchronizes_gradients(name: str) -> bool:
-    """Return True if the ranks of this engine train one model. The losses of all such engines are equal."""
+    """Return True if the ranks of this engine train one model. Losses are compared only between these engines."""
     return not name.startswith("none")
 
 
@@ -212,7 +212,7 @@ def deepspeed_engine_from_config(model: nn.Module, config: dict[str, Any]) -> Be
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed, with its accelerator set to this machine's device and its log level set to errors."""
+    """Import DeepSpeed. Unless the environment sets them, choose this machine's device and the log level `error`."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     return importlib.import_module("deepspeed")

@@ -19,7 +19,7 @@ class LanguageModel(nn.Module):
         vocabulary: number of tokens.
         hidden: width, a multiple of 64, the size of a head.
         layers: number of blocks.
-        length: longest sequence.
+        length: maximum number of tokens of a sequence.
     """
 
     def __init__(self, vocabulary: int, hidden: int, layers: int, length: int) -> None:

@@ -81,7 +81,8 @@ def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
 
 
 def measure_training(work: TrainingTask) -> dict[str, Any]:
-    """Measure seconds, losses and copied bytes of each step of each configuration, alternately; memory if requested."""
+    """Train the configurations alternately. Measure seconds of timed steps, losses of all steps, and bytes copied in
+    the last step; also peak memory if requested."""
     device = local_device()
     preload_engine_modules("windlass")
     if any(config.get("engine") == "deepspeed" for config in work.configs.values()):
@@ -136,7 +137,7 @@ def _build_engine(
 
 
 def _copied_bytes(trainee: BenchEngine) -> dict[str, int]:
-    """Return the bytes that this rank has copied so far, by destination. Empty for engines that do not count them."""
+    """Return the bytes that this rank has copied so far, by direction. Empty for engines that do not count them."""
     if trainee.engine is None:
         return {}
     disk = trainee.engine.report()["disk"]

@@ -38,7 +38,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> Path:
-    """Write `run_facts()` and `result` as JSON, atomically."""
+    """Write `run_facts()` and `result` as JSON, atomically. Return `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps({**run_facts(), **result}, indent=1) + "\n")
     return path
@@ -84,7 +84,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the running source, with `+` if files differ from it; None outside a git checkout."""
+    """Return the commit of the running source, with `+` if tracked files differ; None outside a git checkout."""
     folder = Path(windlass.__file__).parent
     try:
         head = _git(folder, "rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""Experiment of `windlass bench transport --collectives`: latency and bandwidth of collectives between new ranks."""
+"""Experiment of `windlass bench transport --collectives`: latency and bandwidth of collectives between fresh ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def parse_settings(operations: str, sizes: str, dtypes: str, trials: int, nproc:
     """Parse comma-separated lists. `all` stands for the operations that `nproc` ranks can run.
 
     Raises:
-        CommunicationError, ConfigError: an operation, a size or a dtype is unknown.
+        CommunicationError: an operation is unknown, or a size is 0.
+        ConfigError: a size or a dtype cannot be parsed.
     """
     chosen = [word.strip() for word in operations.split(",")]
     if chosen == ["all"]:

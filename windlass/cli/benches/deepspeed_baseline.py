@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CPU_OPTIMIZER_BUILDER, ASYNC_IO_BUILDER = "CPUAdamBuilder", "AsyncIOBuilder"
-"""DeepSpeed's operators for optimizer states in host memory, and for states in files."""
+"""Builders of DeepSpeed's operators for optimizer states in host memory, and for states in files."""
 
 # In a separate process: importing DeepSpeed takes seconds, and a build writes to the terminal.
 _BUILD_PROGRAM = """
@@ -36,7 +36,7 @@ print("\\n" + json.dumps(found))
 
 
 def unavailable_operators(*operators: str) -> dict[str, str]:
-    """Return, by operator, the reason why DeepSpeed cannot use it here; empty if it can.
+    """Return for each operator the reason why DeepSpeed cannot use it here, or an empty text.
 
     Missing operators are built first, which takes minutes, once.
     """
@@ -72,8 +72,8 @@ def explain_build_lock() -> str:
 
 
 def build_tool_environment() -> dict[str, str]:
-    """Return variables for DeepSpeed: PATH with the ninja installed beside this Python, which may not be on PATH, and a
-    filter for the FutureWarning that DeepSpeed's use of deprecated torch functions causes at every step."""
+    """Return variables for DeepSpeed: PATH with the folder of this Python first, which may contain ninja, and a filter
+    for the FutureWarning that DeepSpeed's use of deprecated torch functions causes at every step."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return {"PATH": path, "PYTHONWARNINGS": "ignore::FutureWarning"}
 

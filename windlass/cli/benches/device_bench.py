@@ -1,4 +1,4 @@
-"""Experiment of `windlass bench device`: rates of products, attention and memory, as the section of a cluster file."""
+"""Experiment of `windlass bench device`: rates of matrix products, attention and memory, as `[device]` section."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class DeviceRates:
     """Rates of one device.
 
     Attributes:
-        flops: FLOP/s of a product by dtype.
-        attention_share: FLOP/s of attention over that of a product, in the first dtype; at most 1.
+        flops: FLOP/s of a matrix product by dtype.
+        attention_share: FLOP/s of attention divided by those of a product, in the first dtype; at most 1.
         memory_rate: Bytes a second of a copy, reads and writes together.
-        launch_seconds: Time of the smallest operation.
+        launch_seconds: Time of an addition to one element, as the cost of a launch.
         memory: Bytes of the device's memory.
     """
 
@@ -45,7 +45,8 @@ class DeviceRates:
     memory: int
 
     def as_section(self) -> str:
-        """Return the section `[device]` of a cluster file. Its rates are measured, so their shares are 1."""
+        """Return the section `[device]` of a cluster file. Its rates are measured, so the efficiencies of products
+        and memory are 1."""
         flops = ", ".join(f'{name} = "{rate / 1e9:.6g}GFLOP/s"' for name, rate in self.flops.items())
         lines = [
             "[device]",
@@ -99,7 +100,7 @@ def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], size: in
         size: Rows and columns of the factors of a product.
 
     Raises:
-        ConfigError: the device has no product in a dtype.
+        ConfigError: the device cannot multiply matrices in a dtype.
     """
     flops: dict[str, float] = {}
     for dtype in dtypes:

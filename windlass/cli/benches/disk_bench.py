@@ -18,7 +18,7 @@ from windlass.storage.disk_sweep import DiskMeasurement, DiskSetting, best_measu
 
 
 def parse_settings(block_sizes: str, queue_depths: str, threads: str) -> list[DiskSetting]:
-    """Return every combination of three lists with commas.
+    """Return every combination of the values of three comma-separated lists.
 
     Raises:
         StorageError: a value is not a positive number or size.
@@ -34,7 +34,7 @@ def run_disk_bench(
     """Measure, print the table and the best section, and write `disk.json` and `aio.json` to `out`.
 
     Raises:
-        StorageError: a folder is missing, not writable or too full.
+        StorageError: there is no folder, or one is missing, not writable or too full.
     """
     if not folders:
         raise StorageError("there is no folder to measure; write --folder FOLDER, once for each disk")

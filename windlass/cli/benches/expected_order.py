@@ -18,7 +18,8 @@ def describe_order(values: Mapping[str, float], tolerance: float) -> str:
 
 
 def find_contradictions(values: Mapping[str, float], expected: Sequence[str], tolerance: float) -> list[str]:
-    """Describe the neighbours in `expected` (smallest value first) whose order is reversed by more than `tolerance`."""
+    """Describe the neighbours in `expected` (smallest value first) whose order is reversed by more than `tolerance`
+    (relative)."""
     return [
         f"{after} {values[after]:.4g} is below {before} {values[before]:.4g}"
         for before, after in zip(expected, expected[1:], strict=False)

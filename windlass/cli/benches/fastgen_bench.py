@@ -1,10 +1,9 @@
 """Experiment of `windlass bench serve --workload fastgen`: three scheduling policies of one engine under FastGen's
 service levels.
 
-Clients in a closed loop send prompts and ask for answers of drawn lengths; see `service_level`. A small model on a CPU
-keeps the proportions of the original. Its time limits follow from the engine's rates without load: s tokens per second
-of prefill, and d seconds between tokens of a single request. The first token may take 8 times as long as without load.
-The three limits of gaps are 4 d, 6 d and 12 d instead of 1/6, 1/4 and 1/2 second.
+Clients in a closed loop send prompts and request answers of random lengths; see `service_level`. By default, the time
+limits are scaled to the engine, so that a small model on a CPU can be measured: the first token may take 8 times as
+long as without load, and gaps between tokens 4, 6 and 12 times as long, instead of 1/6, 1/4 and 1/2 second.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class FastgenSettings:
         clients: numbers of clients, ascending.
         requests: largest number of requests of a run; few clients send fewer.
         prompt_mean, answer_mean: mean number of tokens.
-        tokens_per_step: budget of a step.
+        tokens_per_step: token budget of a step; at least the number of clients is used.
         seeds: runs with each number of clients; each run draws other lengths.
         in_thread: requests go through `AsyncLLMEngine`; False: the clients call the engine's steps.
-        scaled: service levels scale with the rates of the model; else they are those of FastGen.
+        scaled: service levels scale with the rates of the model; False: FastGen's levels.
     """
 
     model: Path | None = None
@@ -92,7 +91,7 @@ class FastgenRun:
         return len(self.times) / self.seconds if self.seconds else 0.0
 
     def share(self, level: Level) -> float:
-        """Return the part of the requests that met a level."""
+        """Return the fraction of the requests that met a level."""
         return sum(level.is_met_by(times) for times in self.times) / len(self.times) if self.times else 0.0
 
     def gaps(self) -> tuple[float, float]:
@@ -106,10 +105,10 @@ class FastgenResult:
     """All runs, and the service levels that requests are compared with.
 
     Attributes:
-        levels: level for each of `_RATES`.
+        levels: level for each of FastGen's rates, in tokens per second.
         prompt_rate, solo_gap: prefill tokens per second, and seconds between tokens, of a single request.
-        unlimited: requests per second without a level, by policy.
-        different: number of requests that got other tokens than in an earlier run of the same seed.
+        unlimited: requests per second without a level at the largest number of clients, by policy.
+        different: number of requests whose tokens differ from those of the first run with the same seed.
     """
 
     levels: dict[int, Level]
@@ -120,11 +119,11 @@ class FastgenResult:
     different: int
 
     def of(self, policy: str) -> list[FastgenRun]:
-        """Return the runs of a policy, by clients."""
+        """Return the runs of a policy, by rising number of clients."""
         return sorted((run for run in self.runs if run.policy == policy), key=lambda run: run.clients)
 
     def peak(self, policy: str, rate: int) -> tuple[float, FastgenRun]:
-        """Return the largest effective throughput over all numbers of clients, and its run."""
+        """Return the largest effective throughput (requests per second) over all numbers of clients, and its run."""
         level = self.levels[rate]
         return max(((run.rate * run.share(level), run) for run in self.of(policy)), key=lambda found: found[0])
 
@@ -229,14 +228,14 @@ class _Driver:
 
 
 class _StepDriver(_Driver):
-    """Clients on the engine's own steps."""
+    """Clients that call the engine's steps in this thread."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
 
     def run(self, load: Sequence[LoadRequest], clients: int, level: Level | None) -> list[RequestTimes]:
         engine, found = self._engine, [RequestTimes(len(request.prompt), 0.0) for request in load]
-        while engine.use_idle_time():  # `AsyncLLMEngine` does this before the first request
+        while engine.use_idle_time():  # `AsyncLLMEngine` does this whenever it is idle
             pass
         running, sent = 0, 0
         while sent < len(load) or running:

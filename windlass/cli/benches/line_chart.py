@@ -16,7 +16,7 @@ _STYLES = ("-", ":", "-.")  # "--" is the style of limits
 
 @dataclass(frozen=True)
 class LinePanel:
-    """Lines of one quantity: a value for each number in `at`.
+    """Lines of one quantity. Each line has one value for each number in `at` (positive: the axis is logarithmic).
 
     Attributes:
         limit: value at which a horizontal line is drawn; None: no line.
@@ -31,7 +31,8 @@ class LinePanel:
 
 
 def draw_lines(panels: Sequence[LinePanel], path: Path, title: str) -> bool:
-    """Write a PNG to `path`. Return False, and log one line, if matplotlib is not installed."""
+    """Write a PNG to `path`, with the first 6 lines of each panel. Return False, and log one line, if matplotlib is not
+    installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

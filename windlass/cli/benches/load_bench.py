@@ -1,8 +1,8 @@
 """Experiment of `windlass bench serve --workload load`: `windlass serve` under cancelled, malformed and long requests.
 
 About a third of the requests is cancelled during its stream, a tenth is malformed, and one request has a prompt of
-10,000 tokens. No request may be lost, no KV block may leak, and resident memory must stay flat. Before the load, short
-requests are timed on an idle server, and then while long prompts are computed.
+10,000 tokens. No request may be lost and no KV block may leak; growth of resident memory is only reported. Before
+the load, short requests are timed on an idle server, and then while long prompts are computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from windlass.cli.training.run_folder import export_directory_of
 _LONG_PROMPT = 10_000
 _SHORT_PROMPT, _SHORT_ANSWER = 128, 8
 _LONGEST_ANSWER = 48
-_SMALLEST_WINDOW = 1024  # a short prompt and a cancelled answer of 400 tokens
+_SMALLEST_WINDOW = 1024  # holds a short prompt and a cancelled answer of 400 tokens
 _FLAT_BYTES = 32 << 20  # growth of resident memory that counts as flat
 _GOAL_WAIT = 3.0
 _START_SECONDS = 120
@@ -56,8 +56,8 @@ class LoadSettings:
         model: directory; None: a random Llama of `hidden` and `layers`.
         requests: number of requests of the load.
         clients: number of clients of the load, at the same time.
-        short_requests: number of short requests, which are timed alone, and again beside long prompts.
-        max_gap_ms: option of the server.
+        short_requests: number of short requests that are timed alone, and again while long prompts are computed.
+        max_gap_ms: value of the server's option `--max-gap-ms`.
         long_prompt: tokens of a long prompt.
         vocabulary: size of the vocabulary from which prompts are drawn.
     """
@@ -73,7 +73,7 @@ class LoadSettings:
     vocabulary: int = VOCABULARY
 
     def fitted(self, vocabulary: int, window: int) -> LoadSettings:
-        """Return the settings with prompts that a model can take.
+        """Return the settings with prompts that fit a model's vocabulary and window of tokens.
 
         Raises:
             WindlassError: the model's window is too small for the load.
@@ -112,7 +112,8 @@ def run_load_bench(settings: LoadSettings, out: Path) -> bool:
         True if no request was lost or is left in the server, no KV block leaked, and the server's exit code is 0.
 
     Raises:
-        WindlassError: the package `openai` is missing, the server does not start, or the model's window is too small.
+        WindlassError: the package `openai` is missing, the server or a client process fails, or the model's window is
+            too small.
     """
     try:
         import openai  # noqa: F401
@@ -143,7 +144,7 @@ async def _drive(server: ServerUnderTest, settings: LoadSettings) -> dict[str, A
         task = progress.add_task("short requests alone", total=2 * settings.short_requests + settings.requests)
         for seed in range(3):
             await _short(client, 10**6 + seed, settings.vocabulary)  # warms up
-        freeze_live_objects()  # a garbage collection would be counted as a wait for the server
+        freeze_live_objects()  # garbage collection would count as time of the server
         vocabulary = settings.vocabulary
         idle = [await _timed_short(client, seed, vocabulary, progress, task) for seed in range(settings.short_requests)]
         progress.update(task, description="short requests beside long prompts")
@@ -185,7 +186,7 @@ async def _drive(server: ServerUnderTest, settings: LoadSettings) -> dict[str, A
 
 
 def _prompt(length: int, seed: int, vocabulary: int) -> list[int]:
-    """Return random tokens, without the first ones of a vocabulary, which are special tokens and single bytes."""
+    """Return random token ids, without the first ids of the vocabulary (special tokens and single bytes)."""
     r = random.Random(seed)
     return [r.randrange(min(300, vocabulary // 2), vocabulary) for _ in range(length)]
 
@@ -215,10 +216,10 @@ async def _timed_short(client: Any, seed: int, vocabulary: int, progress: Progre
 
 
 class _LongPromptSenders:
-    """Two processes that send long prompts, one after the other.
+    """Two processes, each of which sends long prompts until it is stopped.
 
     The client needs a tenth of a second of Python for 10,000 token ids. In this process, that would be counted as a
-    wait of the short requests.
+    waiting time of the short requests.
     """
 
     def __init__(self, address: str, settings: LoadSettings) -> None:
@@ -236,7 +237,7 @@ class _LongPromptSenders:
         """Wait until both processes are about to send their first prompt.
 
         Raises:
-            WindlassError: a process has not started.
+            WindlassError: a process has not started within two minutes.
         """
         for _ in self._processes:
             if not await asyncio.to_thread(self._started.acquire, timeout=_START_SECONDS):
@@ -309,7 +310,7 @@ async def _one_request(client: Any, settings: LoadSettings, number: int, outcome
 
 
 async def _read(client: Any, fields: dict[str, Any], stops_after: int | None, outcome: LoadOutcome) -> str:
-    """Read a stream, or its first events; return the outcome."""
+    """Read a stream, or only its first `stops_after` events; return the outcome."""
     began, events, usage, reason = time.perf_counter(), 0, None, None
     stream = await client.completions.create(**fields)
     async for event in stream:

@@ -17,12 +17,12 @@ _SAMPLE_INTERVAL_S = 0.02
 class MemorySampler:
     """Memory of this process above its memory at construction, in bytes.
 
-    On a GPU, torch's own count is read. On a CPU, a thread samples the kernel's proportional set size (PSS): a page
-    that n ranks share counts 1/n in each, so that the sum over ranks is the memory of the host. If the kernel does not
-    report PSS, resident bytes are used.
+    On a GPU, torch's count of allocated bytes is read. On a CPU, a thread samples the kernel's proportional set size
+    (PSS): a page that n ranks share counts 1/n in each, so that the sum over ranks counts each page once. If the kernel
+    does not report PSS, resident bytes are used.
 
     Attributes:
-        counter_name: the count that is used.
+        counter_name: name of the count that is read.
         baseline_bytes: bytes at construction.
 
     Raises:

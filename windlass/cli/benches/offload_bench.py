@@ -1,6 +1,7 @@
-"""Experiment of `windlass bench offload`: one model with its slots on different tiers, beside DeepSpeed.
+"""Experiment of `windlass bench offload`: one model with parameters and optimizer states on different
+tiers, compared with DeepSpeed.
 
-Times are measured alternately, memory of each configuration alone.
+Configurations are timed alternately; the memory of each is measured alone.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ COMPUTE_ONLY = "compute alone"
 HOST_TARGET_RATIO = 1.35
 """Bound on a step of stage 3 with all slots on the host, in multiples of the step time of the compute alone."""
 ON_DISK, DISK_TARGET_RATIO = "all on disk", 1.2
-"""Label of the rows with all slots on disk, and the bound on their step time, in multiples of the larger of two times:
-the compute alone, or the transfer of the step's bytes at the disk's rate."""
+"""Part of the labels of rows with all slots on disk, and the bound on their step time, in multiples of the larger of
+two times: the compute alone, or the transfer of the step's bytes at the disk's rate."""
 _PROBE_BYTES = 512 << 20
 _OFFLOAD_DEVICES: dict[str, tuple[str, str]] = {
     "none": ("none", "none"),
@@ -50,10 +51,10 @@ _DEEPSPEED_ROWS = (
 def run_offload_bench(
     nproc: int, sizes: BenchSizes, bf16: bool, device_bytes: str, folder: Path | None, rivals: bool, out: Path
 ) -> bool:
-    """Compare tiers at stages 1, 2 and 3. A device is emulated if the machine has no GPU.
+    """Compare tiers at stages 1, 2 and 3.
 
     Args:
-        device_bytes: memory of the emulated device, for all configurations together; "0" emulates none.
+        device_bytes: memory of the device that is emulated without a GPU, for all configurations together; "0": none.
         folder: folder on the disk to use; a temporary folder by default.
         rivals: measure DeepSpeed too, if it is installed.
 
@@ -85,7 +86,7 @@ def run_offload_bench(
 
 
 def measure_disk_rates(folder: str) -> tuple[float, float]:
-    """Measure the disk of `folder`: bytes per second of a large read and a large write by direct I/O, best of three."""
+    """Return bytes per second of a large read and a large write by direct I/O in `folder`, best of three."""
     from windlass.storage.disk_tier import DiskTier
 
     reads: list[float] = []
@@ -133,7 +134,7 @@ def _describe_device(cuda: bool, device_bytes: str) -> str:
 
 
 def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) -> tuple[list[str], bool]:
-    """Return sentences about losses and step times, and True if all losses are equal."""
+    """Return sentences about losses and step times, and True if all losses are within `bound` of the first."""
     against = next(iter(rows))
     floor = statistics.median(rows[against].seconds)
     engines = {label: row for label, row in rows.items() if label != COMPUTE_ONLY}

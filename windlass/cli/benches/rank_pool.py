@@ -1,4 +1,4 @@
-"""Fresh processes of ranks that answer commands, for `windlass bench` and for the scripts of the folder bench."""
+"""Fresh processes of ranks that run commands, for `windlass bench` and for the scripts of the folder bench."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.base.processes import temporary_environment
 from windlass.base.text import print_escaped
 from windlass.cli.expected_errors import describe_expected_error
 
-_AFTER_FAILURE_S = 5.0  # time for other failures: a rank that lost its peer may fail first, but the peer has the cause
+_AFTER_FAILURE_S = 5.0  # wait for further failures: the first to fail is often a rank whose peer caused the failure
 
 
 class RankPoolError(WindlassError):
@@ -37,9 +37,6 @@ class RankPool:
         label: name of the pool in errors.
         env: variables to add to the environment of the ranks.
         timeout_s: time that a command may take; None: unlimited.
-
-    Raises:
-        RankPoolError: a rank fails during `ask`.
     """
 
     def __init__(
@@ -69,7 +66,11 @@ class RankPool:
             self._processes.append(process)
 
     def ask(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of each rank's worker. Return the results, by rank."""
+        """Call a method of each rank's worker. Return the results, by rank.
+
+        Raises:
+            RankPoolError: a rank failed, ended or did not answer in time.
+        """
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(enumerate(self._ends))
@@ -119,7 +120,7 @@ class RankPool:
 
 
 def _serve(connection: Connection, make_worker: Callable[[int, str], Any], rank: int, init_method: str) -> None:
-    """Run one rank: answer commands until the other end of the connection is closed or a command fails."""
+    """Run one rank: execute commands until the other end of the connection is closed or a command fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the pool's process too, which ends the ranks
     try:
         worker = make_worker(rank, init_method)

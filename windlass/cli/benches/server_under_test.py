@@ -83,7 +83,7 @@ class ServerUnderTest:
         return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon", "RssFile", "RssShmem")}
 
     def stop(self) -> int:
-        """Send SIGTERM and return the exit code."""
+        """Send SIGTERM and return the exit code. A server that still runs after a minute is killed."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(_STOP_SECONDS)

@@ -1,6 +1,6 @@
-"""Load of a server by clients, and FastGen's effective throughput under a service level.
+"""Requests that clients send to a server, and FastGen's effective throughput under a service level.
 
-A request meets the level if its first token came in time and every exponentially weighted mean (span 16, as
+A request meets the level if its first token arrives in time and every exponentially weighted mean (span 16, as
 `pandas.Series.ewm(span=16).mean()`) of the gaps between its tokens is below a limit. Effective throughput is the rate
 of the requests that meet the level (Holmes et al. 2024, DeepSpeed-FastGen).
 """
@@ -71,7 +71,7 @@ class Level:
 
 
 def draw_requests(count: int, prompt_mean: int, answer_mean: int, vocabulary: int, seed: int) -> list[LoadRequest]:
-    """Draw prompts and answers of normally distributed lengths, with a standard deviation of 30 %."""
+    """Draw random prompts, and lengths of answers. Lengths are normally distributed; the standard deviation is 30 %."""
     r = random.Random(seed)
     found = []
     for _ in range(count):

@@ -8,7 +8,7 @@ VOCABULARY = 8192
 
 
 def make_random_llama(folder: Path, hidden: int, layers: int, *, longest: int = 16_384) -> Path:
-    """Write a random Llama in float32 with a vocabulary of 8,192 tokens, and a tokenizer with a text for each token."""
+    """Write a random float32 Llama with a vocabulary of 8,192 tokens, and a tokenizer for it. Return `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -33,7 +33,7 @@ def make_random_llama(folder: Path, hidden: int, layers: int, *, longest: int = 
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of bytes, with a word for each further token of the vocabulary."""
+    """Write a byte-level tokenizer without merges. Each token id beyond the bytes stands for a word."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -48,10 +48,11 @@ class ConfigMeasurement:
     """Measurements of one configuration.
 
     Attributes:
-        seconds: time of each step on its slowest rank.
-        peak_memory, peak_memory_of_ranks: peak bytes of the rank that takes most, and of each rank.
+        seconds: time of each timed step on its slowest rank; `run_seconds` is their sum.
+        peak_memory, peak_memory_of_ranks: peak bytes of the rank with the highest peak, and of each rank.
         memory_kind: name of the memory counter.
-        copied_bytes: bytes that a rank copies in a step, by destination; empty if the engine does not count them.
+        copied_bytes: bytes copied in a step, by direction, on the rank that copies most; empty if the engine does not
+            count them.
     """
 
     seconds: list[float]
@@ -111,7 +112,7 @@ def run_precision_bench(nproc: int, sizes: BenchSizes, stage: int, out: Path) ->
 
 
 def plain_config(sizes: BenchSizes, *, stage: int) -> dict[str, Any]:
-    """Return a configuration with AdamW and a ZeRO stage, and no other feature."""
+    """Return a configuration with AdamW, gradient clipping at norm 1 and a ZeRO stage."""
     return {
         "train_micro_batch_size_per_gpu": sizes.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -137,6 +138,9 @@ def measure_configs(
 
     Returns:
         Measurements by label, and the labels of optional configurations that failed.
+
+    Raises:
+        WindlassError: a configuration that is not optional failed.
     """
     console = bench_console()
     alone: dict[str, list[dict[str, Any]]] = {}

@@ -60,7 +60,7 @@ def run_zero_memory_bench(
 
 
 def _largest_rank(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the measurements of the rank with the highest peak, which stands for its engine in the table."""
+    """Return the measurements of the rank with the highest peak, which the table shows for an engine."""
     worst = max(ranks, key=lambda rank: int(rank["peaks"][MEMORY_POINTS[-1]]))
     return {**worst, "bytes_per_parameter": worst["peaks"][MEMORY_POINTS[-1]] / worst["parameters"], "ranks": ranks}
 

@@ -1,4 +1,4 @@
-"""Formatting of the facts as text: one line a fact, then the topology, costly settings, and the table of backends."""
+"""Formatting of the facts as text: lines for each fact, then the costly settings, and the table of backends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """HTML page of one run, or of two side by side. The page has no script and loads nothing: it opens without a network.
 
-Everything that comes from files passes `html.escape`, and the page's own policy forbids scripts and requests.
+All text from files passes `html.escape`, and the page's Content-Security-Policy forbids scripts and requests.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from windlass.cli.training.run_metrics import read_rows
 from windlass.observe.run_record import RECORD_FILE, read_record
 
 Curve = list[tuple[float, float]]  # step and value
-_SMALLEST, _LARGEST = 1e-300, 1e300  # absolute values whose differences and sums are finite and not 0
+_SMALLEST, _LARGEST = 1e-300, 1e300  # absolute values that charts can scale without overflow or underflow
 
 CURVES = {
     "loss": "loss",
@@ -34,7 +34,7 @@ CURVES = {
 
 @dataclass
 class RunData:
-    """Data of one run. Text comes from files and may contain anything.
+    """Data of one run. Text comes from files and is not escaped.
 
     Attributes:
         name: path of the run, as the user wrote it.
@@ -61,7 +61,7 @@ def read_run(path: Path) -> RunData:
     """Read a run: OUT of `windlass train`, the folder of `jsonl_monitor`, or its file.
 
     Raises:
-        DataError: there is no run, or one of its files is damaged. The message names the file.
+        DataError: there is no run, its record is still empty, or a file is damaged. The message names the path.
     """
     run = RunData(str(path))
     record = path if path.is_file() else path / RECORD_FILE
@@ -238,7 +238,7 @@ def _curve(pairs: Iterable[tuple[Any, Any]]) -> Curve:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number that can be drawn, or None for anything else that a file may have in its place."""
+    """Return a value from a file as a float that can be drawn; None if the value is no such number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Built-in model and configuration: a small Llama, and settings that train it in minutes on two CPU cores."""
+"""Built-in models (a small Llama and a small Mixtral) and default configuration, for training on two CPU cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DEFAULT_STEPS = 900
 
 
 def tiny_llama_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """Return the arguments of a `transformers.LlamaConfig` with about 2.6 million parameters."""
+    """Return the arguments of a `transformers.LlamaConfig` with about 2.6 million parameters at the default
+    vocabulary size."""
     return {
         "vocab_size": vocab_size,
         "hidden_size": 192,
@@ -32,7 +33,7 @@ def tiny_mixtral_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
 
 
 def default_config() -> dict[str, Any]:
-    """Return the ds_config of `windlass train` without --config."""
+    """Return the ds_config of `windlass train` without --config, with "auto" values; see `fill_auto`."""
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
@@ -52,7 +53,7 @@ def default_scheduler() -> dict[str, Any]:
 
 
 def default_learning_rate(model: str) -> float:
-    """Return the default learning rate: high for the built-in models, which start untrained, low for fine-tuning."""
+    """Return the default learning rate: high for the built-in models, which are untrained; low for others."""
     return 3e-3 if model in BUILT_IN_MODELS else 3e-4
 
 

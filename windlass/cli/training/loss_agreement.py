@@ -1,4 +1,4 @@
-"""Losses and stop requests of all ranks, combined in one small all-reduce before each optimizer step."""
+"""Losses and stop requests of all ranks, combined in one small all-reduce in each optimizer step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.comm.rank_group import world_group
 class LossAgreement:
     """Result of `all_reduce_losses`, the same on every rank."""
 
-    loss: float  # mean over micro-batches and ranks
+    loss: float  # mean over micro-batches and ranks; NaN if one of the losses is not finite
     stop_requested: bool  # some rank received a stop signal
     first_non_finite: tuple[int, int] | None  # rank and micro-batch of the first loss that is not finite
 

@@ -26,17 +26,18 @@ _PICKLE_PATTERN = "pytorch_model*.bin"
 def build_model(
     name: str, vocab_size: int, seq_len: int, seed: int, eos: int, *, trust_remote_code: bool = False
 ) -> nn.Module:
-    """Build the model on the CPU, with random weights from `seed` for the built-in models and for configurations
-    without weights; others are loaded.
+    """Build a model: with random weights from `seed` for the built-in models and for configurations without weights,
+    otherwise with the weights of its directory or of the hub.
 
     Weights are read from safetensors only, because the older format is pickle, which can run code.
 
     Args:
+        eos: token id that ends a text, for models with random weights.
         trust_remote_code: run Python files that come with the model.
 
     Raises:
-        ModelError: transformers is missing, the model does not exist, it needs its own code, or its vocabulary is
-            smaller than the tokenizer's.
+        ModelError: transformers is missing, the model does not exist, it needs `trust_remote_code`, its weights are
+            pickled, or its vocabulary is smaller than the tokenizer's.
     """
     transformers = import_transformers("models", quiet=True)
     torch.manual_seed(seed % 2**63)
@@ -91,7 +92,11 @@ def config_file(name: str) -> Path:
 
 
 def declared_vocab_size(name: str) -> int | None:
-    """Return the vocabulary size in the model's configuration; None for built-in models and models of the hub."""
+    """Return the vocabulary size in the model's configuration; None for built-in models and models of the hub.
+
+    Raises:
+        ModelError: there is no configuration, or it is not that of a language model.
+    """
     if name in BUILT_IN_MODELS or name.startswith("hub:"):
         return None
     file = config_file(name)

@@ -60,7 +60,7 @@ class ProgressDisplay:
 
 
 def describe_row(row: MetricsRow) -> str:
-    """Format the values of a step in one line, without those that were not measured."""
+    """Format the measured values of a step in one line."""
     parts = [
         _format_part("loss {:.3f}", row.loss),
         _format_part("ppl {:,.1f}", row.perplexity),

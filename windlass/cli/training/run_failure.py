@@ -10,7 +10,7 @@ from windlass.cli.expected_errors import describe_expected_error, with_notes
 
 
 class TrainingRunError(WindlassError, RuntimeError):
-    """Failure of a rank that ended the run. The text is the message of that rank."""
+    """Failure of a rank that ended the run. The text is the message of that rank, or its exit status."""
 
 
 def describe_failure(error: BaseException, rank: int) -> str:
@@ -27,7 +27,7 @@ def describe_failure(error: BaseException, rank: int) -> str:
 
 
 def record_failure(path: Path, message: str) -> bool:
-    """Write the message to `path`, unless an earlier failure is recorded there, which is the cause of this one. Return
+    """Write the message to `path`, unless an earlier failure, which caused this failure, is recorded there. Return
     True if the message was written."""
     try:
         with open(path, "x") as stream:

@@ -1,4 +1,4 @@
-"""Metrics of a run: a CSV file, from which the loss curve is drawn, and TensorBoard events beside it."""
+"""Metrics of a run: a CSV file, from which the loss curve is drawn, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ COLUMNS = [field.name for field in fields(MetricsRow)]
 
 
 class MetricsLog:
-    """Metrics file at `path`, and TensorBoard events in `events` if TensorBoard is installed. Used on one rank only."""
+    """Metrics file at `path`, and TensorBoard events in `events` (unless None) if TensorBoard is installed. Used on one
+    rank only."""
 
     def __init__(self, path: Path, events: Path | None, after_step: int) -> None:
         """Open the file and drop rows later than `after_step`, because a resumed run repeats their steps."""
@@ -67,7 +68,7 @@ def read_rows(path: Path) -> list[MetricsRow]:
     """Read the rows of a metrics file.
 
     Raises:
-        DataError: the file is not a metrics file.
+        DataError: the file cannot be read, or is not a metrics file.
     """
     try:
         lines = path.read_text().splitlines(keepends=True)

@@ -15,11 +15,11 @@ _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class StopSignals:
-    """Stop request of this process. A second Ctrl-C, after two seconds, ends the process at once.
+    """Stop request of this process. A Ctrl-C more than two seconds after the first signal ends the process at once.
 
     Args:
-        failure_path: file to which a failing rank writes its message. Once it exists, SIGTERM comes from the launcher,
-            which ends the remaining ranks: they would wait forever for the failed peer, so nothing can be saved.
+        failure_path: file to which a failing rank writes its message. Once this file exists, SIGTERM ends the process
+            at once: the launcher sends it to the remaining ranks, which would wait forever for the failed peer.
     """
 
     def __init__(self, failure_path: Path | None = None) -> None:

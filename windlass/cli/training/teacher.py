@@ -31,7 +31,7 @@ def check_teacher(config: dict[str, Any], tokenizer: Path) -> None:
     """Check the teacher that a configuration names, without loading it.
 
     Raises:
-        ConfigError: the teacher does not exist, or has another tokenizer.
+        ConfigError: there is neither a teacher nor a cache, the teacher does not exist, or it has another tokenizer.
         DataError: the teacher has no tokenizer.
     """
     section = load_config(config).distillation
@@ -84,7 +84,7 @@ def attach_teacher(model: nn.Module, config: Config, raw: dict[str, Any], *, tru
 
 
 def without_projection(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict without the module that only the distillation used."""
+    """Return a state dict without the projection that distillation attaches to the model."""
     return {name: value for name, value in state.items() if not name.startswith(f"{PROJECTION}.")}
 
 
@@ -95,7 +95,7 @@ def _load_engine(section: Any, raw: dict[str, Any], *, trust_remote_code: bool) 
     if section.teacher_device != "none":
         zero["offload_param"] = {"device": section.teacher_device}
     config = {key: raw[key] for key in _SHARED_SECTIONS if key in raw} | {"zero_optimization": zero}
-    config.setdefault("train_micro_batch_size_per_gpu", 1)  # an evaluation counts no samples
+    config.setdefault("train_micro_batch_size_per_gpu", 1)  # a configuration needs one; evaluation ignores it
     options = {"attn_implementation": "eager"} if section.attention and not is_packed_directory(section.teacher) else {}
     teacher = windlass.from_pretrained(
         AutoModelForCausalLM, section.teacher, config=config, trust_remote_code=trust_remote_code, **options

@@ -28,15 +28,17 @@ def generate_continuation(
 
     Args:
         directory: Hugging Face directory of the model.
+        max_new_tokens: maximum number of tokens to generate; the model's window may allow fewer.
         temperature: 0 always takes the most probable token.
         seed: seed of the sampling; the global random state is left unchanged.
         trust_remote_code: run Python files that come with the model.
         options: options of the engine; see `EngineOptions`.
 
     Raises:
-        ModelError: there is no model, it is damaged, it needs its own code, or transformers is missing; or the engine
-            has ended the answer, e.g. because its logits are not finite.
-        ConfigError: a number is out of range.
+        ModelError: there is no model, it is damaged, it needs `trust_remote_code`, or transformers is missing; or the
+            engine has ended the answer, e.g. because its logits are not finite.
+        ConfigError: a number is out of range, or the prompt is not valid UTF-8, or is empty for a tokenizer without a
+            token to start from.
         RequestError: the prompt leaves no room for an answer.
     """
     if not 0 <= temperature < math.inf:

@@ -80,7 +80,8 @@ class TrainLoop:
         self._last_measured_step: int | None = None
 
     def run(self) -> bool:
-        """Train to the last step or until a stop request on some rank, then save. Return True at the last step."""
+        """Train to the last step or until a stop request on some rank, then save. Return False after a stop request.
+        Collective."""
         if self.initial_bits_per_byte is None:
             self.initial_bits_per_byte = self._evaluate_held_out()
         with closing(TrainingReporter(self)) as reporter:
@@ -95,7 +96,7 @@ class TrainLoop:
         return not stopped
 
     def save(self) -> None:
-        """Write a checkpoint of the current step, unless one exists already. Collective.
+        """Write a checkpoint of the current step, unless this step was saved or loaded last. Collective.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.

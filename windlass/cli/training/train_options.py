@@ -36,7 +36,7 @@ from windlass.data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of the command line. None means not given; with `--resume`, the value of the earlier run is then kept."""
+    """Options of the command line. None: not set; the default or, with `--resume`, the earlier value is used."""
 
     out: Path
     config: str | None = None
@@ -228,7 +228,7 @@ def _check_config(config: dict[str, Any], nproc: int) -> None:
 
 
 def _tokenizer_beside_model(model: str) -> Path | None:
-    """Return the tokenizer's folder if a tokenizer lies beside the model's weights, else None."""
+    """Return the model's directory if the directory contains a tokenizer, else None."""
     if model in BUILT_IN_MODELS or model.startswith("hub:"):
         return None
     folder = config_file(model).parent
@@ -259,12 +259,12 @@ def _require_in_range(options: TrainOptions) -> None:
 
 
 def _given_axis_sizes(options: TrainOptions) -> dict[str, int]:
-    """Return the axis sizes that were given as options."""
+    """Return the axis sizes that were set as options."""
     return {axis: size for axis in ("pp", "tp", "sp", "ep") if (size := getattr(options, axis)) is not None}
 
 
 def _config_with_axes(config: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """Return the configuration with the axis sizes of the options in place of its own."""
+    """Return the configuration, with axis sizes replaced by those set as options."""
     axes = _given_axis_sizes(options)
     return {**config, "parallel": {**config.get("parallel", {}), **axes}} if axes else config
 

@@ -51,7 +51,7 @@ def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: P
     Args:
         model: the transformers model under training. Only its class and configuration are used, because its
             parameters may be sharded.
-        state: full tensors by the model's own names.
+        state: full tensors by the names in the model's state dict.
 
     Raises:
         CheckpointError: the weights do not fit the model, or they cannot be written.
@@ -107,7 +107,8 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
 
 
 def with_run_record(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the configuration of a run, with a `jsonl_monitor` in the run's folder unless it has this section."""
+    """Return the configuration of a run, with a `jsonl_monitor` in the run's folder unless the
+    configuration has this section."""
     return {"jsonl_monitor": {"enabled": True, "output_path": str(plan.folder)}, **plan.config}
 
 

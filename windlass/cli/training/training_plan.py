@@ -23,7 +23,7 @@ class TrainingPlan:
 
     out: str
     config: dict[str, Any]  # the ds_config, complete
-    model: str  # "tiny", a Hugging Face config file or directory, or hub:NAME
+    model: str  # "tiny", "tiny-moe", a Hugging Face config file or directory, or hub:NAME
     data: list[str]
     tokenizer: str
     nproc: int
@@ -84,7 +84,7 @@ class TrainingPlan:
 
 
 def read_plan(path: Path) -> TrainingPlan:
-    """Read the plan of an earlier run.
+    """Read the plan of a run.
 
     Raises:
         CheckpointError: the plan is missing, cannot be read, or has another format version.

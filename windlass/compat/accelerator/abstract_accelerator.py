@@ -52,7 +52,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def current_device_name(self) -> str:
-        """Return the current device's name with its index."""
+        """Return the current device's name: `cuda:1`, or `cpu`, which has no index."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -236,7 +236,7 @@ class DeepSpeedAccelerator(ABC):
         return self.pin_empty(tensor.shape if match_shape else (tensor.numel(),), dtype=tensor.dtype)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-        """Allocate page-locked host memory of a shape.
+        """Allocate page-locked host memory of a shape; on the CPU accelerator without `native`, ordinary memory.
 
         Raises:
             ValueError: `device` is not the host.
@@ -251,7 +251,7 @@ class DeepSpeedAccelerator(ABC):
     def pin_empty_like(
         self, tensor: torch.Tensor, device: str = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Allocate page-locked host memory of a tensor's shape."""
+        """Allocate memory as `pin_empty` does, of a tensor's shape and, by default, dtype."""
         return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -303,7 +303,7 @@ class DeepSpeedAccelerator(ABC):
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
-        """Set each variable of `visible_devices_envs` in `current_env` to the given device indices."""
+        """Set each variable of `visible_devices_envs` in `current_env` to the device indices."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 

@@ -44,7 +44,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Return the number of local ranks if a launcher sets `LOCAL_SIZE`, else that of NUMA nodes with cores."""
+        """Return the number of local ranks if `LOCAL_SIZE` is set, else of NUMA nodes with cores (at least 1)."""
         local_size = int(os.environ.get("LOCAL_SIZE", "0"))
         return local_size if local_size > 0 else max(1, len(nodes_with_cores()))
 

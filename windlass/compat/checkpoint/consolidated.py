@@ -67,7 +67,7 @@ class GatheredTensor:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """Return DeepSpeed's file of model states in a tag's directory.
+    """Return the path of DeepSpeed's file of model states in a tag's directory; at stage 3, of rank 0's file.
 
     Raises:
         FileNotFoundError: the directory or the file does not exist.
@@ -87,7 +87,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
     """Return files of a tag's directory, ordered by the numbers in their names.
 
-    Raises FileNotFoundError if there is none.
+    Raises FileNotFoundError if the directory does not exist or no file matches.
     """
     root = _require_directory(checkpoint_dir)
     found = sorted((str(path) for path in root.glob(glob_pattern)), key=_natural_sort_key)
@@ -122,8 +122,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
         lazy_mode: return a `GatheredTensor` instead of each tensor; its method `contiguous` reads the values.
 
     Raises:
-        ValueError: there is no `latest` and no tag is given, a file was not written by ZeRO, or its stage is unknown.
-        FileNotFoundError: the directory or one of DeepSpeed's files does not exist.
+        ValueError: `tag` is None and there is no `latest`, a file was not written by ZeRO, or its stage is unknown.
+        FileNotFoundError: the tag's directory or one of DeepSpeed's files does not exist.
         CheckpointError: a file is damaged.
     """
     path = _tag_directory(checkpoint_dir, tag)
@@ -159,7 +159,7 @@ def convert_zero_checkpoint_to_state_dict(
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; also for an
-            invalid dtype or size.
+            invalid dtype or size (ValueError), or an output that cannot be written (CheckpointError).
     """
     chosen, most = parse_output_dtype(dtype), parse_shard_size(max_shard_size)
     path = _tag_directory(checkpoint_dir, tag)
@@ -190,7 +190,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Move the plain `model` to the CPU, load a checkpoint's weights into it, and return it."""
+    """Move the plain `model` to the CPU, load a checkpoint's weights with `strict=False`, and return the model."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -303,9 +303,9 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
 
 
 def _trained_names(stored: StoredCheckpoint, held: Mapping[str, str]) -> set[str]:
-    """Return the names of the trained parameters.
+    """Return the names of the trained parameters. Names of buffers may be among them.
 
-    If a checkpoint does not record the frozen ones, the trained ones are those in the optimizer's groups.
+    If a checkpoint does not record the frozen parameters, these are the parameters in the optimizer's groups.
     """
     if (frozen := stored.engine_data.get("frozen")) is not None:
         return set(held) - set(frozen)

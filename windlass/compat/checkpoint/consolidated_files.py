@@ -60,7 +60,7 @@ class StoredWeight:
 
 
 def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of a name. Raises ValueError for a dtype other than float32, float16 and bfloat16."""
+    """Return a dtype, or the dtype of a name. Raises ValueError unless it is float32, float16 or bfloat16."""
     found = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
         raise ValueError(f"Unsupported output dtype {dtype!r}; give one of {', '.join(sorted(_DTYPES))}")
@@ -69,7 +69,7 @@ def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def parse_shard_size(size: str | int | None) -> int | None:
-    """Return bytes from "5GB" (10^9), "2GiB" (2^30), a number, or None. Raises ValueError for anything else."""
+    """Return the bytes of "5GB" (GB: 10^9), "2GiB" (GiB: 2^30), a number, or None. Raises ValueError for other text."""
     if size is None or isinstance(size, int):
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)

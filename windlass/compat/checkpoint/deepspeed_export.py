@@ -2,9 +2,9 @@
 
 [Note: DeepSpeed's files beside windlass'] With `checkpoint.format: deepspeed` a save writes windlass' files first. Then
 each rank reads its part of DeepSpeed's layout from them ([Note: DeepSpeed's files]) and writes it into the same staging
-directory, so that one rename makes both appear. So offloaded states, async saves and all tiers need no code of their
-own here. A rank has at most a few megabytes in memory, a part of a tensor. 8-bit states are the exception: DeepSpeed
-does not support them, so each is decoded in full and exported in float32. A load by windlass reads windlass' files.
+directory, so that one rename makes both appear. So offloaded states, async saves and all tiers need no extra code here.
+A rank has at most a few megabytes in memory, a part of a tensor. 8-bit states are the exception: DeepSpeed does not
+support them, so each is decoded in full and exported in float32. A load by windlass reads windlass' files.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ class _DeepSpeedExport:
     def _stage_0_optimizer(self) -> dict[str, Any]:
         """Return the optimizer state of stage 0: torch's `state_dict()`.
 
-        With 16-bit parameters, it is inside a dictionary of DeepSpeed's that also has master weights and loss scale.
+        With 16-bit parameters, it is inside a dictionary of DeepSpeed's that also has the master weights and the loss
+        scale (not for bf16 in flat groups).
         """
         target, stored = self._target, self._stored
         if target.low_precision and target.flat_optimizer:

@@ -15,7 +15,7 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 from windlass.checkpoint.torch_state_dicts import decode_full_state
 
 ParameterSpan = tuple[str, int, int]
-"""Name, start and stop: elements `[start, stop)` of a parameter. An empty name stands for `stop - start` zeros."""
+"""Name, start and stop: elements `[start, stop)` of a parameter. An empty name means `stop - start` zeros."""
 
 _ZEROS = 1 << 20  # number of zeros that are allocated at a time
 _STEP = "step"
@@ -133,7 +133,7 @@ class FlatGroup:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of its parameters, in order."""
+        """Shapes of the group's parameters, in order."""
         return self.layout.shapes
 
     def step_count(self, stored: StoredCheckpoint) -> int:

@@ -2,10 +2,10 @@
 
 [Note: DeepSpeed's files] The files are read without DeepSpeed, and not copied. Stages 0 to 2 write the full module in
 `mp_rank_00_model_states.pt`; stage 3 writes one such file per rank, with frozen parameters divided over ranks and
-without trained ones. Stages 1 to 3 write one `..._optim_states.pt` per rank with master weights and moments. There each
+without trained ones. Stages 1 to 3 write one `..._optim_states.pt` per rank with master weights and moments. In it each
 optimizer group is flat: at stages 1 and 2 its parameters are concatenated and divided into equal parts; at stage 3 each
 parameter is divided into equal parts, and a rank's parts are concatenated. Padding is at the ends. So every tensor is a
-few flat ranges, and each range is a few boxes of the parameter, as in windlass' files. Stage 0 keeps optimizer states
+few flat ranges, and each range is a few boxes of the parameter, as in windlass' files. Stage 0 stores optimizer states
 by number, and only the optimizer defines the parameter of each number.
 """
 
@@ -45,7 +45,7 @@ def read_deepspeed_index(path: Path, parameter_order: ParameterOrder | None = No
 
     Args:
         parameter_order: names of the parameters in each group of the optimizer that loads the states. None: the
-            optimizer states of DeepSpeed's stage 0 are left out.
+            optimizer states and master weights of DeepSpeed's stage 0 are left out.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or of an unsupported kind.
@@ -218,7 +218,7 @@ class _DeepSpeedDirectory:
         for group in groups:
             number = group.number
             masters = [one["single_partition_of_fp32_groups"][number] for one in saved]
-            # DeepSpeed has two optimizers: the one that records `zero_stage` saves the last part without its padding
+            # The optimizer class of DeepSpeed that records `zero_stage` saves the last part without its padding.
             left_out = int(saved[0]["group_paddings"][number]) if "zero_stage" in saved[0] else 0
             part = masters[0].numel() + left_out
             paddings = (saved[0].get("param_alignment_paddings") or {number: []})[number]
@@ -231,7 +231,7 @@ class _DeepSpeedDirectory:
         return self._hyperparameters(optimizers[0], groups)
 
     def _index_stage_0_masters(self, first: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Index the optimizer state of stage 0. It is torch's; `parameter_order` maps its numbers to names."""
+        """Index master weights and optimizer states of stage 0. `parameter_order` maps the states' numbers to names."""
         given = first["optimizer"]
         optimizer = _as_torch_state(given.get("optimizer_state_dict", given))
         saved = optimizer["param_groups"]
@@ -314,7 +314,7 @@ class _DeepSpeedDirectory:
             )
         return made
 
-    # Whole index.
+    # Complete index.
 
     def _make_index(
         self,
@@ -362,7 +362,7 @@ class _DeepSpeedDirectory:
 
 
 def _files_by_rank(path: Path, pattern: str) -> list[Path]:
-    """Return the files whose names match, ordered by the rank in their names. Ranks must count from 0."""
+    """Return the files whose names match, ordered by the rank in them. Raise CheckpointError if a rank is missing."""
     found = {int(match[1]): child for child in path.iterdir() if (match := re.match(pattern, child.name))}
     absent = sorted(set(range(len(found))) - set(found))
     if absent:

@@ -29,7 +29,7 @@ _ENGINE_KEYS = frozenset(
 
 
 def read_deepspeed_metadata(first: Mapping[str, Any], saved: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Return counters, loss scale, scheduler state and client state.
+    """Return counters, loss scale, scheduler state, client state, and DeepSpeed's configuration and version.
 
     Args:
         first: the model states of rank 0.

@@ -13,7 +13,7 @@ from windlass.checkpoint.pickle_writer import PickledObject
 
 DEEPSPEED_VERSION = "0.19.8"  # the version whose layout the files have
 _LOSS_SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
-_IMPLEMENTATION_KEYS = ("fused", "foreach")  # group keys that select an implementation, which each run chooses itself
+_IMPLEMENTATION_KEYS = ("fused", "foreach")  # group keys that select an implementation, which each run chooses
 
 
 def run_metadata(plain: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def group_state(values: Mapping[str, Any], numbers: Sequence[int], step: int) ->
 
     Args:
         values: hyper-parameters of the group.
-        numbers: numbers of the group's parameters.
-        step: number of steps so far, which DeepSpeed's fused optimizers keep in the group; 0: the key is left out.
+        numbers: numbers of the group's parameters, or of its flat groups.
+        step: number of steps so far, which DeepSpeed's fused optimizers store in the group; 0: the key is left out.
     """
     kept = {key: to_plain_data(value) for key, value in values.items() if key != "state_dtype"}
     kept |= {key: None for key in _IMPLEMENTATION_KEYS if key in kept}

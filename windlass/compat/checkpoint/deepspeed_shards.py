@@ -45,7 +45,7 @@ class DeepSpeedShards:
     def add_concatenated_shards(
         self, name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], part_numel: int, at: int
     ) -> None:
-        """Add a tensor at offset `at` of the concatenated `flats`, which have `part_numel` elements with padding."""
+        """Add a tensor at offset `at` of the concatenated `flats`, each of `part_numel` elements with padding."""
         numel = math.prod(shape)
         ranges = []
         for rank, flat in enumerate(flats):
@@ -64,7 +64,11 @@ class DeepSpeedShards:
     def add_ranges(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, ranges: list[tuple[int, int, StoredTensor, int]]
     ) -> None:
-        """Add a tensor. A range `(start, stop, flat, at)`: elements `[start, stop)` begin at index `at` of `flat`."""
+        """Add a tensor. A range `(start, stop, flat, at)`: elements `[start, stop)` begin at index `at` of `flat`.
+
+        Raises:
+            CheckpointError: a range has another dtype or is not contiguous, or the ranges do not cover the tensor.
+        """
         chunks = []
         for start, stop, flat, at in ranges:
             if flat.dtype != dtype:

@@ -13,8 +13,8 @@ class PickleStandIn:
     """Stand-in for an object of a class that is not loaded.
 
     Attributes:
-        arguments: arguments that its class was called with.
-        attributes: its state.
+        arguments: arguments that the class was called with.
+        attributes: state of the object.
     """
 
     __slots__ = ("arguments", "attributes")
@@ -75,7 +75,7 @@ class NumpyDtypeStandIn(PickleStandIn):
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """Keep the state, which includes the byte order."""
+        """Store the state, which includes the byte order."""
         self.state = state
 
     def children(self) -> Collection[Any]:
@@ -103,7 +103,7 @@ class NumpyArrayStandIn(PickleStandIn):
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """Keep the state: a tuple of version, shape, dtype, True for column-major order, and bytes."""
+        """Store the state: a tuple of version, shape, dtype, True for column-major order, and bytes."""
         self.state = state
 
     def children(self) -> Collection[Any]:

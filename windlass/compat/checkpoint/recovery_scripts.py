@@ -32,7 +32,7 @@ SCRIPTS = {
 
 
 def write_recovery_scripts(directory: Path) -> None:
-    """Write the scripts to `directory`, unless they are there.
+    """Write the scripts to `directory`, unless files with the same contents are there.
 
     Raises:
         CheckpointError: the scripts cannot be written.

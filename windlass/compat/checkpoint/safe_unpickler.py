@@ -2,8 +2,8 @@
 
 [Note: reading pickles] Python's own unpickler lets its caller restrict only the names that a pickle may use. A pickle
 of a few bytes can still set any attribute of an object made by these names, or allocate gigabytes. This reader supports
-opcodes of protocols 2 to 5. A name is resolved to an `AllowedFunction` or a stand-in class (`PickleStandIn`), and only
-stand-ins get a state. Every object is charged to a `MemoryBudget` before or when it is made.
+opcodes of protocols 2 to 5. A name is resolved to an `AllowedFunction`, a stand-in class (`PickleStandIn`) or a plain
+value, and only stand-ins get a state. Every object is charged to a `MemoryBudget` before or when it is made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from windlass.checkpoint.plain_data import MOST_DEPTH
 from windlass.compat.checkpoint.pickle_stand_ins import PickleStandIn
 
 _MOST_ARGUMENTS = 64
-_LONGEST_INTEGER = 255  # bytes; Python does not convert larger integers to text
+_LONGEST_INTEGER = 255  # bytes: at most 615 digits, which Python converts to text under any limit
 _WORD = 9  # bytes of a reference in a growing list
 _BAG = 200
 _VALUE = 64  # bytes charged for each reference to a value, because callers copy the values

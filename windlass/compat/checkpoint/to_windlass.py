@@ -71,7 +71,7 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
 
     Args:
         parameter_order: names of the optimizer's parameters by group. DeepSpeed's stage 0 stores states by parameter
-            number; without this argument these states are left out.
+            number; without this argument its states and master weights are left out.
 
     Raises:
         CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` cannot be written.
@@ -107,7 +107,11 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy the regular files of a checkpoint. Skip other files and links out of the directory, with a warning."""
+    """Copy the regular files of a checkpoint. Skip hidden files and, with a warning, links out of it and other files.
+
+    Raises:
+        CheckpointError: a file cannot be read or written.
+    """
     for path in sorted(source.iterdir()):
         if path.name[0] == ".":
             continue

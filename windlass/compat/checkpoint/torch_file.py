@@ -1,6 +1,6 @@
 """Reader of files of `torch.save` that executes no code: plain data, and tensors as ranges of the file's bytes.
 
-[Note: foreign pickles] Such a file is a zip archive with one pickle, and each storage as bytes. A pickle
+[Note: foreign pickles] The file is a zip archive with one pickle, and each storage as bytes. A pickle
 names functions and classes for its reader to call. This reader has a short list of names and replaces each by an
 inert object of its own: the function that rebuilds a tensor only records the tensor's byte range, and a class of
 DeepSpeed becomes a stand-in with attributes. Any other name raises an error with the name, which is never imported. So
@@ -104,11 +104,11 @@ def read_torch_file(path: Path, root: Path | None = None) -> Any:
     Memory: some megabytes and at most five times the size of the file (reached with tensors of a few elements).
 
     Args:
-        root: the checkpoint's directory, by default that of the file. Links out of it are refused.
+        root: the checkpoint's directory, by default the file's. Links out of it are refused.
 
     Raises:
-        CheckpointError: the file is not one of `torch.save`, is damaged, or names a function or class that is neither a
-            tensor nor plain data; no function was called.
+        CheckpointError: the file cannot be read, is not one of `torch.save`, is damaged, or names a function or class
+            that is neither a tensor nor plain data, which is not called.
     """
     try:
         with open_regular(path, path.parent if root is None else root) as file:
@@ -170,7 +170,11 @@ class TorchFile(TensorFile):
     """File of `torch.save`. An entry is a byte range inside one record, and the record's checksum covers it."""
 
     def byte_range(self, entry: str) -> tuple[int, int]:
-        """Return the byte range `(begin, end)` of an entry in the file; `(0, length)` for a literal entry."""
+        """Return the byte range `(begin, end)` of an entry in the file; `(0, length)` for a literal entry.
+
+        Raises:
+            CheckpointError: no record contains the bytes.
+        """
         if entry.startswith(_LITERAL):
             return 0, (len(entry) - len(_LITERAL)) // 2
         begin, _, end = entry.partition(":")
@@ -239,7 +243,7 @@ class _PickleResolver:
         self._known = {**_KNOWN, ("torch._utils", "_rebuild_tensor_v2"): AllowedFunction(self._rebuild_tensor)}
 
     def resolve_name(self, module: str, name: str) -> Any:
-        """Return the object for a name."""
+        """Return the object for a name. Raises CheckpointError for a name that is not in the list."""
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and name in _DTYPES:
@@ -253,7 +257,11 @@ class _PickleResolver:
         )
 
     def resolve_storage(self, key: Any) -> _Storage:
-        """Return the storage for a key `("storage", type, record, location, elements)`."""
+        """Return the storage for a key `("storage", type, record, location, elements)`.
+
+        Raises:
+            ValueError, CheckpointError: the key is malformed, or its record is missing or too short.
+        """
         if type(key) is not tuple or len(key) != 5:
             raise ValueError("a storage without its type, record, place and size")
         kind, dtype, name, _, numel = key

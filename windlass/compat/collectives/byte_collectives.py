@@ -1,4 +1,7 @@
-"""Asynchronous collectives that move elements unchanged. They send bytes, so that every dtype is supported."""
+"""Asynchronous collectives that move elements unchanged. They send bytes, so that every dtype is supported.
+
+An invalid argument raises `CommunicationError` before this rank sends anything.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Any) -> CollectiveWork:
     """Start a broadcast of rank `src`'s `tensor` into every rank's `tensor`."""
     require_rank("src", src, group)
     here = dist.get_rank() == src
-    # The source only reads its tensor; a receiver with other strides needs a contiguous buffer and a copy.
+    # The source only reads its tensor; a receiver that is not contiguous needs a contiguous buffer and a copy.
     travels, finish = (as_bytes(tensor), None) if here else receive_buffer(tensor)
     if travels.numel() == 0 or dist.get_world_size(group) == 1:
         return CollectiveWork(outputs=[tensor])

@@ -15,7 +15,7 @@ FinishCallback = Callable[[], None]
 
 
 def require_dense(tensor: torch.Tensor) -> None:
-    """Raise CommunicationError for tensors without one dense memory: sparse and quantized ones."""
+    """Raise CommunicationError for a sparse or quantized tensor, and for an object that is not a tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise CommunicationError(f"a collective got a {type(tensor).__name__}: {tensor!r:.80}; pass a tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -26,7 +26,7 @@ def require_dense(tensor: torch.Tensor) -> None:
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as `[numel]`, detached: the tensor's own memory if it is contiguous, else a copy."""
+    """Return the elements as `[numel]`, detached: the tensor's memory if `is_flat_view`, else a copy."""
     require_dense(tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # A flat tensor of one element may have a stride other than 1, and torch then refuses a view of its bytes.
@@ -39,7 +39,7 @@ def is_flat_view(tensor: torch.Tensor) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as uint8 `[bytes]`: the tensor's own memory if it is contiguous, else a copy."""
+    """Return the elements as uint8 `[bytes]`: the tensor's memory if `is_flat_view`, else a copy."""
     one = flatten(tensor)
     return (torch.view_as_real(one).reshape(-1) if one.is_complex() else one).view(torch.uint8)
 
@@ -69,7 +69,7 @@ def copy_elements(value: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def combine_callbacks(finishes: Sequence[FinishCallback | None]) -> FinishCallback | None:
-    """Return a callback that runs all given callbacks in order; None if there are none."""
+    """Return a callback that runs all of `finishes` in order; None if there are none."""
     each = [finish for finish in finishes if finish is not None]
     if not each:
         return None

@@ -3,7 +3,8 @@
 Ranks are global, also if `group` is a subset of all ranks. With `async_op`, a call returns a work object, whose `wait`
 completes the result; otherwise the call blocks until the result is there. `prof` and `log_name` are for the
 `comms_logger`. `debug` is accepted and ignored, because the logger looks up the caller's name itself. On a rank outside
-`group`, a call warns and does nothing. An invalid argument raises `CommunicationError` before anything is sent.
+`group`, a call warns and does nothing. An invalid argument raises `CommunicationError` before anything is
+sent; in a coalesced call, before that tensor is sent.
 """
 
 from __future__ import annotations
@@ -424,7 +425,7 @@ def isend(
     log_name: str = "isend",
     debug: Any = None,
 ) -> Any:
-    """Send like `send`, and return a work object."""
+    """Start a `send`, and return its work object."""
     return _start("isend", group, True, lambda: send_and_receive.send(tensor, dst, group, tag))
 
 
@@ -438,7 +439,7 @@ def irecv(
     log_name: str = "irecv",
     debug: Any = None,
 ) -> Any:
-    """Receive like `recv`, and return a work object."""
+    """Start a `recv`, and return its work object."""
     return _start("irecv", group, True, lambda: send_and_receive.receive(tensor, src, group, tag)[0])
 
 

@@ -35,7 +35,7 @@ class CollectiveWork:
         self._is_finished = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in the outputs. With `timeout`, raise as torch does if that takes longer."""
+        """Block until the result is in the outputs. With `timeout`, raise as torch does if a work takes longer."""
         with self._lock:
             if not self._is_finished:
                 for work in self.works:

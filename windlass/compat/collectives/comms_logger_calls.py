@@ -31,8 +31,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Print the recorded operations on rank 0. Collective.
 
     Args:
-        show_straggler: also print the time that each operation waited for the last rank.
-        return_dict: return every rank's own figures; see `CommsLogger.log_all`.
+        show_straggler: also print the time that rank 0 waited for later ranks in each operation.
+        return_dict: return the records of this rank; see `CommsLogger.log_all`.
     """
     if not dist.is_initialized():
         return comms_logger.log_all(show_straggler=show_straggler, return_dict=return_dict)

@@ -1,4 +1,4 @@
-"""Queries about the launcher, which work without a process group."""
+"""Queries about the launcher, which need no process group, and two functions on groups, which need one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
     If the launcher of several processes gives no local rank, `init_distributed` sets `LOCAL_RANK`.
 
     Raises:
-        CommunicationError: the launcher does not give the address of rank 0, and mpi4py is not installed.
+        CommunicationError: the environment is incomplete or invalid, or it lacks the address of rank 0 and there is no
+            mpi4py.
     """
     bootstrap.discover(distributed_port)
     if verbose:
@@ -84,10 +85,10 @@ def is_parallel(group: Any) -> bool:
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Let torch allocate symmetric memory, shared by the GPUs of a group.
+    """Enable torch's symmetric memory, which the GPUs of a group share.
 
     Raises:
-        CommunicationError: there is no CUDA device.
+        CommunicationError: there is no process group or no CUDA device.
     """
     require_initialized()
     if not torch.cuda.is_available():

@@ -34,12 +34,13 @@ def init_distributed(
 ) -> None:
     """Initialize the process group unless it is initialized. Collective over all processes of the launcher.
 
-    Rank and world size come from the environment of torchrun, DeepSpeed's launcher, Slurm, Open MPI, MPICH, Intel MPI,
-    Azure ML or SageMaker; without any, this is a single-process run. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`
-    and `MASTER_PORT` are set afterwards.
+    Rank and world size come from the environment of torchrun, DeepSpeed's launcher, Slurm, Open MPI, MPICH or Intel
+    MPI; without any, this is a single-process run. Azure ML and SageMaker provide the address of rank 0. `RANK`,
+    `WORLD_SIZE`, `LOCAL_RANK` and, without `init_method`, `MASTER_ADDR` and `MASTER_PORT` are set afterwards.
 
     Args:
         dist_backend: torch's backend name. None: gloo for CPU tensors and, if CUDA is available, nccl for CUDA tensors.
+            Without CUDA, "nccl" is replaced by gloo, with a warning.
         auto_mpi_discovery: also look for launchers other than torchrun.
         distributed_port: port of rank 0, if the environment sets none.
         verbose: log the world size and the backends.
@@ -50,7 +51,8 @@ def init_distributed(
         rank, world_size: values that override the environment; -1: taken from the environment.
 
     Raises:
-        CommunicationError: the environment is incomplete, or the rendezvous failed.
+        CommunicationError: `dist_init_required` is False and nothing is initialized, the environment is incomplete, or
+            the rendezvous failed.
     """
     if config is not None:
         comms_logger.configure(config)

@@ -96,11 +96,7 @@ def to_reduce_operator(op: Any) -> ReduceOperator:
 
 
 def require_supported_dtype(operator: ReduceOperator, dtype: torch.dtype) -> None:
-    """Raise if an operator is undefined for elements of `dtype`.
-
-    Raises:
-        CommunicationError: names the operator, the dtype and an alternative.
-    """
+    """Raise CommunicationError if an operator is undefined for elements of `dtype`."""
     kind, why = operator.kind, ""
     whole = not dtype.is_floating_point and not dtype.is_complex  # integers and booleans
     if kind is ReduceOp.UNUSED:

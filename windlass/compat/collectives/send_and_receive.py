@@ -25,6 +25,9 @@ def receive(tensor: torch.Tensor, src: int | None, group: Any, tag: int) -> tupl
 
     Returns:
         The work, and a function that returns the sender's global rank once the work is complete.
+
+    Raises:
+        CommunicationError: `src` is not in the group, or is None and the backend needs the sender's rank.
     """
     into, finish = receive_buffer(tensor)
     if src is not None:
@@ -51,6 +54,9 @@ class P2POp:
         op: `isend` or `irecv`, of `windlass.compat.collectives` or of `torch.distributed`.
         tensor: tensor to send or to receive into.
         peer: global rank of the other side.
+
+    Raises:
+        CommunicationError: `op` is neither `isend` nor `irecv`.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def timed_op(function: _Function) -> _Function:
     """Record calls of `function` in the `comms_logger`, under its `log_name`.
 
     A blocking call is timed until it returns and, on CUDA, until the device has finished it. An asynchronous call is
-    timed until its `wait`. A disabled logger costs one comparison.
+    timed until `wait` or another method of its work reports the end. A disabled logger costs one comparison.
     """
     signature = inspect.signature(function)
 
@@ -65,7 +65,7 @@ def timed_op(function: _Function) -> _Function:
 
 
 def message_tensors(given: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call with these arguments sends; none for a barrier."""
+    """Return the tensors that a call with these arguments sends or receives; none for a barrier."""
     held = next((given[name] for name in _MESSAGE_ARGUMENTS if given.get(name) is not None), ())
     items = held if isinstance(held, (list, tuple)) else (held,)
     found: list[torch.Tensor] = []

@@ -39,7 +39,7 @@ class Muon(muon.Muon):
 
 
 class MuonWithAuxAdam(muon.Muon):
-    """Muon for the groups with `use_muon` True, AdamW for the others.
+    """Muon for the groups with `use_muon` True, AdamW for the others. Only options in the groups have an effect.
 
     Raises:
         AssertionError: a group does not set `use_muon`.
@@ -78,11 +78,11 @@ def muon_update(
             rest]`, unless `is_expert_group`.
         momentum: running mean of the gradients, in the shape of `grad`.
         ns_method: ignored: the Newton-Schulz iteration is always used.
-        is_expert_group: never flatten.
+        is_expert_group: treat four dimensions as a stack of matrices instead.
         num_heads: number of attention heads along the rows of a matrix; each is orthogonalized by itself.
 
     Raises:
-        ValueError: `num_heads` does not divide the rows of a matrix.
+        ValueError: `num_heads` is set, and `grad` is not a matrix, or `num_heads` does not divide its rows.
     """
     finite = torch.isfinite(grad).all()
     momentum.copy_(torch.where(finite, momentum.lerp(grad, 1 - beta), momentum))

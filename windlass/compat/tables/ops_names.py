@@ -1,4 +1,4 @@
-"""Table of `deepspeed.ops` (optimizers and op builders) and `deepspeed.io`."""
+"""Table of `deepspeed.ops`, `deepspeed.io`, `deepspeed.linear`, quantization, Muon and 1-bit optimizers."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 

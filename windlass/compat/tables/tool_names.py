@@ -1,4 +1,4 @@
-"""Table of `deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, monitors and other root names."""
+"""Table of `deepspeed.utils`, `deepspeed.runtime.utils`, constants, monitors, profilers, compression and others."""
 
 from windlass.compat.stand_in_entry import NameStatus, StandInEntry, differs, works
 

@@ -4,8 +4,9 @@ The scale is the power of two that brings the block's largest magnitude, rounded
 the largest code. Signed codes have a sign, 4 bits of exponent and 3 of mantissa; unsigned ones 5 and 3. Code 0 is 0.
 Rounding is stochastic: a value becomes one of its two neighbours, whose distance is at most an eighth of the value, and
 the mean over the noise is the value. So a moving average that changes by a thousandth per step does change, which it
-would not with rounding to nearest. Signed magnitudes below 2^-15 of the scale become 0 or the smallest code, also
-correct on average. Unsigned values (under a square root in a denominator) become the smallest code, unless they are 0.
+would not with rounding to nearest. Signed magnitudes below that of code 1, 1.125 * 2^-15 of the scale, become 0 or code
+1, also correct on average. Unsigned values below code 1, 1.125 * 2^-31 of the scale, become code 1, unless they are 0:
+they are under a square root in a denominator.
 
 The exponent and mantissa bits of a code are those of the fp32 number, since scales are powers of two. Therefore a
 decoded value encodes to the same code and scale again, with any noise.
@@ -38,7 +39,7 @@ def quantize_blockwise(values: torch.Tensor, noise: torch.Tensor, signed: bool) 
 
     Returns:
         uint8 `[n]` and fp32 `[count_scales(n)]`. If a block has an infinity, a NaN or a value that rounds to infinity,
-        its codes are 0 and its scale is infinite, and the whole block decodes to NaN.
+        its codes are 0 and its scale is infinite, and the block decodes to NaN.
     """
     # Round to 3 bits of mantissa. The integers have sign, exponent and mantissa bits in the order of codes and fp32.
     sizes = (values.abs().view(torch.int32).to(torch.int64) + noise) >> NOISE_BITS
@@ -62,7 +63,7 @@ def quantize_blockwise(values: torch.Tensor, noise: torch.Tensor, signed: bool) 
 
 
 def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Decode flat uint8 `codes` to fp32 values."""
+    """Decode flat uint8 `codes` `[n]`, with fp32 scales `[count_scales(n)]`, to fp32 values."""
     bits = codes.to(torch.int32)
     magnitudes = bits & 127 if signed else bits
     base = (127 - (_SIGNED_SPAN if signed else _UNSIGNED_SPAN)) << 3

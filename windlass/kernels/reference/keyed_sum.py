@@ -17,7 +17,7 @@ def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
 
     Args:
         words: `[n]` int8, int16, int32 or int64, on any device.
-        start: position of the first word in the whole memory.
+        start: position of the first word in the hashed memory.
         seed: seed of the keys, int64.
 
     Returns:
@@ -40,7 +40,7 @@ def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
 
 
 def _block_runs(start: int, stop: int) -> Iterable[tuple[int, int]]:
-    """Split `[start, stop)` into runs of whole blocks, of bounded length, and partial blocks at both ends."""
+    """Split `[start, stop)` into runs of full blocks, of bounded length, and partial blocks at both ends."""
     while start < stop:
         last = min(stop, (start // _BLOCK + 1) * _BLOCK)
         if start % _BLOCK == 0 and stop - start >= _BLOCK:

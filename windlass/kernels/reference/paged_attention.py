@@ -1,4 +1,4 @@
-"""Attention over a paged cache in plain PyTorch, one sequence after the other."""
+"""Attention over a paged cache in plain PyTorch, sequence by sequence."""
 
 from __future__ import annotations
 

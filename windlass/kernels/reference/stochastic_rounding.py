@@ -10,9 +10,9 @@ _WORD = 0xFFFFFFFF
 
 
 def make_rounding_noise(parameter: torch.Tensor, gradient: torch.Tensor, seed: int) -> torch.Tensor:
-    """Hash each element's old parameter and gradient (both fp32) and the step. Returns 32 bits as int64.
+    """Hash each element's old parameter and gradient (both fp32) with `seed`. Return 32 bits as int64.
 
-    The noise of an element depends only on its own values and the step, not on its position or on how the work is
+    The noise of an element depends only on its values and the seed, not on its position or on how the work is
     split.
     """
     first, second, added = (_hash32(3 * seed + number & _WORD) for number in range(3))

@@ -1,7 +1,7 @@
 """Backends that are available here, and the collectives that each backend supports natively.
 
 The table describes torch 2.10 and newer. Tests on two ranks check the columns of gloo and mpi; those of nccl and ucc
-follow torch's sources (ProcessGroupNCCL, ProcessGroupUCC). mpi is windlass' own back end over mpi4py; shm is windlass'
+follow torch's sources (ProcessGroupNCCL, ProcessGroupUCC). mpi is windlass' own backend over mpi4py; shm is windlass'
 own transport for CPU ranks of one host, which has only the collectives that training uses.
 """
 
@@ -48,7 +48,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 """Backends that reduce with each operator."""
 COMPOSED_OPERATORS = ("LAND", "LOR", "LXOR", "MINLOC", "MAXLOC")
 COMPOSED_COLLECTIVES = ("gatherv", "scatterv")
-"""Operations that no backend has, and that `windlass.compat.collectives` composes from others on every backend."""
+"""Operations that no backend has. `windlass.compat.collectives` composes them from others on every backend but shm."""
 NATIVE, STAGED, COMPOSED, ABSENT = "native", "staged", "composed", "-"
 _COLUMNS = (("gloo", "CPU"), ("gloo", "GPU"), ("nccl", "GPU"), ("mpi", "CPU"), ("mpi", "GPU"), ("shm", "CPU"))
 _CPU_ONLY = {"gloo": ("send", "recv", "recv (any source)", "monitored_barrier", *COMPOSED_COLLECTIVES)}
@@ -57,7 +57,10 @@ _CUDA_SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_
 
 
 def backend_availability() -> dict[str, dict[str, Any]]:
-    """Return, for each backend, whether it can be used here, its version if it has one, and the reason if it cannot."""
+    """Return, by backend, if it can be used here, its version (None: none), and the reason if it cannot be used.
+
+    The keys are `available`, `version`, `why`, and for an available mpi `cuda_aware`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -98,7 +101,7 @@ def _shm_availability() -> dict[str, Any]:
 
 @cache  # the MPI of a machine does not change, and a process takes seconds to start
 def _mpi_availability() -> dict[str, Any]:
-    """Report mpi as available if a process of its own can initialize it: a broken MPI may end its process, or hang."""
+    """Report mpi as available if a new process can initialize MPI: a broken MPI may end the process, or hang."""
     program = (
         "import json; from mpi4py import MPI; from windlass.observe.environment import backend_support as own; "
         "print(json.dumps([own.mpi_library_name(MPI), own.is_cuda_aware(MPI)]))"

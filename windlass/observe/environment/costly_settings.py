@@ -1,7 +1,7 @@
 """Settings of this machine that slow training down or may let it hang: detection, and the cost of each.
 
 NCCL's variables are described in its documentation (docs.nvidia.com/deeplearning/nccl: environment variables).
-`windlass bench transport` measures the cost of those for P2P, shared memory and InfiniBand on a given machine.
+`windlass bench transport` measures the cost of the settings for P2P, shared memory and InfiniBand on a machine.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ COSTLY_SETTINGS = (
 def find_costly_settings(
     environment: Mapping[str, str] = os.environ, nccl_file: Path | None = None, cores: int | None = None
 ) -> list[dict[str, str]]:
-    """Return the costly settings in force: name, value, source, cost, and the remedy.
+    """Return the costly settings in force, with the keys `name`, `value`, `source`, `costs` and `instead` (the remedy).
 
     Args:
         nccl_file: file of NCCL settings for variables that the environment lacks; None: the file in the variable

@@ -61,7 +61,7 @@ def parse_topology(table: str) -> GpuTopology:
     """Parse the output of `nvidia-smi topo -m`.
 
     Raises:
-        ValueError: the text is not such a table, or a row cannot be parsed; the message quotes the row.
+        ValueError: the text is not such a table, or a row is missing or cannot be parsed; the message names the row.
     """
     lines = [_TERMINAL_CODES.sub("", line).rstrip() for line in table.splitlines()]
     start = next((number for number, line in enumerate(lines) if re.match(r"\s+GPU0\b", line)), None)
@@ -120,7 +120,7 @@ def classify_nvlink(topology: GpuTopology) -> str:
 
 
 def nearest_cards(topology: GpuTopology) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield each GPU, the link class of its nearest network cards, and their names."""
+    """Yield each GPU, the link class of its nearest network cards, and the cards' names; nothing without cards."""
     for gpu in topology.gpus:
         by_class: dict[str, list[str]] = {}
         for card in topology.cards:

@@ -35,7 +35,7 @@ def memory_facts() -> dict[str, Any]:
 
 
 def shared_memory_facts() -> dict[str, Any]:
-    """Return the size of /dev/shm, which NCCL and data loaders use; windlass' shared memory transport does not."""
+    """Return path, size and free bytes of /dev/shm. NCCL and data loaders use it; windlass' shm transport does not."""
     usage = shutil.disk_usage(SHARED_MEMORY_PATH)
     return {"path": SHARED_MEMORY_PATH, "total_bytes": usage.total, "free_bytes": usage.free}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 UNKNOWN = "unknown"
-_COMMAND_TIMEOUT_S = 20.0  # in seconds: tools of a driver in trouble can hang
+_COMMAND_TIMEOUT_S = 20.0  # tools of a faulty driver can hang
 
 
 def try_fact(question: Callable[[], Any]) -> Any:

@@ -31,12 +31,12 @@ def apply_pipeline_parallel(
 ) -> PipelineStages:
     """Keep only this rank's stages of a model, in place, before the model is sharded along any other axis.
 
-    Each parameter that several stages hold is marked with the ranks that hold it
-    (`get_placement(parameter).shared_stages`). The call is not collective.
+    Each parameter that several ranks hold is marked with their positions along the axis
+    (`get_placement(parameter).shared_stages`). The call is not collective. Returns this rank's stages.
 
     Args:
-        model: a `PipelineSequential`, built in stages or whole, or a causal language model, with values or on the meta
-            device.
+        model: a `PipelineSequential`, built in stages or with all layers, or a causal language model, with values or on
+            the meta device.
         axis: the mesh axis `pp`.
         virtual_stages: stages on each rank.
         partition_method: weights of the layers of an unmodified model. A `PipelineSequential` uses its own

@@ -1,10 +1,10 @@
 """Tracing of a model's forward: the list of its layers, and the modules called before and after them.
 
-[Note: tracing by absence] The forward runs once, on two rows of three tokens, with an empty probe in place of each
-layer. The run costs no more than an embedding and a head and works on the meta device. The trace separates the modules
-called before the layers from the modules called after the layers, in any order of registration. It also checks three
-properties that a split relies on: the layers are called one after the other; a layer receives exactly the hidden states
-that the previous layer returned; no other argument of a layer depends on parameters.
+[Note: tracing by absence] A trial runs the forward once, by default on two rows of three tokens, with an empty probe in
+place of each layer. The run costs no more than an embedding and a head and works on the meta device. The trace
+separates the modules called before the layers from the modules called after the layers, in any order of registration.
+It also checks three properties that a split relies on: the layers are called in the order of the list; a layer receives
+exactly the hidden states that the previous layer returned; no other argument of a layer depends on parameters.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def trace_forward(model: nn.Module, example_kwargs: Mapping[str, Any] | None = N
         example_kwargs: keyword arguments of a forward; by default only `input_ids`.
 
     Raises:
-        ModelError: no list of layers can be split. The text names each list that was tried and the reason it was
-            rejected.
+        ModelError: no list of layers can be split, or the model has an encoder, random layer drop or shared keys and
+            values. The text names each list that was tried and the reason it was rejected.
     """
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):

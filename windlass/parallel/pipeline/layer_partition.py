@@ -24,7 +24,7 @@ def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
         num_stages: number of stages.
 
     Raises:
-        ConfigError: there are fewer layers than stages.
+        ConfigError: there are fewer layers than stages, or `num_stages` is below 1.
     """
     if len(weights) < num_stages or num_stages < 1:
         raise ConfigError(
@@ -79,8 +79,8 @@ def compute_layer_weights(
         parameter_counts: returns the number of parameter elements of each layer. Called only if the method needs them.
 
     Raises:
-        ConfigError: the method is unknown, no layer matches, or the number of weights differs from the number of
-            layers.
+        ConfigError: the method is unknown, REGEX is invalid, no layer matches, or the number of weights differs
+            from the number of layers.
     """
     if not isinstance(partition_method, str):
         if len(partition_method) != len(class_names):

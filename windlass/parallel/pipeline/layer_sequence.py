@@ -1,4 +1,4 @@
-"""Execution of layers one after the other, optionally with activation checkpointing of every few layers."""
+"""Execution of layers in sequence, optionally with activation checkpointing of groups of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer specifications, from which a rank builds only the layers of its own stages."""
+"""Layer specifications, from which each rank builds and keeps the layers of its stages."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class TiedLayerSpec(LayerSpec):
         key: name of the shared module. The first spec with this key builds the module.
         typename, module_args, module_kwargs: as for `LayerSpec`.
         forward_fn: called as `forward_fn(module, inputs)` in place of the module.
-        tied_weight_attr: names of parameters that the module must have. All parameters of the module are shared, not
-            only the named ones, as in a single process.
+        tied_weight_attr: names of parameters that the module must have, else `build` raises ModelError. All parameters
+            of the module are shared, not only the named ones, as in a single process.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ def get_layer_name(layer: LayerLike) -> str:
 def count_layer_parameters(layers: Iterable[LayerLike]) -> list[int]:
     """Return the number of parameter elements of each layer.
 
-    Layers that are not built yet are built on the meta device, without memory, and the random state is restored.
+    Layers that are not built yet are built on the meta device, or with memory if the constructor fails there. The
+    random state is restored.
     """
     with torch.random.fork_rng():
         return [sum(p.numel() for p in _build_for_size(layer).parameters()) for layer in layers]

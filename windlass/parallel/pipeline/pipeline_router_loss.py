@@ -29,7 +29,7 @@ class RouterLogitsCollector:
 
     Attributes:
         previous_logits: logits that the stage received with its hidden states.
-        num_routers: number of routers in the whole model, on the last stage; 0 on other stages, which compute no loss.
+        num_routers: number of routers in the full model, on the last stage; 0 on other stages, which compute no loss.
         logits: logits of this stage and all previous stages, set when the forward calls its router loss function.
     """
 
@@ -84,7 +84,7 @@ def record_router_logits(model: nn.Module) -> int:
         The number of recorded routers; 0 if the model has no loss over them.
 
     Raises:
-        ModelError: the model's configuration asks for that loss, but the model computes it in no supported way.
+        ModelError: the model's configuration requests that loss, but the model computes it in no supported way.
     """
     inner = _find_transformers_model(model)
     loss = None if inner is None else install_router_loss(inner)

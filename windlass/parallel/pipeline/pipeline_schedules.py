@@ -97,7 +97,7 @@ def _drop_padding_micro_batches(actions: RankActions, num_micro_batches: int) ->
 
     [Note: missing micro-batches] Groups are always full: if `ranks` does not divide the number of
     micro-batches, extra ones are scheduled and then dropped. No other micro-batch waits for them, so the remaining
-    actions can run if the whole schedule can. The published order, with a last group that is not full, can deadlock.
+    actions can run if the full schedule can. The published order, with a last group that is not full, can deadlock.
     """
     return [action for action in actions if action.micro_batch < num_micro_batches]
 

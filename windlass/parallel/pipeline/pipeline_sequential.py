@@ -30,13 +30,13 @@ class PipelineSequential(nn.Module):
 
     Each layer receives the previous layer's output as one argument.
 
-    A rank keeps the layers of its own stages. Parameters have the names of the whole model: the layer's number, or
+    A rank keeps the layers of its own stages. Parameters have the names of the full model: the layer's number, or
     `tied_modules.KEY`.
 
-    [Note: values of layers under sharded init] Every rank gets the initial values that a plain `nn.Sequential` of the
-    same layers gets under the same seed. With `seed_layers` each layer draws from its own seed, so a rank skips the
-    layers of other ranks. Without it, the random numbers of a layer begin where those of the previous layer end. So
-    every rank builds all layers, one at a time, and frees those of other ranks.
+    [Note: values of layers under sharded init] Without `seed_layers`, every rank gets the initial values that a plain
+    `nn.Sequential` of the same layers gets under the same seed. The random numbers of a layer begin where those of the
+    previous layer end, so every rank builds all layers, one at a time, and frees those of other ranks. With
+    `seed_layers` each layer draws from its own seed, so a rank skips the layers of other ranks.
 
     Args:
         layers: specs, modules, or functions.
@@ -57,7 +57,8 @@ class PipelineSequential(nn.Module):
 
     Raises:
         ConfigError: the ranks or layers can't be divided into this number of stages.
-        ModelError: a stage has no parameters, or layers on different ranks share a parameter without a `TiedLayerSpec`.
+        ModelError: an item of `layers` is of another type, a stage has no parameters, or layers on different ranks
+            share a parameter without a `TiedLayerSpec`.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class PipelineSequential(nn.Module):
         self._build()
 
     def keep_stages(self, stage: int, stages: int, virtual_stages: int = 1) -> None:
-        """Keep only the layers of rank `stage` among `stages` ranks, for a module that was built whole.
+        """Keep only the layers of pipeline rank `stage` of `stages` ranks, for a module that was built with all layers.
 
         Raises:
             ConfigError: the module was already built for other stages, or there are fewer layers than stages.
@@ -128,7 +129,7 @@ class PipelineSequential(nn.Module):
 
     @property
     def total_stages(self) -> int:
-        """Number of stages of the whole pipeline."""
+        """Number of stages of the pipeline, over all ranks."""
         return self.num_stages * self.virtual_stages
 
     @property
@@ -177,7 +178,7 @@ class PipelineSequential(nn.Module):
         return layer.key if isinstance(layer, TiedLayerSpec) else None
 
     def _check_shared_parameters(self) -> None:
-        """Raise if two ranks share a parameter without a `TiedLayerSpec`: their copies would be trained separately."""
+        """Raise ModelError if two ranks share a parameter without a `TiedLayerSpec`, since its copies would diverge."""
         seen: dict[int, int] = {}
         for number, layer in enumerate(self._layer_specs):
             for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
@@ -262,7 +263,7 @@ class PipelineSequential(nn.Module):
 
         Args:
             inputs: input of the stage's first layer.
-            stage: number of the stage; by default all stages of this rank, one after the other.
+            stage: number of the stage; by default all stages of this rank, in order.
             labels: second argument of `loss_fn`.
             compute_loss: compute the loss and return a `MicroBatchResult`.
         """

@@ -26,7 +26,7 @@ class PipelineStages(Protocol):
     """Stages of one rank.
 
     Attributes:
-        total_stages: number of stages of the whole pipeline, over all ranks.
+        total_stages: number of stages of the pipeline, over all ranks.
         stages: numbers of this rank's stages.
         has_dynamic_shapes: True if the shapes of stage outputs do not follow from the shapes in a micro-batch.
         shared_parameters: names of this rank's parameters that other ranks of the pipeline also hold, with the
@@ -43,7 +43,7 @@ class PipelineStages(Protocol):
     def stages(self) -> Sequence[int]: ...
 
     def check_batch(self, batch: Any, *, compute_loss: bool = True) -> None:
-        """Check a micro-batch before anything runs. All ranks get the same result.
+        """Check a micro-batch before anything runs. All ranks of the pipeline check the same one, so all raise or none.
 
         Raises:
             ModelError: the micro-batch can't be run.

@@ -34,13 +34,13 @@ class ExecutorCallbacks:
         call_module: calls the module for a forward.
         keep_unsharded: returns a context manager for the whole schedule. Parameters stay unsharded inside the context,
             so that they are all-gathered once.
-        run_backward: called with a function that runs a backward, and with True if it is the last backward of the
-            schedule, after which all gradients are complete.
+        run_backward: called with a function that runs a backward, and with True if it is the last one that computes
+            gradients of parameters, after which all of them are complete.
         on_weight_backward: called inside a backward that computes only gradients of weights, before any computation.
         loss_factor: returns the factor by which a micro-batch's loss is multiplied before its backward.
         to_device: moves a micro-batch from the loader to the device.
-        leaves: tensors whose gradients a whole backward computes besides those of the stage's inputs; None: all leaves
-            of the graph, including the parameters.
+        leaves: tensors whose gradients an unsplit backward computes besides those of the stage's inputs; None: all
+            leaves of the graph, including the parameters.
     """
 
     call_module: Callable[..., Any]
@@ -71,7 +71,7 @@ class ScheduleFailed(Exception):
 class _BackwardState:
     """Inputs of a stage's backward of one micro-batch.
 
-    Outputs are kept as gradient edges, so that their memory is freed.
+    Outputs are stored as gradient edges, so that their memory is freed.
 
     Attributes:
         input_leaves: inputs of the stage, whose gradients are sent back.

@@ -14,8 +14,8 @@ class ActionCosts:
     """Cost of each kind of action of one stage, in seconds or any other unit.
 
     Attributes:
-        forward, backward_input, backward_weight: cost for one micro-batch. A whole backward costs the sum of its two
-            parts.
+        forward, backward_input, backward_weight: cost for one micro-batch. An unsplit backward costs the sum of
+            its two parts.
         transfer: time from the end of an action until its result is on the next rank.
     """
 
@@ -43,7 +43,7 @@ class SimulatedSchedule:
         end_time: time at which the last action stops.
         busy_times: compute time of each rank.
         peak_micro_batches: for each rank, the largest number of micro-batches whose activations are in memory at once
-            for their backward.
+            for their backward. A micro-batch counts once for each stage of the rank.
     """
 
     spans: dict[Action, tuple[float, float]] = field(default_factory=dict)

@@ -1,12 +1,12 @@
 """Backward in two parts: the gradients of a stage's inputs first, those of its parameters later.
 
-[Note: split backward] The first part runs the autograd nodes that lead to an input of the stage. Where such a node also
-has an edge towards parameters, the first part records the gradient at that node. The second part enters the graph at
-these nodes again and runs only towards the parameters; for a matrix product this is the other half of its backward. (Qi
-et al. 2024, Zero Bubble Pipeline Parallelism.) `torch.distributed.pipelining` has a private implementation that sets
-`.grad` by hand, so gradient hooks do not run. Here hooks run as in any backward.
+[Note: split backward] The first part runs the autograd nodes that lead to an input of the stage. Where one of these
+nodes also has an edge towards parameters, the first part records the gradient at that node. The second part enters the
+graph at these nodes again and runs only towards the parameters; for a matrix product this is the other half of its
+backward. (Qi et al. 2024, Zero Bubble Pipeline Parallelism.) `torch.distributed.pipelining` has a private
+implementation that sets `.grad` by hand, so gradient hooks do not run. Here hooks run as in any backward.
 
-The graph and its saved tensors are kept between the parts. Checkpointed layers are recomputed in both parts.
+The graph and its saved tensors stay in memory between the parts. Checkpointed layers are recomputed in both parts.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _record_gradients(entry: _EntryNode, gradients: tuple[torch.Tensor, ...]) ->
 def _backward_group(group: _ParameterGroup, *, retain: bool) -> None:
     """Run the backward from the entry nodes of a group to its parameters.
 
-    One entry node may lie below another, and its recorded gradient already includes the contribution from above. So
+    One entry node may be below another, and its recorded gradient already includes the contribution from above. So
     each entry node uses its recorded gradient and ignores the gradient that arrives. This also keeps tensor hooks from
     changing the gradient a second time.
     """

@@ -25,8 +25,8 @@ class TensorSpec:
 
     Attributes:
         shape, dtype: shape and dtype of the tensor.
-        requires_grad: a gradient is sent back.
-        on_host: the tensor is in host memory, for any device of the model.
+        requires_grad: True if a gradient is sent back.
+        on_host: True if the tensor is in host memory, whatever the device of the model.
     """
 
     shape: tuple[int, ...]

@@ -24,7 +24,7 @@ _SENDS_IN_FLIGHT = 2
 
 
 class PeerStageFailed(Exception):
-    """Use of a received transfer that is marked as failed: an error occurred on its sender, or on a rank before it."""
+    """Use of a transfer that its sender marked as failed: the sender failed, or had received such a transfer itself."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _InFlightTransfer:
 
 
 class _DetachedInput(torch.autograd.Function):
-    """Received tensor whose gradient goes to a leaf that has no memory.
+    """Received tensor whose gradient goes to a leaf without values.
 
     Layers may change the tensor in place, and it is freed after its last use.
     """
@@ -79,13 +79,13 @@ class StageTransfers:
     """Transfers of one pipeline rank, which start in the order of `transfer_order`.
 
     A receiver needs the shapes before it can receive. The sender sends them in a header of a few hundred bytes, once
-    for each *key*: the shapes in the micro-batch, which both ranks have. If the shapes of activations do not follow
-    from the key, set `has_dynamic_shapes`.
+    for each stage and *key*: shapes and dtypes in the micro-batch and the grad mode, which both ranks have. If the
+    shapes of activations do not follow from the key, set `has_dynamic_shapes`.
 
-    Each transfer begins with one byte that marks whether its tensors have values. A rank that failed continues its
-    transfers (`send_failed_activation`, `send_failed_gradient`, `discard_activation`, `discard_gradients`), so that all
-    connections stay at the same position in the schedule. A rank that receives a marked transfer raises
-    `PeerStageFailed` where it would use the values.
+    Each transfer of activations or gradients includes one byte: 1 if its tensors have values, 0 if the transfer is
+    marked as failed. A rank that failed continues its transfers (`send_failed_activation`, `send_failed_gradient`,
+    `discard_activation`, `discard_gradients`), so that all connections stay at the same position in the schedule. A
+    rank that receives a transfer marked as failed raises `PeerStageFailed` where it would use the values.
 
     `axis.traffic.bytes_moved` counts the bytes that this rank receives, under `"activations"`, `"gradients"` and
     `"headers"`.
@@ -99,7 +99,7 @@ class StageTransfers:
     def __init__(self, axis: MeshAxis, device: torch.device, *, has_dynamic_shapes: bool = False) -> None:
         self._axis, self._device, self.has_dynamic_shapes = axis, device, has_dynamic_shapes
         self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # keys: stage, key of the shapes
-        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # the same; skeletons are pickled
+        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # the same keys; skeletons are pickled
         # Layouts of unfinished micro-batches. Keys: kind, stage, micro-batch. The kind _ACTIVATION is for the output
         # that the stage sends, _GRADIENT for the input whose gradients the stage returns.
         self._active_layouts: dict[tuple[int, int, int], MessageLayout] = {}
@@ -108,7 +108,9 @@ class StageTransfers:
         self._failed_activations: set[tuple[int, int]] = (
             set()
         )  # stages and micro-batches whose activation a failed rank never sends
-        self._handed_over: dict[tuple[int, int], Any] = {}  # values that stages pass on if all are on one rank
+        # Values passed between stages of a single rank. Keys: stage that receives an activation, or minus the stage
+        # that sent a gradient; micro-batch.
+        self._handed_over: dict[tuple[int, int], Any] = {}
 
     @property
     def is_single_rank(self) -> bool:
@@ -116,7 +118,7 @@ class StageTransfers:
         return self._axis.size == 1
 
     def forget_layouts(self) -> None:
-        """Send headers again before the next activations. All ranks of the pipeline must call this."""
+        """Forget all layouts: the next activations are sent with headers. Call on all ranks of the pipeline."""
         self._sent_layouts.clear()
         self._received_layouts.clear()
 
@@ -125,7 +127,7 @@ class StageTransfers:
     def send_activation(
         self, stage: int, micro_batch: int, key: Hashable, layout: MessageLayout, tensors: list[torch.Tensor]
     ) -> None:
-        """Send the output of `stage`, packed and detached, to the next stage.
+        """Start to send the output of `stage`, packed and detached, to the next stage.
 
         Raises:
             ModelError: the layout differs from that of an earlier micro-batch with an equal key.
@@ -145,13 +147,16 @@ class StageTransfers:
                 "dynamic_shape=True; after parameters were frozen or unfrozen, call reset_activation_shape() on every "
                 "rank"
             )
-        # The layout is kept for the returning gradients, which have the shapes of the differentiable tensors, and for
+        # The layout is stored for the returning gradients, which have the shapes of the differentiable tensors, and for
         # `send_failed_activation`: from here on the receiver has the layout and waits for the tensors.
         self._active_layouts[_ACTIVATION, stage, micro_batch] = layout
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, tensors)
 
     def receive_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """Start to receive the input of `stage`. A call that ran out of memory may be repeated."""
+        """Start to receive the input of `stage`; wait for its header, if one is sent.
+
+        A call that ran out of memory may be repeated.
+        """
         # Set if an earlier call failed after the header: the header must not be received twice.
         known = self._active_layouts.get((_GRADIENT, stage, micro_batch))
         if known is None and not self.has_dynamic_shapes:
@@ -170,7 +175,7 @@ class StageTransfers:
         """Wait for the input of `stage` and return it.
 
         Raises:
-            PeerStageFailed: a rank before this one failed.
+            PeerStageFailed: the rank of the previous stage failed, or had received a failed transfer.
         """
         if self.is_single_rank:
             tensors, form = self._handed_over.pop((stage, micro_batch))
@@ -216,7 +221,7 @@ class StageTransfers:
         """Wait for the gradients of the output of `stage` and return them, one for each differentiable tensor.
 
         Raises:
-            PeerStageFailed: a rank after this one failed.
+            PeerStageFailed: the rank of the next stage failed, or had received a failed transfer.
         """
         self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
         if self.is_single_rank:
@@ -227,12 +232,12 @@ class StageTransfers:
     # After a failure: the same transfers, without values
 
     def send_failed_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """Send a message without values in place of `send_activation`: this rank, or a rank before it, failed."""
+        """Send a message without values in place of `send_activation`: this rank failed, or received such a message."""
         form = self._active_layouts.get((_ACTIVATION, stage, micro_batch))
         if form is None and not self.has_dynamic_shapes:
             form = self._sent_layouts.get((stage, key))
         if form is None:
-            # The receiver waits for a header: an empty one ends the exchange.
+            # The receiver waits for a header; a header of None ends the exchange.
             self._send_header(stage, None)
             return
         self._active_layouts[_ACTIVATION, stage, micro_batch] = form
@@ -270,13 +275,13 @@ class StageTransfers:
             self.receive_activation(stage, micro_batch, key)
 
     def discard_activation(self, stage: int, micro_batch: int) -> None:
-        """Receive the input of `stage` and drop it."""
+        """Wait for the input of `stage`, if its receive was started, and drop it."""
         moving = self._receiving.pop((_ACTIVATION, stage, micro_batch), None)
         if moving is not None:
             self._wait(moving)
 
     def discard_gradients(self, stage: int, micro_batch: int) -> None:
-        """Receive the gradients of the output of `stage` and drop them."""
+        """Wait until the output of `stage` is sent and its gradients, if requested, are received; drop them."""
         self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
         moving = self._receiving.pop((_GRADIENT, stage, micro_batch), None)
         if moving is not None:
@@ -295,7 +300,7 @@ class StageTransfers:
             self._wait(going.pop(micro_batch))
 
     def limit_activation_sends(self, stage: int) -> None:
-        """Wait for the oldest activations of `stage` if more than two are in flight. Used without gradients."""
+        """Wait for the oldest activations of `stage` if more than two are in flight. Used if gradients are disabled."""
         self._limit_in_flight(_ACTIVATION, stage)
 
     def limit_gradient_sends(self, stage: int) -> None:
@@ -335,7 +340,7 @@ class StageTransfers:
         self, kind: int, stage: int, micro_batch: int, to: int, tensors: list[torch.Tensor], *, ok: bool = True
     ) -> None:
         mark = torch.tensor([ok], dtype=torch.uint8)
-        # Sends need dense memory; the transfer keeps these copies alive until it ends.
+        # Sends need contiguous memory; the transfer keeps these tensors alive until it ends.
         with traced("send", "activations" if kind == _ACTIVATION else "gradients"):
             full = [tensor.contiguous() for tensor in tensors]
             moving = _InFlightTransfer(full, self._start([mark, *full], to, _tag(kind, stage), sends=True), mark)
@@ -369,7 +374,7 @@ class StageTransfers:
         works = [w for t in (length, text) for w in self._start([t], stage + 1, _tag(_HEADER, stage), sends=True)]
         going = self._sending.setdefault((_HEADER, stage), {})
         going[max(going, default=0) + 1] = _InFlightTransfer([length, text], works)
-        # No gradient answers a header, so limit the headers in flight here.
+        # No gradient shows that a header arrived, so limit the headers in flight here.
         self._limit_in_flight(_HEADER, stage)
 
     def _receive_header(self, stage: int) -> MessageLayout | None:

@@ -5,9 +5,9 @@ Each rank keeps its layers and runs the model's own forward.
 [Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage from the
 micro-batch, which all ranks of a pipeline have. Stages send only hidden states, router logits if the loss uses the
 logits of all layers (`pipeline_router_loss`), and terms that hooks add to the loss (`running_stage`). A stub without
-parameters replaces each module of another stage (`stub_modules`). The first stage has the embedding, the last stage has
-norm, head and loss. Names in the state dict are those of the whole model: an embedding that is tied to the head has
-both names on the first stage and on the last.
+parameters of its own replaces each module of another stage (`stub_modules`). The first stage has the embedding, the
+last stage has norm, head and loss. Names in the state dict are those of the full model: an embedding that is tied to
+the head has both names on the first stage and on the last.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ class StagedModel:
 
         Returns:
             The hidden states for the next stage; on the last stage the return value of `call`.
+
+        Raises:
+            ModelError: the forward ended before it called the first layer after the stage.
         """
         with self._stage_installed(stage, stage_input), collecting_router_logits(RouterLogitsCollector()):
             output = call(**arguments)
@@ -121,9 +124,9 @@ class StagedModel:
         return passed
 
     def _shard_sequences(self, arguments: dict[str, Any], is_last: bool) -> dict[str, Any]:
-        """Shard the sequences of the arguments under sequence parallelism.
+        """Shard the sequences of the arguments under sequence parallelism, without a gather of the stage's output.
 
-        A stage before the last does not gather its output to full sequences.
+        The arguments of the last stage are returned unchanged: the hooks of the model shard them and gather the output.
         """
         sequence = sequence_parallel_of(self.model)
         if sequence is None or is_last:
@@ -175,9 +178,9 @@ class StagedModel:
         return StubOutput(real) if rule is None else StubInput(rule, self._forward_state, real)
 
     def _find_shared_parameters(self) -> dict[str, nn.Parameter]:
-        """Set `shared_parameters`: the parameters that lie on several ranks.
+        """Set `shared_parameters`: names of the parameters that several ranks hold, with these ranks.
 
-        A module that is never called lies on all ranks.
+        A module that is never called is on all ranks.
 
         Returns:
             Parameters of this rank under the additional names that they have in modules of other ranks.
@@ -261,8 +264,8 @@ def split_into_stages(
 
     Args:
         rank: this rank's position along the pipeline.
-        ranks: ranks of the pipeline.
-        virtual_stages: stages on each rank.
+        ranks: number of ranks of the pipeline.
+        virtual_stages: number of stages on each rank.
         partition_method: weights of the layers (`layer_partition.compute_layer_weights`). With `"parameters"`, modules
             before the layers count for the first layer, modules after the layers for the last.
         example_kwargs: keyword arguments of a trial forward, for a model that takes other arguments than `input_ids`.

@@ -130,7 +130,7 @@ def _add_empty_weight(stub: nn.Module, module: nn.Module) -> None:
 
 
 def register_alias(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter of `model` under one more name. Missing modules on the path of `name` are created."""
+    """Register a parameter of `model` under the additional `name`. Missing modules on its path are created."""
     *path, last = name.split(".")
     module = model
     for part in path:

@@ -3,8 +3,9 @@
 [Note: one order of transfers] In a simulation the actions of a schedule end in a total order. Results are transferred
 in that order, and every rank starts its halves of the transfers in that order. So a send may block until its receive
 starts: both ranks of the first unfinished transfer have started their halves, or reach them without waiting for another
-transfer. This holds for NCCL, which runs the transfers of a pair of ranks in order, and for sends that block. A receive
-starts one action before the action that needs it, so that the data arrives while the rank computes.
+transfer. This holds for NCCL, which runs the transfers of a pair of ranks in order, and for sends that block. If the
+order allows, a receive starts one action before the action that needs it, so that the data arrives while the rank
+computes.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ def _transfers(simulated: SimulatedSchedule, stages: int) -> list[tuple[Action, 
 
 
 def _merge_transfers(actions: RankActions, halves: list[tuple[Action, Action]]) -> RankActions:
-    """Merge a rank's computations with its halves of transfers, whose order is kept.
+    """Merge a rank's computations with its halves of transfers, in the order of the halves.
 
     A send directly follows the action whose result it sends. A receive precedes the action before its consumer, or
-    comes earlier if a later half requires it.
+    comes earlier or directly before its consumer if the order of the halves requires it.
     """
     places = {action: index for index, action in enumerate(actions)}
     latest, limits = len(actions), []
     for half, action in reversed(halves):
         latest = min(latest, places[action] + half.kind.is_send)
         limits.append(latest)
-    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action, and after the last
+    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action, then after all
     at = 0
     for (half, action), limit in zip(halves, reversed(limits), strict=True):
         position = places[action] + 1 if half.kind.is_send else places[action] - 1

@@ -1,6 +1,6 @@
 """Sequence parallelism for an unmodified transformers model.
 
-Hooks shard the inputs before the forward. Attention and loss are those of whole sequences.
+Hooks shard the inputs before the forward. Attention and loss are those of full sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from windlass.parallel.sequence_loss import ModelLoss, install_loss
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
 GATHERED_OUTPUTS = ("logits", "last_hidden_state")
-"""Outputs `[samples, tokens, ...]` that are all-gathered if the caller passed whole sequences without labels."""
+"""Outputs `[samples, tokens, ...]` that are all-gathered if the caller passed full sequences without labels."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class SequenceParallel:
         pattern: distribution of the tokens over the ranks.
         loss: loss function of the model, over the tokens of all ranks.
         pre_sharded: True if batches contain this rank's tokens only.
-        only_training: True if every rank computes whole sequences in eval mode.
+        only_training: True if every rank computes full sequences in eval mode.
         derive: function that derives the model's positions from ids or masks; None if the model counts tokens from 0.
     """
 
@@ -72,7 +72,7 @@ class SequenceParallel:
         self._argument_names = [name for name, one in signature.items() if one.kind is not one.VAR_KEYWORD]
         self._accepts_kwargs = len(self._argument_names) < len(signature)
         self.derive = find_position_derivation(model)
-        self._active_calls: list[_ForwardCall | None] = []  # None: a forward on whole sequences
+        self._active_calls: list[_ForwardCall | None] = []  # None: a forward on full sequences
         self._has_dropout = has_attention_dropout(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
@@ -81,8 +81,8 @@ class SequenceParallel:
     def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a batch, with its `SequenceShard` under `SHARD_KEY`.
 
-        A batch that has the key already is returned unchanged. A forward that is not the model's own (a pipeline stage)
-        runs inside `use_shard(batch.pop(SHARD_KEY))`.
+        A batch that has the key already is returned unchanged. The hooks of the model accept the result. A forward
+        without these hooks must run inside `use_shard(batch.pop(SHARD_KEY))`.
 
         Raises:
             ModelError: the batch cannot be sharded.
@@ -96,7 +96,11 @@ class SequenceParallel:
         )
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Shard the inputs. Registered as a forward pre-hook."""
+        """Shard the inputs. Registered as a forward pre-hook.
+
+        Raises:
+            ModelError: the arguments cannot be sharded, or request outputs that need all tokens.
+        """
         self._active_calls.append(None)
         if len(args) > len(self._argument_names):
             takes = len(self._argument_names)
@@ -106,7 +110,7 @@ class SequenceParallel:
             )
         batch = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         if _is_generating(batch) or (self.only_training and not module.training):
-            return None  # every rank computes whole sequences
+            return None  # every rank computes full sequences
         _check_requested_outputs(module, batch)
         batch = self.shard_batch(batch)
         share: SequenceShard = batch.pop(SHARD_KEY)
@@ -128,13 +132,19 @@ class SequenceParallel:
         return (), batch
 
     def _shared_seed(self, batch: dict[str, Any]) -> int:
-        """Draw a seed from the RNG of the first rank along sp, for all of its ranks. Collective."""
+        """Return a seed, equal on all ranks along sp, from a number that the first rank draws. Collective."""
         device = next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
         own = torch.randint(2**31 - 1, (1,)).to(device)
         return combine_seeds(int(self.axis.all_gather(own)[0]), self._rng_stream)
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """All-gather the outputs. Registered as a forward hook with `always_call`, so it runs after an error too."""
+        """All-gather the outputs of a forward without labels.
+
+        Registered as a forward hook with `always_call`, so it runs after an error too.
+
+        Raises:
+            ModelError: the model computed its loss without `loss_function`.
+        """
         call = self._active_calls.pop() if self._active_calls else None
         if call is None:
             return None
@@ -179,14 +189,15 @@ def apply_sequence_parallel(
 ) -> None:
     """Shard the sequences of a causal or bidirectional transformers model over the ranks of `axis`, in place.
 
-    Model and collator need no change: every rank along `axis` calls the model with the same whole batch of any length,
-    padded or packed.
+    Model and collator need no change: every rank along `axis` calls the model with the same batch of full sequences of
+    any length, padded or packed.
 
-    - With labels, the loss is that of whole sequences, equal on all ranks; `logits` are those of this rank's tokens.
-      The mean over the axis of the parameters' gradients is the gradient of the loss.
-    - Without labels, `logits` and `last_hidden_state` are those of whole sequences. If the loss is computed from them,
-      the mean over the axis is its gradient, too. Other outputs (`hidden_states`) are those of this rank's tokens.
-    - Generation (`past_key_values`, or `logits_to_keep` without labels) computes whole sequences on every rank.
+    - With labels, the loss is that of full sequences, equal on all ranks; `logits` are those of this rank's tokens. The
+      mean over the axis of the parameters' gradients is the gradient of the loss.
+    - Without labels, `logits` and `last_hidden_state` are those of full sequences. The mean over the axis of the
+      gradients is then the gradient of a loss that is computed from them. Other outputs (`hidden_states`) are those of
+      this rank's tokens.
+    - Generation (`past_key_values`, or `logits_to_keep` without labels) computes full sequences on every rank.
 
     An axis of one rank changes nothing. Apply tensor parallelism before, not after.
 
@@ -200,13 +211,13 @@ def apply_sequence_parallel(
             True.
         pre_sharded: True if batches contain this rank's tokens only. A batch with `SHARD_KEY` counts as sharded in any
             case.
-        only_training: True: in eval mode every rank computes whole sequences.
+        only_training: True if every rank computes full sequences in eval mode.
         rng_stream: number of the random stream for dropout. Ranks that compute other heads of the same tokens (tp) need
             different numbers.
 
     Raises:
-        ConfigError: the mode is unknown, or the degree does not divide the number of ranks.
-        ModelError: the model cannot be sharded along the sequence, or is already.
+        ConfigError: the mode is unknown, or the degree does not divide the number of ranks or contradicts the mode.
+        ModelError: the model cannot be sharded along the sequence, or is sharded already.
     """
     if axis.size == 1:
         return
@@ -262,7 +273,7 @@ def sequence_parallel_of(model: Any) -> SequenceParallel | None:
 
 
 def _output_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss of a model's output; in a tuple it comes first."""
+    """Return the loss in a model's output, which is first in a tuple; None if that value is not a scalar tensor."""
     found = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
     return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
 

@@ -1,6 +1,6 @@
 """Attention dropout that does not depend on the sharding of the sequence.
 
-[Note: dropped weights] A hash of the seed, the sample, the head, and the positions of query and key in the whole
+[Note: dropped weights] A hash of the seed, the sample, the head, and the positions of query and key in the full
 sequence decides if a weight is dropped. So no mask is saved or sent, the backward and a recomputed forward drop the
 same weights, and the result does not depend on the rank that computes a tile.
 """
@@ -33,7 +33,7 @@ class AttentionDropout:
     Attributes:
         probability: probability `p` of dropping a weight; kept weights are divided by `1 - p` (Srivastava et al. 2014).
         seed: seed of this layer and forward, in [0, 2^31).
-        first_head: number, in the whole layer, of the first head that this rank computes.
+        first_head: number, among all heads of the layer, of the first head that this rank computes.
     """
 
     probability: float

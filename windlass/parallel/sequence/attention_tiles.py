@@ -26,8 +26,8 @@ class Tile:
         samples: range of samples.
         queries, keys: ranges of local indices.
         kind: visible part of the rectangle.
-        distance: position of the first query minus position of the first key, in the whole sequence.
-        query_start: position of the first query in the whole sequence.
+        distance: position of the first query minus position of the first key, in the full sequence.
+        query_start: position of the first query in the full sequence.
     """
 
     samples: TokenRange
@@ -48,7 +48,7 @@ def make_visible_tiles(
     """Return tiles that cover the visible pairs of `queries` and `keys`.
 
     Args:
-        queries, keys: ranges of the whole sequence, in the order of the local tokens.
+        queries, keys: ranges of the full sequence, in the order of the local tokens.
         max_tile_size: bound of either side of a tile; None: no bound.
     """
     found = []
@@ -88,7 +88,7 @@ def _is_band_visible(mask_band: MaskBand, q: TokenRange, k: TokenRange) -> bool:
 def _visible_parts(
     mask_band: MaskBand, q: TokenRange, k: TokenRange, max_tile_size: int | None
 ) -> Iterator[tuple[TokenRange, TokenRange, TileKind]]:
-    """Yield the visible parts of a rectangle, in positions of the whole sequence."""
+    """Yield the visible parts of a rectangle, in positions of the full sequence."""
     for strip in _strips(mask_band, q, k):
         for queries, keys, kind in _strip_parts(mask_band, strip, k):
             yield from _split_tiles(queries, keys, kind, max_tile_size)

@@ -1,4 +1,4 @@
-"""Sharding of a batch of whole sequences along the sequence dimension."""
+"""Sharding of a batch of full sequences along the sequence dimension."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shard_batch(
     shifts_labels: bool = True,
     derive_positions: DerivePositions | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of a batch of whole sequences, with its `SequenceShard` under `SHARD_KEY`.
+    """Return this rank's part of a batch of full sequences, with its `SequenceShard` under `SHARD_KEY`.
 
     Every rank along sp passes the same batch. Without an `attention_mask`, a packed document begins where the positions
     restart, as in transformers.
@@ -47,8 +47,9 @@ def shard_batch(
         derive_positions: function that derives the positions of a batch without `position_ids`; None: count from 0.
 
     Returns:
-        The batch with tensors of the local tokens. `labels`, if given, are returned as `labels` and as `shift_labels`,
-        both shifted.
+        The batch with tensors of the local tokens, without `PACKING_KEYS`. If the batch has `labels`, `labels` and
+        `shift_labels` of the result are equal: the `shift_labels` of the batch, otherwise its labels, shifted if
+        `shifts_labels`.
 
     Raises:
         ModelError: a value of the batch cannot be sharded.
@@ -80,7 +81,9 @@ def shard_batch(
 
 
 def _pad_batch(batch: dict[str, Any], length: int, min_length: int) -> dict[str, Any]:
-    """Append padding that no token sees, so that every rank has a token: many models fail on empty tensors."""
+    """Append padding to which no token of the batch attends. Every rank then has a token: many models fail on empty
+    tensors.
+    """
     more, long = min_length - length, dict(batch)
     for name in SHARDED_KEYS:
         value = batch.get(name)
@@ -100,10 +103,10 @@ def _pad_batch(batch: dict[str, Any], length: int, min_length: int) -> dict[str,
 def mark_sharded_batch(
     batch: Mapping[str, Any], axis: MeshAxis, ulysses_degree: int, *, derive: DerivePositions | None = None
 ) -> dict[str, Any]:
-    """Add the `SequenceShard` to a batch that contains this rank's tokens only. Collective.
+    """Return `batch`, which contains this rank's tokens only, with its `SequenceShard` under `SHARD_KEY`. Collective.
 
-    The parts of the ranks are consecutive. The batch needs `position_ids`. Labels must be shifted, as `shift_labels` or
-    `labels`.
+    The parts of the ranks must be consecutive. The batch needs `position_ids`. Labels must be shifted, as
+    `shift_labels` or `labels`.
 
     Args:
         derive: function that derives the model's positions. Positions equal to the derived ones do not separate

@@ -38,13 +38,15 @@ def apply_long_context(
             True: the tokens of 256 MiB of fp32 logits; False: the loss is not tiled. With a tiled loss the outputs have
             no logits.
         recompute: save only the inputs of each layer, and recompute the layer in the backward.
-        activation_tier: tier of the saved inputs, "cpu" or "nvme"; None: the configured tier.
+        activation_tier: tier of the saved inputs, "device", "cpu" or "nvme"; None: the configured tier.
         nvme_path: folders for "nvme".
 
     Raises:
-        ModelError: the model has no MLP, or its MLPs gather tokens; it has no layer that computes logits; its layers
-            cannot be recomputed; or `activation_tier` is set without `recompute`.
-        ConfigError: "nvme" has no folder, or another tier has one.
+        ModelError: the model is not one of transformers; it has no MLP, or its MLPs gather tokens; it has no layer that
+            computes logits, or a loss function of its own; its layers cannot be recomputed; or `activation_tier` is set
+            without `recompute`.
+        ConfigError: the tier is unknown, "nvme" has no folder, or another tier has one.
+        StorageError: no files can be created in the folders.
     """
     inner = unwrap_peft(model)
     name = type(inner).__name__

@@ -1,4 +1,4 @@
-"""Positions that a model derives from ids or masks, computed from whole sequences before these are sharded."""
+"""Positions that a model derives from ids or masks, computed from full sequences before these are sharded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from windlass.base.errors import ModelError
 
 DerivePositions = Callable[[Mapping[str, Any]], torch.Tensor]
-"""Function from a batch of whole sequences to its `position_ids`, `[samples, tokens]`."""
+"""Function from a batch of full sequences to its `position_ids`, `[samples or 1, tokens]`."""
 
 _FROM_IDS, _FROM_EMBEDS = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
-_MASK_COUNTING_CLASSES = {"OPTLearnedPositionalEmbedding"}  # models that count the tokens with mask 1
-_TOKEN_COUNTING_CLASSES = {"BioGptLearnedPositionalEmbedding"}  # models that count all tokens from 0
+_MASK_COUNTING_CLASSES = {"OPTLearnedPositionalEmbedding"}  # positions count tokens with mask 1
+_TOKEN_COUNTING_CLASSES = {"BioGptLearnedPositionalEmbedding"}  # positions count all tokens from 0
 
 
 def find_position_derivation(model: nn.Module) -> DerivePositions | None:
@@ -41,7 +41,9 @@ def find_position_derivation(model: nn.Module) -> DerivePositions | None:
 
 
 def _position_function(module: nn.Module) -> Any:
-    """Return the function of an embedding module that derives positions: its method, or a function of its file."""
+    """Return the function that derives the positions of an embedding module: its method, or a function of the Python
+    module that defines its class. None if there is neither.
+    """
     own = getattr(module, _FROM_IDS, None)
     if own is not None:
         return own

@@ -4,7 +4,7 @@ H. Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889. R
 log-sum-exp, in fp32. The backward passes keys and values round once more, followed by their gradients, to which every
 rank adds its part. In the forward a rank receives `2 N k (R - 1) / R` elements, for N tokens with k features of keys
 and k features of values on a ring of R ranks. In the backward it receives the same, and R blocks of gradients in fp32.
-Tiles without visible pairs are not computed. If a sliding window ends early, blocks that no rank sees are not sent.
+Tiles without visible pairs are not computed. With a sliding window, blocks that are visible to no rank are not sent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from windlass.parallel.sequence.tile_kernels import ScoreSpec, TileKernels
 class RingTransfer:
     """Transfer to the rank `shift` places further along the axis, and from the rank `shift` places before.
 
-    The received tensors have the shapes of the sent ones. The sent tensors are kept until `wait` returns and must not
-    change before. This is `MeshAxis.pass_on` split into start and wait.
+    The received tensors have the shapes of the sent ones. This object keeps the sent tensors alive until `wait`; they
+    must not change before. It is `MeshAxis.shift`, split into start and wait.
     """
 
     def __init__(self, axis: MeshAxis, tensors: Sequence[torch.Tensor], shift: int) -> None:
@@ -77,7 +77,7 @@ class RingContext:
     score_spec: ScoreSpec
 
     def repeat_kv_heads(self, keys: torch.Tensor) -> torch.Tensor:
-        """Repeat the heads of keys or values, so that each query head has its own."""
+        """Repeat the heads of keys or values, so that there is one for each query head."""
         each = self._queries_per_key(keys.shape[1])
         if each is not None:
             return keys if each == 1 else keys.repeat_interleave(each, dim=1)
@@ -169,7 +169,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Compute the attention of this rank's queries to the keys of the whole ring. Collective along the ring.
+    """Compute the attention of this rank's queries to the keys of all ranks of the ring. Collective along the ring.
 
     Args:
         query: `[samples, heads, local tokens, features]`; key and value the same with as many heads or fewer.

@@ -1,4 +1,4 @@
-"""Attention of tokens that lie on several ranks: Ulysses, ring attention, or both."""
+"""Attention of tokens that are sharded over ranks: Ulysses, ring attention, or both."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from windlass.parallel.sequence.ulysses_heads import UlyssesHeads, swap_heads_fo
 class SequenceMask:
     """Mask of a forward on sharded sequences, which replaces a dense mask.
 
-    It travels with the arguments of the layers, so a recomputed layer gets the mask of its forward. It has no
-    `__dict__`, so that searches for tensors in arguments do not descend into it.
+    It is an argument of the layers, so a recomputed layer receives the mask of its forward. It has no `__dict__`, so
+    that searches for tensors in arguments do not descend into it.
 
     Attributes:
         shard: distribution of the batch's tokens, with padding and packed documents.
@@ -142,7 +142,7 @@ def _group_attention(
 
 
 def _is_single_tile(mask: SequenceMask, full_ranges: tuple[tuple[int, int], ...]) -> bool:
-    """Return True if the whole call is one tile, which torch's SDPA computes without the merging of tiles."""
+    """Return True if one tile covers the call, which torch's SDPA then computes without the merging of tiles."""
     found = mask.tiles_by_step(None)[0]
     if len(found) != 1 or mask.mask_band not in (CAUSAL, BIDIRECTIONAL) or found[0].kind == "band":
         return False

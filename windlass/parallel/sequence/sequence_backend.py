@@ -29,7 +29,7 @@ from windlass.parallel.sequence.ulysses_heads import UlyssesHeads, swap_heads_fo
 
 
 def describe_full_mask(shard: SequenceShard, band: MaskBand, device: torch.device | str) -> AttentionMask:
-    """Return the mask of the whole sequences of a batch, with its padding and packed documents."""
+    """Return the mask of the full sequences of a batch, with its padding and packed documents."""
     length = shard.sharding.length
     padding = torch.zeros(shard.num_samples, length, dtype=torch.bool)
     documents = torch.zeros(shard.num_samples, length, dtype=torch.long)
@@ -61,7 +61,7 @@ def local_backend_attention(
     heads: HeadSlice,
     **arguments: Any,
 ) -> torch.Tensor:
-    """Swap tokens for heads, compute whole sequences with the backend of `mask.local`, and swap back. Collective.
+    """Swap tokens for heads, attend over full sequences with the backend of `mask.local`, and swap back. Collective.
 
     Args:
         query: `[samples, heads, local tokens, features]`; key, value: the same with as many heads or fewer.
@@ -121,10 +121,10 @@ class SequenceBackend(AttentionBackend):
         check_sequence_support(unwrap_peft(model), self.shard.axis)
 
     def make_mask(self, mask: AttentionMask) -> SequenceMask:
-        """Return the mask of whole sequences. Only the pattern of `mask` is used: the shard has padding and documents.
+        """Return the mask of full sequences. `mask` gives the pattern and the device, the shard padding and documents.
 
         Raises:
-            ModelError: the pattern is not a band, or another active backend cannot compute local heads.
+            ModelError: the pattern is not a band, or another active backend cannot be combined with this one.
         """
         band = mask.pattern
         if not isinstance(band, MaskBand):
@@ -135,7 +135,11 @@ class SequenceBackend(AttentionBackend):
         return SequenceMask(self.shard, band, self._bind_local_backend(band, mask.device))
 
     def _bind_local_backend(self, band: MaskBand, device: torch.device | str) -> BoundMask | None:
-        """Return the mask, for whole sequences and local heads, of the backend active around this one; None without."""
+        """Return the backend active around this one, with its mask for full sequences; None if there is no backend.
+
+        Raises:
+            ModelError: the mode is not "ulysses", or the backend cannot compute local heads.
+        """
         local = get_active_backend()
         if local is None or isinstance(local, SequenceBackend):  # an outer forward on sequences of another model
             return None
@@ -162,8 +166,8 @@ class SequenceBackend(AttentionBackend):
         """Compute attention of this rank's tokens, with all heads. Collective along sp.
 
         Raises:
-            ModelError: the mask was not made by `make_mask`, or the layer needs something that cannot be computed on a
-                part of a sequence.
+            ModelError: the mask was not made by `make_mask`, the tensors do not fit the shard, or the backend does not
+                support an argument or the dropout of this call.
         """
         layer = "a module" if module is None else type(module).__name__
         if not isinstance(mask, SequenceMask):

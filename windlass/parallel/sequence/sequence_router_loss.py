@@ -1,8 +1,9 @@
-"""Load-balancing loss of transformers' routers over whole sequences, under sequence parallelism.
+"""Load-balancing loss of transformers' routers over full sequences, under sequence parallelism.
 
 [Note: balance over sequences] The loss (Fedus et al., "Switch Transformers", equations 4 to 6) multiplies the fraction
-of tokens of each expert by its mean probability, both over all tokens of a batch. So the mean of the losses of parts is
-not the loss of the whole. The logits of all ranks are all-gathered first, `[tokens, experts]` for each layer.
+of tokens of each expert by its mean probability, both over all tokens of a batch. So the mean of the losses of parts of
+a batch is not the loss of the batch. The logits of all ranks are all-gathered first, `[tokens, experts]` for each
+layer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from windlass.parallel.sequence.sequence_shard import SequenceShard, get_current
 
 
 def install_sequence_router_loss(model: Any) -> None:
-    """Replace the router loss of the Python module that defines `model` by a loss over whole sequences."""
+    """Replace the router loss, if there is one, in the Python module that defines `model` by a loss over full
+    sequences.
+    """
     loss = install_router_loss(model)
     if loss is not None:
         loss.gather_logits = _gather_logits

@@ -17,15 +17,15 @@ from windlass.parallel.sequence.visible_ranges import BatchMask
 class SequenceShard:
     """This rank's part of the sequences of one batch.
 
-    It holds no tensors and has no `__dict__`, so that searches for tensors in arguments do not descend into it: it may
-    travel with a mask.
+    It holds no tensors and has no `__dict__`, so that searches for tensors in arguments do not descend into it. So a
+    mask may refer to it.
 
     Args:
         sharding: tokens of each rank.
         mask: padding and packed documents of the batch.
         axis: the mesh axis sp.
         full_length: number of tokens of each sequence as the caller passed it, without padding added for sharding.
-        gathers_outputs: all-gather the model's outputs; True if the batch had whole sequences.
+        gathers_outputs: True if the model's outputs are all-gathered, by default for a batch of full sequences.
 
     Attributes:
         dropout_seed: seed of the attention dropout of this forward, equal along sp; None: no dropout.
@@ -57,7 +57,7 @@ class SequenceShard:
         return self.sharding.sizes[self.axis.index]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gather whole sequences along dimension 1. Collective; the backward sums the gradients of all ranks."""
+        """All-gather full sequences along dimension 1. Collective; the backward sums the gradients of all ranks."""
         return self.sharding.restore_order(all_gather(tensor, self.axis, 1, self.sharding.sizes))[:, : self.full_length]
 
     @property

@@ -15,11 +15,11 @@ class SequenceShardedLoader:
     """Data loader of this rank's part of each batch, with its `SequenceShard`.
 
     The model does not shard such a batch again. Ranks along sp read the same samples: a sampler counts data-loading
-    ranks, and sp is not among their axes. Labels come back as `labels` and as `shift_labels`, both shifted.
+    ranks, and sp is not among their axes. Labels are returned as `labels` and as `shift_labels`, as by `shard_batch`.
 
     Args:
-        loader: yields dicts, the keyword arguments of the model. With `broadcast_from_first` only the first loader
-            is used, and the others may be None.
+        loader: yields dicts, the keyword arguments of the model. With `broadcast_from_first` only the loader of the
+            first rank along sp is used; the loaders of other ranks may be None.
         sequence_parallel: sequence parallelism of the model that consumes the batches (`sequence_parallel_of(model)`).
         broadcast_from_first: the first rank along sp reads and broadcasts its batches. Collective at every step.
         device: device of the broadcast, for process groups without support for CPU tensors.

@@ -1,8 +1,8 @@
 """Distribution of a sequence's tokens over the ranks along sp. Pure arithmetic.
 
 [Note: positions of tokens] A rank's tokens are one or two ranges of the sequence, in local order. In attention,
-`ulysses_degree` neighbouring ranks swap tokens for heads. Each of them then holds the tokens of the whole group, for
-some of the heads. The groups form a ring and pass keys and values round. If a causal sequence were split into equal
+`ulysses_degree` neighbouring ranks swap tokens for heads. Each of them then holds all tokens of this group of ranks,
+for some of the heads. The groups form a ring and pass keys and values round. If a causal sequence were split into equal
 parts, the last group would see all keys and the first only its own. To balance the work, the sequence is split into
 twice as many parts as there are groups, and each group gets one part from either end (zig-zag, as in Llama 3, arXiv
 2407.21783, section 3.3.2). Only this file computes the distribution; other files use a `SequenceSharding`.
@@ -41,7 +41,7 @@ class SequenceSharding:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the whole sequence."""
+        """Number of tokens of the full sequence."""
         return sum(self.sizes)
 
     @property
@@ -77,12 +77,12 @@ class SequenceSharding:
         ]
 
     def local_shard(self, tensor: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """Return the part that belongs to `rank` of a tensor that has the whole sequence along `dim`."""
+        """Return the part that belongs to `rank` of a tensor that has the full sequence along `dim`."""
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def restore_order(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Reorder the parts of all ranks, concatenated along `dim`, into the whole sequence."""
+        """Reorder the parts of all ranks, concatenated along `dim`, into the full sequence."""
         if self.is_contiguous:
             return tensor
         places, at = {}, 0

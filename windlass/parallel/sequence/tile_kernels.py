@@ -2,7 +2,7 @@
 
 Let `L` be the log-sum-exp of all scores of a query. A tile contributes `exp(scores - L) V` to the output, and its
 contribution to every gradient follows from `L` and the output of all tiles (T. Dao, "FlashAttention-2", arXiv
-2307.08691, algorithm 2). So tiles are computed in any order, on any rank, and summed.
+2307.08691, algorithm 2). So tiles can be computed in any order, on any rank, and summed.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class TileKernels:
 
 
 def _supports_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if torch has a flash kernel for such tensors."""
+    """Return True if torch has a flash kernel for these tensors."""
     if not (query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]):
         return False
     if query.device.type == "cpu":

@@ -93,7 +93,7 @@ class Tiling:
         return tensor.narrow(self.dim, start, min(self.tile_size, tensor.shape[self.dim] - start))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute the whole output, a tile at a time."""
+        """Compute the full output, a tile at a time."""
         total: torch.Tensor | None = None
         done, starts = 0, self.tile_starts(inputs)
         for start in starts:
@@ -170,8 +170,8 @@ def run_tiled(tiling: Tiling, inputs: Sequence[torch.Tensor], parameters: Sequen
         parameters: all other tensors that get gradients through the function.
 
     Returns:
-        The output of the function for the whole inputs, provided that it treats elements along `tiling.dim`
-        independently.
+        The output of the function for the full inputs, provided that it treats elements along `tiling.dim`
+        independently, or sums over them and `tiling.sums_outputs` is set.
     """
     if not torch.is_grad_enabled():
         return tiling.run(inputs)

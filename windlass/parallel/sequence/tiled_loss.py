@@ -1,4 +1,4 @@
-"""Tiled loss: computes a tile of logits at a time, so that the logits of all tokens never exist at once.
+"""Loss that computes a tile of logits at a time, so that the logits of all tokens never exist at once.
 
 Logits of 100,000 tokens and a vocabulary of 128,000 take 51 GB in fp32, and their gradient as much. See
 `tiled_function`.
@@ -57,10 +57,10 @@ def tiled_loss(
         tile_tokens: tokens in a tile; None: `get_default_tile_tokens`.
         bias: `[vocabulary]`.
         ignore_index: label of tokens without a loss.
-        loss_function: maps logits and labels to the loss of each token. It gets sharded logits if
-            `weight` is a part of the vocabulary.
+        loss_function: maps logits and labels to the loss of each token. It gets sharded logits if `weight` is a part of
+            the vocabulary.
         sp_axis: axis over which the tokens are sharded; the mean is over the tokens of all its ranks.
-        num_items: divisor of the sum; by default the number of labels.
+        num_items: divisor of the sum; by default the number of labels on all ranks that are not `ignore_index`.
 
     Returns:
         A scalar, the same on all ranks of sp.
@@ -192,8 +192,8 @@ class TiledLossHead:
     """Replacement of the output head's forward while a model trains on labels.
 
     The first call of the head returns a placeholder. The loss function calls the head again, and the second call
-    computes the loss a tile at a time. Because this is a call of the module, hooks that unshard and reshard its weight
-    run.
+    computes the loss a tile at a time. The second call is a call of the module, too, so that the hooks that unshard and
+    reshard the head's weight run.
     """
 
     def __init__(self, head: nn.Module, tile_tokens: int | None) -> None:
@@ -205,7 +205,9 @@ class TiledLossHead:
         self._argument_names: list[str] = []
 
     def install(self, model: nn.Module, names: list[str]) -> None:
-        """Replace the forward of the head. `names` are the arguments of the forward of `model`, in order."""
+        """Replace the forward of the head. `names` are the arguments, in order, of the forward of the transformers
+        model, which `model` is or wraps.
+        """
         self._argument_names = names
         held: Any = self._head
         held.forward = self.forward

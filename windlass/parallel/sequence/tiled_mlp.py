@@ -36,8 +36,8 @@ def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None
     Args:
         module: maps `[..., tokens, features]` to the same shape and treats tokens independently. Dropout draws its
             numbers tile by tile.
-        tile_tokens: tokens in a tile. Default: the number of features of a token, so that the activation between the
-            products takes as much memory as the weights.
+        tile_tokens: tokens of all samples in a tile. Default: the number of features of a token, so that the activation
+            between the products has as many elements as the weight of the first product.
 
     Raises:
         ModelError: the module has no linear layer, or is tiled already.

@@ -4,7 +4,7 @@ S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 N
 for N tokens of h features on P ranks, and as many in the backward. The number of heads need not be a multiple of the
 number of ranks: then the first ranks have one head more, and some ranks may have no head. A rank gets the heads of keys
 and values that its queries use. With fewer key heads than ranks, a key head goes to several ranks, and its gradients
-are summed on the ranks that own the tokens.
+are summed on the ranks that hold the tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def swap_tokens_for_heads(
     group_ranks: range,
     tokens_per_rank: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Swap tokens for heads among a group of ranks, in one all-to-all. Collective over the whole axis.
+    """Swap tokens for heads among a group of ranks, in one all-to-all. Collective over all ranks of the axis.
 
     Args:
         query: `[samples, heads, local tokens, features]`.
@@ -104,7 +104,7 @@ def swap_tokens_for_heads(
 def swap_heads_for_tokens(
     output: torch.Tensor, axis: MeshAxis, group_ranks: range, tokens_per_rank: Sequence[int], heads: int
 ) -> torch.Tensor:
-    """Swap heads for tokens, the inverse of `swap_tokens_for_heads`. Collective over the whole axis.
+    """Swap heads for tokens, the inverse of `swap_tokens_for_heads`. Collective over all ranks of the axis.
 
     Args:
         output: `[samples, local heads, tokens of the group, features]`.

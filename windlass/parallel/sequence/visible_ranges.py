@@ -15,7 +15,7 @@ from windlass.parallel.sequence.sequence_sharding import TokenRange
 
 @dataclass(frozen=True)
 class VisibleRange:
-    """Queries and keys that see each other as far as the mask band allows; both are ranges of the whole sequence."""
+    """Queries, and the keys that they see as far as the mask band allows; both are ranges of the full sequence."""
 
     queries: TokenRange
     keys: TokenRange
@@ -31,7 +31,7 @@ class SampleMask:
 
 
 BatchMask = tuple[SampleMask, ...]
-"""Visible ranges of a whole batch: all samples, in order."""
+"""Visible ranges of all samples of a batch, in order."""
 
 
 def make_full_mask(samples: int, length: int) -> BatchMask:

@@ -73,9 +73,10 @@ def apply_tensor_parallel(
         The plan that was applied.
 
     Raises:
-        ConfigError: the table or a number is invalid.
-        ModelError: a module cannot be sharded. The model is unchanged, unless the module has packed weights: then
-            modules before it may be sharded already.
+        ConfigError: the table or `tp_overlap_chunks` is invalid, or `tp_sequence_norms` is combined with chunks.
+        ModelError: a module cannot be sharded, or the model is sharded over the axis already. The model is unchanged,
+            unless a parameter is used by two modules with different shards, or is sharded over another axis in the same
+            dimension.
     """
     if tp_overlap_chunks < 1:
         raise ConfigError(f"tp_overlap_chunks = {tp_overlap_chunks}; write at least 1")

@@ -1,4 +1,4 @@
-"""Sharding of an attention module's other parameters: norms of single heads, and parameters with one value per head."""
+"""Sharding of an attention module's parameters outside of linear layers: norms of heads, and values for each head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shard_attention_parameters(
     """Return the shards of the parameters in the attention module `name` that belong to no linear layer.
 
     Raises:
-        ModelError: the role of a parameter in the attention is unknown.
+        ModelError: the role of a parameter in the attention is unknown, or a norm cannot be divided by heads.
     """
     shards = [
         _shard_direct_parameter(f"{name}.{leaf}" if name else leaf, parameter, head_partition, entries, chain)
@@ -48,7 +48,12 @@ def shard_attention_parameters(
 def _shard_direct_parameter(
     name: str, parameter: nn.Parameter, head_partition: HeadPartition, entries: Mapping[str, PlanEntry], chain: str
 ) -> ModuleShard:
-    """Shard a direct parameter of the module that has a value for each head, such as an attention sink."""
+    """Return the shard of a direct parameter of the module: with values for each head, such as attention sinks, or with
+    an entry in the user's table.
+
+    Raises:
+        ModelError: the role of the parameter is unknown.
+    """
     entry = entries.get(name)
     if entry is not None and entry.is_from_user:
         return ModuleShard(name, entry.style, description="", chain=chain)
@@ -84,8 +89,11 @@ def _shard_head_bias(name: str, head_partition: HeadPartition, chain: str) -> Mo
 def _shard_head_norm(
     name: str, leaf: str, child: nn.Module, module: nn.Module, head_partition: HeadPartition, layers: Sequence[str]
 ) -> list[ModuleShard]:
-    """Replicate a norm whose weight all heads share, and mark its gradient as partial, since each rank sees only its
-    own heads. Shard a norm that has weights for each head.
+    """Replicate a norm whose weight all heads share, with a partial gradient, since each rank computes only its heads.
+    Shard a norm that has weights for each head.
+
+    Raises:
+        ModelError: the norm cannot be divided by heads.
     """
     own = list(child.named_parameters(recurse=False))
     chain, full = layers[-1], [(layer, "replicated") for layer in layers]

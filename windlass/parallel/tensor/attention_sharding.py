@@ -19,7 +19,7 @@ class HeadProjection:
     Attributes:
         layer: the layer.
         sections: sizes of the consecutive sections of its output.
-        section_heads: number of heads in each section: that of the query heads or of the key heads.
+        section_heads: number of heads in each section: all query heads or all key heads.
         is_interleaved: True if keys and values are stored next to the queries that use them, so that ranks cannot share
             a key head.
     """

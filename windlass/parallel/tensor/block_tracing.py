@@ -50,7 +50,8 @@ def trace_block(name: str, block: nn.Module, covered: Collection[str], hidden_si
     """Return the plan entries of a block, except for the modules in `covered`.
 
     Args:
-        hidden_size: number of features between blocks, if known; otherwise the layer registered last ends a chain.
+        hidden_size: number of features between blocks, if known; otherwise the layer registered last that fits ends a
+            chain.
 
     Raises:
         ModelError: the role of a linear layer or a matrix is unknown. The message shows the table entry to write.
@@ -73,7 +74,7 @@ def trace_block(name: str, block: nn.Module, covered: Collection[str], hidden_si
 
 def trace_known_layers(name: str, block: nn.Module, covered: Collection[str]) -> list[PlanEntry]:
     """Return plan entries for attention, and for feed-forward layers with the usual names, in a block without plan
-    entries. Everything else stays replicated.
+    entries. All other layers stay replicated.
     """
     layers = list(find_linear_layers(block, name))
     found: list[list[PlanEntry]] = []

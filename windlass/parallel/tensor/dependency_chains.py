@@ -34,18 +34,20 @@ from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyl
 
 @dataclass(frozen=True)
 class DependencyChain:
-    """Column layers, and the row layer that takes their outputs."""
+    """Column layers, and the row layer that takes their outputs. For a gathered column without a row layer, `row` is a
+    `REPLICATED` entry with the column's name.
+    """
 
     row: PlanEntry
     columns: tuple[PlanEntry, ...]
 
 
 def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyChain]:
-    """Assign to each row-parallel layer its column-parallel layers: those that name it, else those in the nearest
-    module that contains both.
+    """Assign to each row layer its column layers: those that name the row layer, otherwise those in the nearest module
+    that contains both. A gathered column that remains is a chain of its own.
 
     Raises:
-        ModelError: a column-parallel layer has no row-parallel layer, or the reverse.
+        ModelError: a `COLUMN` layer has no row layer, or a `ROW` layer has no column layer.
     """
     rows = [entry for entry in entries.values() if entry.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT)]
     free = {

@@ -24,7 +24,7 @@ def fit_experts_to_local_features(
 
     Args:
         full_size, local_size: features of one expert in total, and on this rank.
-        bias: name of the output bias, which only the first rank adds.
+        bias: name of the output bias, which only the first rank adds; None: no bias.
     """
     for name in _SIZE_ATTRIBUTES:
         if vars(module).get(name) == full_size:

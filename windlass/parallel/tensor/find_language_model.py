@@ -6,7 +6,7 @@ from torch import nn
 
 
 def find_language_model(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the name and the outermost module that is a transformers model, or "" and the model itself.
+    """Return the name of the outermost transformers model in `model`, and this module; otherwise "" and `model`.
 
     Wrappers around such a model add, for example, adapters or a value head.
     """

@@ -12,13 +12,15 @@ class FusedExpertsLayout:
     """Layout of the weights of an expert module.
 
     Attributes:
-        up_name: parameter that computes the intermediate features, `[experts, features, hidden]`: gate and up, or up.
-        down_name: parameter that maps intermediate features to outputs, `[experts, hidden, intermediate]`.
+        up_name: name of the parameter that computes the intermediate features, gate and up, or up: `[experts, features,
+            hidden]`, or transposed `[experts, hidden, features]`.
+        down_name: name of the parameter that maps intermediate features to outputs: `[experts, hidden, intermediate]`,
+            or transposed `[experts, intermediate, hidden]`.
         intermediate_size: number of intermediate features of one expert.
         num_sections: number of sections of `intermediate_size` features in the first parameter: 2 with a gate, else 1.
         is_interleaved: True if gate and up features alternate; False: all gate features, then all up features.
         up_dim, down_dim: dimension of the intermediate features in the first and in the second parameter.
-        up_bias, down_bias: names of biases `[experts, features]`, or None.
+        up_bias, down_bias: names of the biases `[experts, features]` and `[experts, hidden]`, or None.
     """
 
     up_name: str
@@ -43,7 +45,8 @@ def has_fused_experts(module: nn.Module) -> bool:
 def read_fused_experts_layout(module: nn.Module) -> FusedExpertsLayout | str:
     """Return the layout of the weights, or the reason why it is unknown.
 
-    transformers records on the module whether weights are transposed and whether gate and up alternate.
+    transformers records on the module whether weights are transposed and whether gate and up alternate. Without these
+    attributes, the shapes decide if the weights are transposed, and gate and up do not alternate.
     """
     own = dict(module.named_parameters(recurse=False))
     first_name = "gate_up_proj" if "gate_up_proj" in own else "up_proj"

@@ -22,7 +22,7 @@ HEAD_DIM_ATTRIBUTES = ("head_dim", "head_size", "attention_head_size", "d_head",
 
 
 def is_attention(module: nn.Module, columns: Sequence[LinearLayer]) -> bool:
-    """Return True if the module has a head count, or layers named like queries and keys."""
+    """Return True if the module has a head count, or a layer named like queries, keys, values or all three."""
     known = {*QUERY_NAMES, *KEY_NAMES, *VALUE_NAMES, *FUSED_NAMES}
     return find_positive_int(module, QUERY_COUNT_ATTRIBUTES) is not None or any(
         column.leaf_name in known for column in columns

@@ -72,10 +72,11 @@ class HeadPartition:
 def partition_heads(
     name: str, num_query_heads: int, num_key_heads: int, ranks: int, *, keep_groups: bool = False
 ) -> HeadPartition:
-    """Distribute whole query heads over the ranks. The first ranks have one more if `ranks` does not divide the heads.
+    """Distribute query heads over the ranks. The first ranks have more heads if they cannot be distributed evenly.
 
-    Query heads with a common key head stay on one rank if there are enough groups and the largest share grows by at
-    most a quarter. Keys and values are then sharded too. Otherwise neighbouring ranks share key heads.
+    Query heads with a common key head stay on one rank if there are enough groups, and if `keep_groups` is set or the
+    largest share grows by at most a quarter. Keys and values are then sharded too. Otherwise neighbouring ranks share
+    key heads.
 
     Args:
         keep_groups: True if query heads cannot be separated from their key head.

@@ -32,15 +32,15 @@ class LayerStack:
 def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerStack]:
     """Return the layer stacks of a model in which the plan shards a module.
 
-    A layer without shards ends a stack: it needs full sequences, or it is a stub before the next pipeline stage.
+    A layer without shards ends a stack: it needs full sequences, or it is a stub for a layer of another pipeline stage.
 
     Direct parameters and norms of a layer are applied token by token. Attention and feed-forward modules with only
     sharded parameters all-gather the sequence and reduce-scatter it again, at the same cost as without sequence
     sharding. Any other module with a matrix (a router and its experts, replicated attention) receives full sequences.
 
     Raises:
-        ModelError: the model has no list of layers, the first or the last layer of a list is in it again, or a chain
-            extends beyond its module.
+        ModelError: the model has no module list with sharded layers, the first or the last layer of a list is in it
+            again, or a chain extends beyond its module.
     """
     stacks: list[LayerStack] = []
     list_before: str | None = None  # name of the list whose element was added last

@@ -67,7 +67,7 @@ def as_linear_layer(name: str, module: nn.Module) -> LinearLayer | None:
 
 
 def find_linear_layers(root: nn.Module, prefix: str = "") -> Iterator[LinearLayer]:
-    """Yield all linear layers below `root`, in the order of registration."""
+    """Yield all linear layers in `root`, which may be one itself, in the order of registration."""
     adapted: list[str] = []
     for name, module in root.named_modules(prefix=prefix):
         found = as_linear_layer(name, module) if not any(is_inside(name, holder) for holder in adapted) else None
@@ -134,7 +134,7 @@ def iterate_parent_names(name: str) -> Iterator[str]:
 
 
 def is_inside(name: str, module_name: str) -> bool:
-    """Return True if `name` is inside the module `module_name`."""
+    """Return True if `name` is inside the module `module_name`. Every name is inside the root ""."""
     return not module_name or name.startswith(module_name + ".")
 
 

@@ -33,7 +33,8 @@ from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyl
 def row_parallel_linear(
     inputs: torch.Tensor, weight: torch.Tensor, axis: MeshAxis, tp_overlap_chunks: int = 1
 ) -> torch.Tensor:
-    """Compute `inputs @ weight.T`, summed over the axis. The incoming gradient is complete on every rank.
+    """Compute `inputs @ weight.T`, summed over the axis. Collective. The incoming gradient must be complete on each
+    rank.
 
     Args:
         inputs: `[..., features of this rank]`.
@@ -145,8 +146,8 @@ def shard_row(
 
 
 def hook_tail_features(layer: LinearLayer, features: int, axis: MeshAxis) -> None:
-    """Sum over the ranks the gradient of the last features of a replicated layer's output, which heads on all ranks
-    use.
+    """Hook a replicated layer so that the backward sums over the ranks the gradient of the last `features` of its
+    output, which the heads of all ranks use.
     """
     layer.entry_module.register_forward_hook(TailInputHook(axis, features))
 
@@ -175,7 +176,9 @@ class ColumnGatherHook:
 
 
 class ColumnRngHook:
-    """Forward hook of the first column of a chain: switch to the rank's own random numbers until the row."""
+    """Forward hook of a column layer: switch to rank-specific random numbers until the row layer of the chain. No
+    effect after the first column of the chain.
+    """
 
     def __init__(self, input_hook: ChainInputHook) -> None:
         self._input_hook = input_hook
@@ -187,7 +190,7 @@ class ColumnRngHook:
 
 
 class PartialRowsForward:
-    """Forward of a replicated layer that computes the output features this rank needs, some of them repeated."""
+    """Forward of a replicated layer that computes the output features that this rank needs, possibly repeated."""
 
     def __init__(self, layer: LinearLayer, rows: Ranges, repeats: Ranges) -> None:
         self._module, self._dim, self._rows = layer.module, layer.output_dim, rows

@@ -29,7 +29,7 @@ def fit_attention_to_local_heads(
     """Set the head counts of the module to those of this rank.
 
     Args:
-        query_features: features of all query heads together.
+        query_features: features of all query heads of the layer, over all ranks.
     """
     query, key = head_partition.local_counts(rank)
     size = query_features // head_partition.num_query_heads
@@ -123,6 +123,8 @@ class LocalHeadBias:
 
 
 def _reads_heads_elsewhere(module: nn.Module, *names: str) -> bool:
-    """Return True if the module's forward reads one of these head counts from its configuration."""
+    """Return True if the module's forward may read one of these head counts from its configuration: its code uses
+    `config` and one of the names.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "config" in code.co_names and bool(set(names) & set(code.co_names))

@@ -2,7 +2,7 @@
 
 [Note: dropout in sharded layers] Dropout on replicated activations (hidden states between blocks) must drop the same
 elements on all ranks, and routers must add the same noise; otherwise ranks compute with different inputs, and
-replicated parameters drift apart. Dropout on sharded activations (heads, features of a feed-forward layer, tokens
+replicated parameters diverge. Dropout on sharded activations (heads, features of a feed-forward layer, tokens
 between blocks under `tp_sequence_norms`) must drop different elements; otherwise all ranks use the same pattern.
 Therefore:
 
@@ -10,7 +10,7 @@ Therefore:
   model, because no attribute shows that a router draws random numbers. Seeds of ranks along other axes may differ.
 - Between the first column of a chain and its row, numbers come from a generator seeded with one number of the shared
   generator and the rank's index. A caller that restores the shared generator (activation checkpointing before a
-  recomputation) thus gets the same numbers again. No other state is kept.
+  recomputation) thus gets the same numbers again. No other state is saved.
 - If a module between sequence-sharded layers receives full sequences, the shared number is recovered from the rank's
   own seed (`compute_shared_seed`), also in a recomputation.
 - A user's own layers draw inside `windlass.parallel.rng_tracker.rng_tracker.fork()`, after `seed_rng_tracker`.
@@ -59,8 +59,8 @@ class LocalRng:
 
 
 def compute_shared_seed(axis: MeshAxis, device: torch.device, salt: int) -> int:
-    """Return a seed that is equal on all ranks although each rank currently draws its own numbers. Each `salt` gives a
-    different seed.
+    """Return a seed that is equal on all ranks, for a call between `begin` and `end` of a `LocalRng`. Each `salt` gives
+    a different seed.
     """
     base = (get_default_generator(device).initial_seed() - _seed_offset(axis)) % _LIMIT
     return (base ^ (salt + 1) * _STRIDE) % _LIMIT

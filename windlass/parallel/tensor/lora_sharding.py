@@ -3,9 +3,10 @@
 [Note: adapters of sharded layers] An adapter adds B(A(x)) to the output of its base layer. On a column layer, whose
 output features are sharded, B is sharded as the base is. A is replicated; through its part of B each rank computes only
 a part of A's gradient, and the parts are summed. On a row layer, whose input features are sharded, A is sharded as the
-base is and its products are summed over ranks, so B is replicated and has a complete gradient. If a rank uses only some
-rows of the base, it uses the same rows of B. Checkpoints therefore contain the full adapter, and its gradients equal
-those of one process.
+base is and its products are summed over ranks, so B is replicated and has a complete gradient; with a sequence-sharded
+output, each rank applies B to its own tokens, and the gradients are summed. If a rank uses only some rows of the base,
+it uses the same rows of B. Checkpoints therefore contain the full adapter, and its gradients equal those of one
+process.
 """
 
 from __future__ import annotations

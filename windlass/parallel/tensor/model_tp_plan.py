@@ -55,7 +55,7 @@ def read_tp_plan_entries(model: nn.Module, tp_plan: Mapping[str, str]) -> dict[s
     """Convert the plan to entries for the model's modules, and for single parameters.
 
     Raises:
-        ModelError: the plan contains an unknown style.
+        ModelError: the plan contains an unknown style, or the style of a linear layer for another module.
     """
     found: dict[str, PlanEntry] = {}
     modules = find_local_modules(model)

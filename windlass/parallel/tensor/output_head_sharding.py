@@ -30,11 +30,11 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """Compute the loss of each token; all ranks of the axis get the same result.
+    """Compute the loss of each token, equal on all ranks of the axis. Collective.
 
     Maxima, sums of exponentials and the labels' logits are reduced over the axis: three numbers of 4 bytes per token.
     The gradient needs no communication (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3). The computation is
-    in fp32. The backward saves the logits and one number per token.
+    in fp32. The logits and four numbers per token are saved for the backward.
 
     Args:
         logits: `[tokens, part of the vocabulary]` of this rank.
@@ -132,10 +132,10 @@ def get_sharded_vocabulary(model: nn.Module) -> ShardedVocabulary | None:
 def shard_output_head(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis, model: nn.Module) -> None:
     """Make a layer with a sharded weight compute this rank's logits.
 
-    The logits are gathered at once, so that later code receives them in full. The exception is a model in training mode
-    with labels whose own forward passes both to `loss_function`, as causal language models of transformers do: the
-    logits stay sharded, and the loss is computed from the parts. The `.logits` that such a forward returns are this
-    rank's part.
+    A hook of the layer all-gathers the logits, so that later code receives them in full. The exception is a model in
+    training mode with labels whose own forward passes logits and labels to `loss_function`, as causal language models
+    of transformers do: the logits stay sharded, and the loss is computed from the parts. The `.logits` that such a
+    forward returns are this rank's part.
     """
     sizes = count_rank_elements(shard.rank_ranges)
     for name in ("out_features", "nf"):

@@ -1,9 +1,9 @@
 """Sharding of packed, frozen linear layers: each rank keeps the bytes of its rows or columns.
 
-[Note: parts of packed weights] Codes, scales and zero points of a part are those of the whole matrix, so that no weight
+[Note: parts of packed weights] Codes, scales and zero points of a part are those of the full matrix, so that no weight
 is rounded a second time. Along either dimension a part begins and ends at the boundary of a group and of a word of
 codes. The shapes of `file_form` show along which dimension a tensor is divided; a tensor with the same shape for any
-number of features is kept whole. A format without `keeps_order` may store elements in another order, so its division is
+number of features is replicated. A format without `keeps_order` may store elements in another order, so its division is
 tested first on a random matrix of the same size.
 """
 
@@ -26,8 +26,8 @@ from windlass.parallel.tensor.rank_ranges import count_elements
 
 Cuts = tuple[tuple[str, int, Ranges], ...]  # packed tensor, its dimension and the ranges that are kept, in elements
 
-_WHOLE = "weight_shape"  # packed tensor with the shape of the whole matrix; every rank keeps it
-_MANY = 64  # number of equal parts in a test: they take 64 times the words of one part only if a part ends at a word
+_WHOLE = "weight_shape"  # packed tensor whose values are the sizes of the full matrix; replicated
+_MANY = 64  # number of equal parts in a test: they take 64 times the words of one only if a part fills its last word
 
 
 def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis: str) -> None:
@@ -72,7 +72,7 @@ def plan_packed_part(
 
 
 def _check_format(form: WeightFormat, local: Sequence[int]) -> None:
-    """Check that a part consists of whole groups."""
+    """Raise a WeightFormatError if a part does not consist of complete groups."""
     form.file_form(*local)
     if isinstance(form, GroupedWeightFormat):
         form.check_shape(*local)
@@ -131,7 +131,7 @@ def _shape(form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, feat
 def _try_division(
     form: WeightFormat, sizes: tuple[int, int], local: tuple[int, int], dim: int, ranges: Ranges, cuts: Cuts
 ) -> None:
-    """Check that a part of the packed tensors unpacks to that part of a random matrix."""
+    """Raise a WeightFormatError if a part of the packed tensors does not unpack to that part of a random matrix."""
     packed = form.pack(torch.randn(sizes, generator=torch.Generator().manual_seed(0)))
     part = dict(packed)
     if _WHOLE in part:

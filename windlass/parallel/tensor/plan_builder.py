@@ -48,7 +48,8 @@ def build_tensor_parallel_plan(
 
     Raises:
         ConfigError: the table is invalid.
-        ModelError: a module cannot be sharded. The message names it and shows a table entry for it.
+        ModelError: a module cannot be sharded, or the model has no module to shard. The message names a fix, usually a
+            table entry.
     """
     if ranks > 1:
         _check_distributed_experts(model)
@@ -106,8 +107,8 @@ def collect_plan_entries(
 def _check_distributed_experts(model: nn.Module) -> None:
     """Raise a ModelError if experts that are separate modules on different ranks should also be sharded by tp.
 
-    A placement with the axis ep describes a part of a parameter of all ranks, or the whole parameter of one expert, but
-    not a part of the parameter of one expert.
+    A placement with the axis ep describes a part of a parameter of all experts, or the full parameter of one expert,
+    but not a part of the parameter of one expert.
     """
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts) and module.enable_expert_tensor_parallelism:

@@ -48,7 +48,7 @@ class StackSequenceSharding:
 
     def rank_sizes(self, part: torch.Tensor) -> list[int]:
         """Return the number of rows of each rank along dim -2, for a tensor shaped like `part`: `[batch, part of the
-        sequence, ...]`, or with batch and sequence in one dimension.
+        sequence, ...]`, or with batch and sequence in one dimension. Collective if the ranks all-gather their lengths.
         """
         own, ranks = part.shape[-2], self.axis.size
         if not self._has_first_layer or (self._is_uneven and current_backward_id() != -1):
@@ -70,7 +70,9 @@ class StackSequenceSharding:
 
 
 class StackInputHook:
-    """Pre-forward hook of a layer in the stack. The first layer's hook shards the hidden states."""
+    """Pre-forward hook of a layer in the stack: switch to rank-specific random numbers in training. The first layer's
+    hook shards the hidden states.
+    """
 
     def __init__(self, sequence_sharding: StackSequenceSharding, is_first: bool, local_rng: LocalRng | None) -> None:
         self._sequence_sharding, self._is_first, self._local_rng = sequence_sharding, is_first, local_rng
@@ -145,7 +147,7 @@ class FullSequenceHook:
 
 
 class LocalRngEndHook:
-    """Forward hook that restores the shared random numbers, also after an exception."""
+    """Forward hook that restores the shared random numbers. Register it with `always_call`, for exceptions."""
 
     def __init__(self, local_rng: LocalRng) -> None:
         self._local_rng = local_rng

@@ -26,8 +26,8 @@ _VALUE_PATTERN = re.compile(r"(\w+)(?::(\d+(?:\+\d+)*))?(?: of (\d+(?:\+\d+)*) h
 def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict[str, PlanEntry]:
     """Return the plan entries of the modules that the table matches, by name. The last matching entry takes precedence.
 
-    A key is a regular expression that matches the full name of a module, or of a direct parameter of a module that is
-    not a linear layer. A value is one of
+    A key is a regular expression that matches the full name of a module or, with `partial` or `replicated`, of a single
+    parameter. A value is one of
     - `column`: shard the output features. `column:256+64+64` means that the output consists of consecutive sections of
       these sizes (queries, keys and values), each of which is sharded.
     - `row`: shard the input features and sum the outputs.
@@ -35,8 +35,8 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
     - `partial`: replicate, and sum the gradients of all ranks (a norm of single heads, between sharded layers).
     - `replicated`: replicate.
 
-    Heads are never split. If a module does not specify its number of heads, `column of 8 heads` and `row of 8 heads`
-    do, with a number for each section if they differ: `column:256+64+64 of 8+2+2 heads`.
+    Heads are never split. If a module does not specify its number of heads, write `column of 8 heads` and `row of 8
+    heads`, with a number for each section if they differ: `column:256+64+64 of 8+2+2 heads`.
 
     Raises:
         ConfigError: a key is not a regular expression or matches nothing, or a value is invalid.

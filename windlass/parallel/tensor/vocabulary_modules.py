@@ -72,7 +72,9 @@ def find_tied_modules(modules: Mapping[str, nn.Module], name: str) -> list[str]:
 
 
 def _call_getter(model: nn.Module, getter: str) -> nn.Module | None:
-    """Return the result of a getter of the model, or None if there is none or it returns no local module."""
+    """Return the module that a getter of the model returns; None if the model lacks the getter, or the module is a stub
+    or missing.
+    """
     ask: Any = getattr(model, getter, None)
     if ask is None:
         return None

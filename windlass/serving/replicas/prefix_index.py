@@ -48,7 +48,7 @@ def _message_text(message: Any) -> str:
 
 
 def block_hashes(text: str) -> list[int]:
-    """Return the hash of each prefix of `text` that consists of whole blocks, from short to long."""
+    """Return the hash of each prefix of `text` that consists of full blocks, from short to long; at most 4096."""
     hashes: list[int] = []
     known = 0
     for start in range(0, min(len(text) // BLOCK_CHARACTERS, _MAX_BLOCKS) * BLOCK_CHARACTERS, BLOCK_CHARACTERS):
@@ -79,7 +79,7 @@ class ReplicaLoad:
         return len(self._hashes)
 
     def count_cached(self, hashes: Sequence[int]) -> int:
-        """Return the number of leading blocks that were sent here before."""
+        """Return the number of leading blocks that were sent to the replica before."""
         for count, known in enumerate(hashes):
             if known not in self._hashes:
                 return count
@@ -95,7 +95,7 @@ class ReplicaLoad:
             self._hashes.popitem(last=False)
 
     def clear(self) -> None:
-        """Drop all prefixes, because the replica was restarted."""
+        """Drop all prefixes, because the replica's process has ended."""
         self._hashes.clear()
 
 
@@ -106,6 +106,9 @@ def choose_replica(loads: Sequence[ReplicaLoad], length: int, hashes: Sequence[i
     The cost of a replica is the number of characters that are computed before the first token: those of waiting
     prompts, those of this prompt that are not cached there, and a share for each running answer. Among equal costs the
     replica with the fewest requests is chosen, then that with the fewest cached blocks, so that conversations spread.
+
+    Raises:
+        ValueError: `loads` is empty.
     """
     best: tuple[int, int, int, int, int] | None = None
     for index, load in enumerate(loads):

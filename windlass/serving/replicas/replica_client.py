@@ -53,7 +53,7 @@ class ReplicaResponse:
             raise ReplicaConnectionError(str(error)) from error
 
     async def read(self) -> bytes:
-        """Return the whole body."""
+        """Return the full body."""
         return b"".join([piece async for piece in self.pieces()])
 
 

@@ -45,7 +45,7 @@ class ReplicaTask:
 
 
 def main() -> int:
-    """Serve until SIGTERM. Return the exit code."""
+    """Serve until SIGTERM or a failure. Return the exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that other output to the standard output does not mix with the answers
     task = ReplicaTask.from_json(sys.stdin.readline())

@@ -24,10 +24,11 @@ def serve_replicas(
     listener: socket.socket,
     on_ready: Callable[[], None],
 ) -> int:
-    """Serve `count` replicas on a bound socket until a signal. Return the exit code of the process.
+    """Serve `count` replicas on a bound socket until a signal, or until all have failed. Return the exit code.
 
     Raises:
         ReplicaStartError: a replica ended at its start.
+        ConfigError: the path of the directory of temporary files is too long for sockets.
     """
 
     async def run() -> int:
@@ -44,8 +45,9 @@ def serve_replicas(
 
 
 def replica_environments(source: EngineSource, count: int, num_devices: int) -> list[dict[str, str]]:
-    """Return the environment variables of each replica: its GPUs, one for each rank, and OMP_NUM_THREADS, unless it is
-    set, as the number of cores for each rank.
+    """Return the environment variables of each replica: those of this process, the replica's GPUs, one for each rank,
+    and OMP_NUM_THREADS, unless it is set, as the number of cores for each rank. With fewer GPUs than a replica has
+    ranks, no GPUs are assigned.
 
     Args:
         num_devices: number of GPUs that are visible to this process. Replicas share GPUs if there are too few.

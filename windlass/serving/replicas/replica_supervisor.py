@@ -158,7 +158,7 @@ class ReplicaSupervisor:
             self.restarts += 1
             try:
                 await self._start_once()
-            except Exception as error:  # an error that ended this task would leave the replica out silently
+            except Exception as error:  # an error that ended this task would not be logged
                 # no traceback for a ReplicaStartError (has the error of the process) or an OSError (no process started)
                 cause = None if isinstance(error, ReplicaStartError | OSError) else error
                 logger.error("replica %d could not be started again: %s", self.index, error, exc_info=cause)
@@ -187,7 +187,7 @@ class ReplicaSupervisor:
             send_signal(self._process, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End the process, at first by SIGTERM."""
+        """End the process by SIGTERM, after 5 seconds by SIGKILL."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})  # the task may be starting another process

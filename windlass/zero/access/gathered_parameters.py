@@ -38,7 +38,8 @@ class GatheredParameters:
     - Under tp and ep, a parameter is only this rank's part of the full parameter. Changes of a part come from the rank
       that has this part at the data-parallel position of `modifier_rank`, so all these ranks must make their changes.
 
-    A loss that is computed from such copies needs its backward inside the context too. `full_param` has no such limit.
+    The backward of an operation that saves a gathered parameter itself, such as `(p * p).sum()`, has to run inside the
+    context too. `full_param` has no such limit.
 
     Parameters that are neither sharded nor part of an engine are not touched, except while a model is being built under
     `zero.Init`: then the values of `modifier_rank` are broadcast for them too.
@@ -218,8 +219,6 @@ class GatheredParameters:
             put_data(parameter, place.unit.views()[place.index])  # a sharded parameter keeps its shape
             if place.unit.shard_state is ShardState.SHARDED:
                 mark_sharded(parameter, place.unit)
-                if place.unit.frees_memory:
-                    place.unit.mark_freed()
         self._copied = []
 
 

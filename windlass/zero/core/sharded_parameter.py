@@ -377,8 +377,7 @@ def note_freed_values(error: BaseException) -> None:
             "a backward needed parameters of a block that were freed after its forward (stage 3): the block stored a "
             "tensor where windlass does not look for it, in a closure or an object of its own class, and the backward "
             "reached that tensor before the block's outputs. Return that tensor from the block, put it into a list or "
-            "dict of its inputs, keep it as an attribute of a module, or use a stage below 3. If the loss was computed "
-            "inside GatheredParameters, run its backward there, or use windlass.zero.full_param(parameter) in the loss"
+            "dict of its inputs, keep it as an attribute of a module, or use a stage below 3"
         )
 
 

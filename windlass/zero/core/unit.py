@@ -336,7 +336,7 @@ class Unit:
         if self.data_snapshots:
             self._record_data_edits()
         if self.frees_memory:
-            self.mark_freed()
+            self._mark_freed()
         for index, parameter in enumerate(self.parameters):
             if index not in self.privately_held:
                 mark_sharded(parameter, self)
@@ -398,8 +398,8 @@ class Unit:
             self.unmark_freed(self._freed - self.privately_held)
         self.shard_state = ShardState.UNSHARDED
 
-    def mark_freed(self) -> None:
-        """Mark the parameters whose values are freed or about to be freed. A private copy keeps its values."""
+    def _mark_freed(self) -> None:
+        """Mark the parameters whose values are about to be freed. A private copy keeps its values."""
         freed = set(range(len(self.parameters))) - self._freed - self.privately_held
         mark_freed([self.parameters[index] for index in freed])
         self._freed |= freed

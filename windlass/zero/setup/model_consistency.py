@@ -13,7 +13,6 @@ from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
 from windlass.parallel.placement import get_placement
-from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_plan import UnitPlan
 
 # Name, global shape, dtype, and the optimizer group that trains the parameter, if any.
@@ -77,24 +76,33 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
     )
 
 
-def check_renormalized_embeddings(model: nn.Module, units: list[Unit], world: RankGroup) -> None:
-    """Check that no embedding scales the rows that it reads where the change would be lost or differ between ranks.
+def check_renormalized_embeddings(model: nn.Module, data: RankGroup, world: RankGroup) -> None:
+    """Check that no trained embedding with `max_norm` has several data ranks. Collective over the world.
 
-    On one rank that keeps the full parameters, a change in place during the forward also changes the master weights.
+    The forward of such an embedding scales in place the rows that it reads, and each data rank reads other rows.
 
     Raises:
-        ModelError: an embedding has `max_norm`, and several ranks train the model or the weight's unit is resharded.
+        ModelError: a rank has such an embedding. Raised on all ranks.
     """
-    resharded = {id(parameter) for unit in units if unit.reshards for parameter in unit.parameters}
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
-            continue
-        if world.size > 1 or id(module.weight) in resharded:
-            raise ModelError(
-                f"{name!r} has max_norm = {module.max_norm}: its forward scales the rows that it reads in place, "
-                "which would be lost at stage 3 and differ between ranks, each of which reads other rows. Build it "
-                "with max_norm=None, and scale the vectors that it returns"
-            )
+    if world.size == 1:
+        return
+    modules = model.named_modules() if data.size > 1 else ()
+    local = [
+        (name, module.max_norm)
+        for name, module in modules
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.max_norm is not None
+        and module.weight.requires_grad
+    ]
+    with WaitScope("the comparison of models"):
+        found = [one for of_rank in world.all_gather_object(local) for one in of_rank]
+    if found:
+        name, max_norm = found[0]
+        raise ModelError(
+            f"{name!r} has max_norm = {max_norm}: its forward scales the rows that it reads in place, so the "
+            "weights of data-parallel ranks, which read other rows, would differ. Build it with max_norm=None, and "
+            "scale the vectors that it returns"
+        )
 
 
 def _summary_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Summary]:
