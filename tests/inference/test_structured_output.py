@@ -170,6 +170,23 @@ def test_whitespace_and_properties_of_json_can_be_limited() -> None:
         assert raised.value.parameter == "structured_outputs"
 
 
+def test_branches_of_all_of_stay_open_together() -> None:
+    """A branch that was closed by itself would refuse the properties that the other requires."""
+    tokenizer = byte_level_tokenizer()
+    flag = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    item = {"type": "object", "properties": {"c": {"type": "boolean"}}, "required": ["c"]}
+    other = {"type": "object", "properties": {"b": item}, "required": ["b"]}
+    structure = StructuredOutputsParams(
+        json={"allOf": [flag, other]}, disable_additional_properties=True, disable_any_whitespace=True
+    )
+    params = SamplingParams(n=3, seed=2, temperature=2.0, max_tokens=300, structured_outputs=structure)
+    with LLM(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        for answer in llm.generate("a", params)[0].outputs:
+            if answer.finish_reason == "stop":
+                found = json.loads(answer.text)
+                assert found.keys() >= {"a", "b"} and found["b"].keys() == {"c"}
+
+
 def test_complete_structure_ends_despite_min_tokens_and_ignore_eos() -> None:
     tokenizer = byte_level_tokenizer()
     params = SamplingParams(

@@ -143,9 +143,12 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "de
 _VALUES = ("enum", "const", "default", "examples")
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: Any, *, is_branch: bool = False) -> Any:
     """Return a copy of a JSON Schema in which objects with `properties` or `patternProperties` allow no others, unless
-    they have `additionalProperties`.
+    they have `additionalProperties` or `allOf`.
+
+    Args:
+        is_branch: the schema is a branch of an `allOf`. Its object stays open, because other branches name properties.
     """
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
@@ -157,6 +160,8 @@ def _closed(schema: Any) -> Any:
             found[key] = {name: _closed(one) for name, one in value.items()}
         else:
             found[key] = value if key in _VALUES else _closed(value)
-    if "properties" in schema or "patternProperties" in schema:
+    if isinstance(branches := schema.get("allOf"), list):
+        found["allOf"] = [_closed(one, is_branch=True) for one in branches]
+    elif not is_branch and ("properties" in schema or "patternProperties" in schema):
         found.setdefault("additionalProperties", False)
     return found

@@ -49,6 +49,8 @@ def record_script_failure(path: Path, error: BaseException) -> None:
             stream.write(f"rank {rank}: {text}")
     except FileExistsError:  # another rank failed first
         return
+    except OSError:  # e.g. a full disk, which must not hide the failure
+        print(f"rank {rank}: {text}", file=sys.stderr)
 
 
 def is_plain_end(error: BaseException) -> bool:
