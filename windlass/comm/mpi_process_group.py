@@ -343,7 +343,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         _require(name, own, part, part.numel() == own.numel())
 
     def _tag(self, tag: int) -> int:
-        return tag % (self._largest_tag + 1)  # equal on both sides
+        return tag % (self._largest_tag + 1)  # sender and receiver compute the same tag
 
     def _start(
         self, name: str, start: Callable[[], Any], outputs: Tensors, finish: Callable[[], None] | None, *keeps: Any

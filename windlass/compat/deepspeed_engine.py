@@ -262,7 +262,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         It is `optimizer.clip_grad`, which a script may change; for an optimizer of kind "basic", the configuration's.
         """
         optimizer: Any = self._optimizer  # not `self.optimizer`, which scripts replace by a wrapper
-        own = getattr(optimizer, KIND, "basic") == "basic"  # its attribute `clip_grad` belongs to the script's class
+        own = getattr(optimizer, KIND, "basic") == "basic"  # a "basic" optimizer's `clip_grad` is the script's
         return self._config.gradient_clipping if own else float(optimizer.clip_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -301,7 +301,7 @@ class _Solver:
         return [places for places in uniform if self._timed(places) <= (1 + TIME_TOLERANCE) * token]
 
     def _timed(self, places: list[int]) -> float:
-        """Return the measured time of a token of a choice, and correct the predicted times by it."""
+        """Return the measured seconds per token of a choice of formats, and correct the predicted times with it."""
         assert self.time is not None and self.products.wide is not None
         if tuple(places) not in self._seconds:
             self._seconds[tuple(places)] = self.time(places) if any(places) else self.products.wide

@@ -183,7 +183,7 @@ class _Trace:
                 return None
             self._arrive(name, module, inputs[0])
             if isinstance(module, _NORMS) or _is_depthwise(module):
-                return None  # channels are not mixed
+                return None  # the module does not mix channels, so the marks pass through
             return tuple(torch.nan_to_num(one) if isinstance(one, Tensor) else one for one in inputs)
 
         return hook

@@ -124,7 +124,7 @@ def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dic
     found = search.solve()
     if found is not None:
         return found
-    first, second = bounds  # each limit can be met alone
+    first, second = bounds  # two limits: the check above ensures that each can be met alone
     places = _least(groups, second, {first: bounds[first]}).places
     if (nearest := total(groups, places, second)) > bounds[second]:
         raise UnmetLimitError(second, nearest, places)
@@ -255,7 +255,7 @@ def _undominated(sums: Integers, costs: Floats) -> Integers:
         return order[is_less]
     seconds, values = sums[1][order].tolist(), costs[order].tolist()
     kept = []
-    steps: list[int] = []  # ascending second resource of the choices so far, with descending costs in `lows`
+    steps: list[int] = []  # Pareto front so far: second resource, ascending; its costs in `lows` descend
     lows: list[float] = []
     for place, (second, value) in enumerate(zip(seconds, values, strict=True)):
         at = bisect_right(steps, second)

@@ -260,7 +260,7 @@ class PostTraining:
             _fold_if_preserved(block, producer, consumers, scales, output, self.group)
 
     def _read_back(self, partial: WrittenTensors, layers: Mapping[str, str], name: str) -> Tensor:
-        """Return a tensor of a complete block as float32: a packed weight with its rounded values."""
+        """Return a tensor of a complete block as float32; a packed weight is unpacked. Collective over `group`."""
         found = partial.read(name) if self.group is None or self.group.index == 0 else None
         tensors = found if self.group is None else self.group.broadcast_object(found)
         assert tensors is not None

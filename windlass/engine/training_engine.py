@@ -748,7 +748,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:
-        """Return the bytes kept by slot and tier and by unit, the unsharded units, and the traffic of a step.
+        """Return this rank's stored bytes (by slot and tier, and by unit), the unsharded units, and a step's traffic.
 
         Rank 0 logs the bytes by slot and tier. See `EngineReporter.report` and `memory_report` for the keys.
         """

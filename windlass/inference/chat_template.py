@@ -77,7 +77,7 @@ def _in_form(message: Mapping[str, Any], reads: TemplateForms) -> Mapping[str, A
 
 
 def _with_arguments(call: Any, *, as_text: bool) -> Any:
-    """Return a call of a tool with its arguments as JSON, or as the object that they describe."""
+    """Return a tool call with its arguments as JSON text (`as_text`), or as the object that they describe."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -168,7 +168,7 @@ def _is_arguments(node: Any) -> bool:
 
 
 def _content_form(tree: Any, names: set[str]) -> ContentForm:
-    """Return the form of contents in a template that does not test the type of a content."""
+    """Return the form in which a template reads contents, if it does not test their type."""
     from jinja2 import nodes
 
     for loop in tree.find_all(nodes.For):

@@ -22,7 +22,7 @@ class TextDecoder:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self.decode = _decoder_of(tokenizer, skip_special_tokens)
         self._decode_all = _decoder_of(tokenizer, skip_special_tokens=False) if skip_special_tokens else self.decode
-        self._texts: dict[int, str] = {}  # at most one for each token of the vocabulary
+        self._texts: dict[int, str] = {}  # by token id; at most the whole vocabulary
 
     def decode_one(self, token: int) -> str:
         """Return the text of a token that is decoded alone."""

@@ -533,7 +533,7 @@ class LLMEngine:
             wanted = wants_prompt_logprobs(sequence)
             if wanted and not self._answers.add_prompt_logprobs(sequence, first, logits[rows]):
                 continue
-            due = sequence.num_computed - len(sequence.token_ids) + 1  # rows from the last known token on
+            due = sequence.num_computed - len(sequence.token_ids) + 1  # number of rows from the last known token on
             if due > 0:
                 pending.append((sequence, rows[-due:], sequence.num_computed - due + 1))
             else:

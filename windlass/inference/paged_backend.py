@@ -59,8 +59,8 @@ class AttentionCall:
 class PagedAttention(AttentionBackend):
     """Backend `"paged"`: each forward is one flat row of tokens of several sequences.
 
-    The pattern of the model's mask applies to positions in a sequence. Packed documents, which transformers infers from
-    positions that restart, are ignored: here they are the sequences of the batch.
+    The pattern of the model's mask applies to positions in a sequence. In transformers, positions that restart separate
+    packed documents; here they separate the sequences of the batch.
 
     Args:
         make_cache: function that allocates the cache of a layer, called at the layer's first attention. None: a layer

@@ -1,10 +1,10 @@
 """Weight formats of 1 to 8 bits: codes with a scale for each group of input features.
 
 [Note: coded formats] A weight is `(code - zero) * scale`. A row has one 16-bit float scale for each group of `group`
-features, or a single scale; the last group of a row has fewer features if `group` does not divide them. Codes have
-compressed-tensors' `pack-quantized` layout, except in `TritWeightFormat`, and its names: `weight_packed`,
-`weight_scale`, `weight_shape` and, with zero points, `weight_zero_point`, which is packed along the outputs. Files have
-the packed tensors unchanged.
+features, or a single scale; the last group of a row has fewer features if `group` does not divide them. Codes have the
+`pack-quantized` layout of compressed-tensors, except in `TritWeightFormat`. All formats have its tensor names:
+`weight_packed`, `weight_scale`, `weight_shape` and, with zero points, `weight_zero_point`, which is packed along the
+outputs. Files contain the packed tensors unchanged.
 """
 
 from __future__ import annotations

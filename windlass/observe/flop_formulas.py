@@ -223,7 +223,7 @@ def _square_attention(source: torch.Tensor, width: int) -> int:
 
 
 def _recurrent_layer(rows: torch.Tensor, *weights: torch.Tensor) -> int:
-    """Count a fused recurrent layer, whose two matrices multiply the inputs and the states."""
+    """Return the FLOPs of a fused recurrent layer, whose first two weights multiply inputs and hidden states."""
     return 2 * (rows.numel() // rows.shape[-1]) * sum(weight.numel() for weight in weights[:2])
 
 

@@ -300,7 +300,7 @@ class MemoryPlanner:
         if not any(kind == "master weights" for _, kind in held):
             own = sum(unit.nbytes // self._layout.group_size(unit) for unit in self._layout.units)
             resident, everything = resident + own, everything + own
-        if not self._layout.settings.policy.state:  # ranks with equal values divide the work
+        if not self._layout.settings.policy.state:  # each rank saves an equal part of the replicated values
             ranks = self._layout.units[0].dp_group.mesh.data.size
             resident, everything = resident // ranks, everything // ranks
         own = sum(nbytes for (_, kind), nbytes in held.items() if kind == "per-rank states")

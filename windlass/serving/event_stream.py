@@ -61,7 +61,7 @@ class EventStream(Response):
             await until_disconnect(Request(scope, receive), self._send_events(send))
         except ClientDisconnect:
             return
-        except ApiError as error:  # the server has cut the answer before its last event
+        except ApiError as error:  # the server is stopping and ended the answer early
             await self._send_error(send, error)
 
     async def _send_events(self, send: Send) -> None:
@@ -89,7 +89,7 @@ async def start_event_stream(request: Request, events: AsyncGenerator[bytes, Non
 
     Raises:
         ClientDisconnect: the client disconnected before the first event.
-        Exception: an error occurred in place of the first event.
+        Exception: the first event could not be produced.
     """
     try:
         first = await until_disconnect(request, anext(events))

@@ -9,7 +9,7 @@ Over n ranks and B bytes (of the full buffer; for an all-to-all of one rank's me
   Yuan 2009). Groups with several ranks on a host run one ring for each of them, so that all network cards are used.
 - `tree`: all-reduce over hosts in two complementary binary trees, half of B in each (Sanders et al. 2009), and a chain
   inside of each host.
-- `hierarchical`: in sequence, a collective inside each host and one between ranks with the same number on all hosts.
+- `hierarchical`: in sequence, a collective inside each host and one between ranks with the same local index.
 - `pairwise`: each rank sends each other rank's part directly, as windlass does on gloo and in every all-to-all.
 - `auto`: the fastest of `ring`, `tree` and `hierarchical` that apply, as NCCL chooses; `pairwise` for an all-to-all.
 """

@@ -15,7 +15,7 @@ from typing import Any
 from windlass.base.errors import ConfigError
 
 Stream = tuple[str, str]  # process (a rank), and name of its stream
-LinkKey = tuple[str, str]  # process that the link belongs to, and its kind
+LinkKey = tuple[str, str]  # process that the link belongs to, and kind of the link
 
 
 @dataclass(eq=False)

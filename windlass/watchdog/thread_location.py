@@ -185,7 +185,7 @@ def _read_stack(stack: list[tuple[FrameType, int]], mark: WaitScope | None) -> t
             kind = CodeOrigin.STDLIB  # generated at run time, e.g. by dataclasses
         if kind is CodeOrigin.USER and not line:
             line = _source_line(code, number)
-        # the frame imports the module and does not wait
+        # frame of a module's import, not of a wait for other ranks
         if kind is CodeOrigin.COLLECTIVE_WAIT and code.co_name == "<module>":
             waits, operation, decided = None, "", True
         if kind is CodeOrigin.COLLECTIVE_WAIT and not decided:

@@ -374,7 +374,7 @@ class StageTransfers:
         works = [w for t in (length, text) for w in self._start([t], stage + 1, _tag(_HEADER, stage), sends=True)]
         going = self._sending.setdefault((_HEADER, stage), {})
         going[max(going, default=0) + 1] = _InFlightTransfer([length, text], works)
-        # No gradient shows that a header arrived, so limit the headers in flight here.
+        # An activation has arrived when its gradient returns. Headers have no gradient, so limit those in flight.
         self._limit_in_flight(_HEADER, stage)
 
     def _receive_header(self, stage: int) -> MessageLayout | None:

@@ -273,7 +273,7 @@ def sequence_parallel_of(model: Any) -> SequenceParallel | None:
 
 
 def _output_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss in a model's output, which is first in a tuple; None if that value is not a scalar tensor."""
+    """Return `output.loss`, or the first element of a tuple; None if that is not a scalar tensor."""
     found = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
     return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
 

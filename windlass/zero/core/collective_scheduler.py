@@ -166,7 +166,7 @@ class CollectiveScheduler:
             return
         self.end_phase()
         self._interrupted_kind = ""
-        # Evaluations may have thousands of similar forwards: all but the first share one list.
+        # Evaluations may have thousands of similar forwards: all but the first share one list of collectives.
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), _NOTHING))

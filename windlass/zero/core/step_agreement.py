@@ -58,7 +58,9 @@ class StepAgreement:
         self._warned_uneven = False
 
     def agree(self, flags: list[float]) -> StepStatus:
-        """Reduce the remaining gradients, sum replicas, and return the exchanged status. Collective over all ranks.
+        """Reduce the remaining gradients, sum them over replicas of parameters, and return the exchanged status.
+
+        Collective over all ranks.
 
         Args:
             flags: Numbers to sum over ranks in the same exchange. `StepStatus.flags` has their sums, then the number of

@@ -363,7 +363,7 @@ def _disk(read: torch.Tensor, written: torch.Tensor, rates: TierRates) -> torch.
 
 
 def _group_ends(sizes: list[int], most: int) -> list[int]:
-    """Return the end of each group of neighbouring units. A group is one unit, or about an equal share of the bytes."""
+    """Return the ends of groups of neighbouring units: each unit alone, or at most `most` groups of similar bytes."""
     if len(sizes) <= most:
         return list(range(1, len(sizes) + 1))
     total, so_far, ends = sum(sizes), 0, list[int]()

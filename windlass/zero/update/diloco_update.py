@@ -56,7 +56,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     @classmethod
     def codec_of(cls, optimizer: torch.optim.Optimizer) -> str:
-        """Return the name of the codec of changes."""
+        """Return the name of the codec that encodes the changes sent by outer steps."""
         return str(optimizer.param_groups[0]["codec"])
 
     @classmethod

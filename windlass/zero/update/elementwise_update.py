@@ -274,7 +274,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         if divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-            # `GradScaler` sets both attributes. Zero: the engine has decided already that the step is applied.
+            # The attributes that `GradScaler` sets. `found_inf` is 0: the engine has already decided to apply the step.
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         if self._page_sums:
             inner.page_sums = self._page_sums  # type: ignore[attr-defined]

@@ -127,10 +127,10 @@ class _FetchedChunk:
 
 @dataclass(frozen=True)
 class StateRecordOnDisk:
-    """Current record of a chunk on NVMe, for a thread that reads it before it is overwritten.
+    """Handle of a chunk's current record on NVMe, for a thread that reads the record before it is overwritten.
 
     Attributes:
-        extent: its location.
+        extent: location of the record.
     """
 
     extent: Extent

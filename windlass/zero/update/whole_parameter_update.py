@@ -354,7 +354,7 @@ def choose_owners(units: Sequence[Unit], loads: dict[int, list[int]], *, shards_
         For each unit and each of its parameters the owner, as an index in the unit's group.
     """
     parameters = [
-        (get_global_numel(parameter), number, index)  # full size: all parts of a parameter get the same index
+        (get_global_numel(parameter), number, index)  # full size: all tp shards of a parameter get the same owner
         for number, unit in enumerate(units)
         for index, parameter in enumerate(unit.parameters)
     ]
