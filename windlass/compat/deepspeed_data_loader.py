@@ -120,7 +120,7 @@ def make_engine_loader(
 ) -> DeepSpeedDataLoader:
     """Create a loader of an engine's micro-batches.
 
-    The order is shuffled for `route="train"`, and that of the dataset for "eval" and "predict".
+    The order is shuffled for `route="train"`; for "eval" and "predict" it is the order of the dataset.
 
     Raises:
         DataError: the dataset is empty.

@@ -163,7 +163,7 @@ class TiledFusedLogitsLoss:
 def _trained_parameters(
     tiling: Tiling, inputs: Sequence[torch.Tensor], stated: Sequence[torch.Tensor] | None
 ) -> list[torch.Tensor]:
-    """Return the parameters that get gradients: the stated ones, or all leaves in the graph of the first part."""
+    """Return the parameters that get gradients: `stated`, or if it is None all leaves in the first part's graph."""
     if stated is not None or not torch.is_grad_enabled():
         return [parameter for parameter in stated or () if parameter.requires_grad]
     with ReplayContext(inputs[0].device, preserve_rng_state=True).replay():

@@ -25,7 +25,7 @@ class DraftSequence:
         tokens: tokens with keys and values, drafts included.
         num_known: number of leading tokens that are not drafts.
         blocks: KV blocks in order.
-        keys: keys of the full blocks of known tokens.
+        keys: prefix-cache keys of the full blocks of known tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class DraftModelProposer:
             lora=None,
             max_model_len=None,
             weights=options.weights if owned else None,
-            weights_tier="device",  # a draft model is small
+            weights_tier="device",  # a draft model is small enough for the device
             weights_directory=None,
             weights_buffer_bytes=None,
         )

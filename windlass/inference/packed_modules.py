@@ -41,7 +41,7 @@ _LEAST_FEATURES = 16  # smaller layers gain nothing
 _NUMBER = re.compile(r"\d+")
 _PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # values of `activations` that round to a dtype
+_ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # value of `activations` that rounds inputs to this dtype
 
 
 @dataclass(eq=False)
@@ -316,7 +316,7 @@ def can_pack(model: nn.Module) -> bool:
 def _is_packable(module: nn.Module) -> bool:
     if type(module) is PackedLinear:
         return "forward" not in module.__dict__
-    weight = module._parameters.get("weight")  # None e.g. with torch.nn.utils.prune, which computes it
+    weight = module._parameters.get("weight")  # None e.g. with torch.nn.utils.prune, which computes the weight
     if weight is None or "forward" in module.__dict__:
         return False
     return _is_linear(module) and weight.dtype in _PACKABLE_DTYPES and min(weight.shape) >= _LEAST_FEATURES

@@ -92,7 +92,8 @@ class OutputConstraint:
             RequestError: this call or an earlier one failed, e.g. because the constraint became too large.
         """
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():  # also set by `compute_bitmask`, which then allows only the end of the answer
+        # An error of `compute_bitmask` is set here too; its mask then allows only the end of the answer.
+        if self._matcher.is_error():
             raise RequestError(f"structured_outputs cannot continue: {self._matcher.get_error()}")
         bits = np.unpackbits(words, count=min(self._vocab_size, 8 * len(words)), bitorder="little")
         flat = torch.from_numpy(bits).view(torch.bool)
@@ -144,8 +145,8 @@ _VALUES = ("enum", "const", "default", "examples")
 
 
 def _closed(schema: Any) -> Any:
-    """Return a copy of a JSON Schema in which objects with `properties` or `patternProperties` allow no others, unless
-    they have `additionalProperties`.
+    """Return a copy of a JSON Schema in which an object with `properties` or `patternProperties` allows no other keys,
+    unless the schema sets `additionalProperties`.
     """
     if isinstance(schema, list):
         return [_closed(one) for one in schema]

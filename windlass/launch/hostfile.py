@@ -115,7 +115,7 @@ def parse_resource_filter(
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """Filter hosts like `parse_resource_filter`, given numbers of slots."""
+    """Filter hosts as `parse_resource_filter` does, with a number of slots per host in place of a list."""
     return parse_resource_filter({name: list(range(n)) for name, n in resource_pool.items()}, inclusion, exclusion)
 
 

@@ -104,7 +104,7 @@ async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
 
     Raises:
         ClientDisconnect: the client disconnected.
-        ApiError: the server is stopping and has cut its answers.
+        ApiError: the server is stopping and has ended the answer early.
     """
     counter: RequestCounter = request.state.counter
     running: asyncio.Future[Result] = asyncio.ensure_future(work)

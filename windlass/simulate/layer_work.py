@@ -176,7 +176,8 @@ def attention(
     rows = sizes.attended * sizes.attention_heads * width
     nbytes = size * rows * (8.0 if back else 4.0)
     if not fused:
-        nbytes += scores * size * (12 if back else 6)  # scores: written by product, softmax, dropout; read again
+        # Product, softmax and dropout each write the scores, and the next operation reads them.
+        nbytes += scores * size * (12 if back else 6)
     return Operation("attention", flops, nbytes, 3 if back else 1, style.dtype, model)
 
 

@@ -225,7 +225,7 @@ class CandidatePlanner:
             if (*kind, samples) not in self._traces:
                 try:
                     self._traces[*kind, samples] = trace_of(config, layout, run, samples)
-                except Exception as error:  # another candidate would fail in the same way
+                except Exception as error:  # stored: other candidates would fail in the same way
                     self._traces[*kind, samples] = error
             found = self._traces[*kind, samples]
             if isinstance(found, Exception):

@@ -219,8 +219,8 @@ def _peak(record: TrialRecord) -> int:
 
 
 def _log_estimates(ranked: Sequence[Candidate], estimates: Mapping[Candidate, float]) -> list[float]:
-    """Return the logarithms of the estimates. A candidate without one gets the largest; without any estimate, values
-    follow the order."""
+    """Return the logarithms of the estimates. A candidate without an estimate gets the largest one; if no candidate
+    has an estimate, the values follow the order of the candidates."""
     known = {one: math.log(value) for one, value in estimates.items() if 0 < value < math.inf}
     if not known:
         return [_SPREAD * number / max(1, len(ranked) - 1) for number in range(len(ranked))]

@@ -214,7 +214,7 @@ def _engine_call(code: CodeType) -> str:
 
 
 def _parameter_names(mark: WaitScope | None) -> tuple[str, ...]:
-    """Return the parameter names of the innermost scope that has names: an agreement may be part of an all-gather."""
+    """Return the parameter names of the innermost scope that has names. An agreement inside an all-gather has none."""
     while mark is not None and not mark.parameter_names:
         mark = mark.outer
     return tuple(mark.parameter_names) if mark is not None else ()

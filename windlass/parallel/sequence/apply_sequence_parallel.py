@@ -212,8 +212,8 @@ def apply_sequence_parallel(
         pre_sharded: True if batches contain this rank's tokens only. A batch with `SHARD_KEY` counts as sharded in any
             case.
         only_training: True if every rank computes full sequences in eval mode.
-        rng_stream: number of the random stream for dropout. Ranks that compute other heads of the same tokens (tp) need
-            different numbers.
+        rng_stream: number of the random stream for dropout. Ranks that compute different heads of the same tokens (tp)
+            need different numbers.
 
     Raises:
         ConfigError: the mode is unknown, or the degree does not divide the number of ranks or contradicts the mode.

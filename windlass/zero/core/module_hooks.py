@@ -46,7 +46,7 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
             runtime.begin_model_forward()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if in_transform():  # a transform of the whole model, e.g. for per-sample gradients
+        if in_transform():  # torch.func transforms the full model, e.g. for per-sample gradients
             with outside_transforms():
                 runtime.end_model_forward()
             return
