@@ -102,7 +102,8 @@ _MODULE_OF = {
     "read_checkpoint": "windlass.checkpoint.torch_state_dicts",
     "register_experts": "windlass.parallel.experts.expert_modules",
 }
-# Class of a public name if the two names differ: `windlass.compat` has subclasses with these names of DeepSpeed.
+# Classes whose public name differs from the class name. `windlass.compat` defines subclasses of them, with the public
+# name.
 _CLASS_OF = {"MoE": "MixtureOfExperts", "PipelineModule": "PipelineSequential"}
 _PACKAGES = ("checkpointing", "optim", "parameter_server", "topology", "zero")
 

@@ -65,8 +65,8 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContex
     """Return the contexts for `torch.utils.checkpoint.checkpoint(..., context_fn=checkpoint_context_fn)`.
 
     Code that calls `windlass.attention.attention` inside torch's own checkpointing needs these contexts, because the
-    recomputation runs outside of `use_backend`. They are not needed with masks that transformers' models or `bind_mask`
-    made.
+    recomputation runs outside of `use_backend`. With masks that transformers' models or `bind_mask` made, the contexts
+    are not needed.
     """
     return nullcontext(), restore_backends(_stack.get())
 

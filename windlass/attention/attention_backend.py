@@ -27,7 +27,7 @@ class AttentionBackend(Protocol):
 
     Attributes:
         name: name of the backend, for messages.
-        supported_arguments: keyword arguments of `attend` that the backend honours, e.g. `softcap`. Any other argument
+        supported_arguments: keyword arguments of `attend` that the backend supports, e.g. `softcap`. Any other argument
             that changes the result raises an error that names it.
         computes_local_heads: `attend` may be called with some heads of a layer, given by `heads`, and full sequences,
             so the backend can be combined with Ulysses sequence parallelism.

@@ -95,11 +95,11 @@ def _evaluate_predicate(
     if not predicate.needs_vmap:
         head = torch.zeros((), dtype=torch.long, device=queries.device)
         return predicate.function(samples[:, None, None, None], head, queries[:, None], keys)
-    from transformers.masking_utils import sdpa_mask  # has the workaround for indexing with scalars inside vmap
+    from transformers.masking_utils import sdpa_mask  # works around indexing with scalars inside vmap
 
     if "q_length" in inspect.signature(sdpa_mask).parameters:
         positions = {"q_length": len(queries), "q_offset": queries[:1], "device": queries.device}
-    else:  # older releases take the positions
+    else:  # older releases of transformers
         positions = {"cache_position": queries}
     dense: torch.Tensor = sdpa_mask(
         batch_size=len(samples),

@@ -46,7 +46,8 @@ def get_backend(name: str, **options: Any) -> AttentionBackend:
         )
     factory = _factories[name]
     try:
-        inspect.signature(factory).bind(**options)  # only the call's arguments: errors inside the factory pass through
+        # Check only the arguments here, so that a TypeError inside the factory is not taken for wrong options.
+        inspect.signature(factory).bind(**options)
     except TypeError as error:
         raise ConfigError(
             f'attention backend "{name}" got the options {sorted(options)}: {error}; pass those it accepts'

@@ -46,12 +46,12 @@ def recognize_mask(function: MaskFunction, *, needs_vmap: bool = False) -> Recog
 
 
 def _collect(function: MaskFunction, found: RecognizedMask) -> bool:
-    """Add the parts of `function` to `found`; return False if one is not known or not combined as transformers does."""
+    """Add the parts of `function` to `found`; return False if a part, or the combination of parts, is unknown."""
     from transformers import masking_utils
 
     if function is masking_utils.causal_mask_function:
         return _add_pattern(CAUSAL, found)
-    if function is getattr(masking_utils, "bidirectional_mask_function", None):  # older releases have none
+    if function is getattr(masking_utils, "bidirectional_mask_function", None):  # missing in older releases
         return True
     kind = _known_codes().get(getattr(function, "__code__", None))
     if kind is None:
@@ -133,6 +133,6 @@ def _known_codes() -> dict[CodeType | None, str]:
     }
     for name, values in arguments.items():
         factory = getattr(masking_utils, name, None)
-        if factory is not None:  # older releases have fewer
+        if factory is not None:  # missing in older releases
             _codes[factory(*values).__code__] = name
     return _codes

@@ -22,7 +22,7 @@ class SdpaBackend(AttentionBackend):
     computes_local_heads = True
 
     def make_mask(self, mask: AttentionMask) -> AttentionMask | torch.Tensor:
-        """Return the description if a kernel flag expresses it, else the dense mask."""
+        """Return `mask` itself if a flag of torch's kernels expresses it, else the dense mask."""
         return mask if _needs_no_tensor(mask) else mask.to_dense()
 
     def attend(

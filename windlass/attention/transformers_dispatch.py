@@ -27,7 +27,7 @@ ATTENTION_NAME = "windlass"
 MASK_ARGUMENTS = frozenset(
     {"local_size", "allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix", "dtype", "config"}
 )
-"""Keyword arguments of mask functions that the description contains already, or that only choose a form of the mask."""
+"""Keyword arguments of mask functions that repeat the `AttentionMask`, or only choose a form of the dense mask."""
 
 _IGNORED_ARGUMENTS = {
     *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # in the mask
@@ -123,7 +123,7 @@ def attention_forward(
             shape.
     """
     backend, mask = get_active_backend(), attention_mask
-    if isinstance(attention_mask, BoundMask):  # also in a recomputation, after the context has ended
+    if isinstance(attention_mask, BoundMask):  # takes precedence: a recomputation runs after the context has ended
         backend, mask = attention_mask.backend, attention_mask.mask
     if backend is None:
         if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:

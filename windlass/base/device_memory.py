@@ -60,7 +60,7 @@ class EmulatedDeviceMemory:
 
 
 class DeviceMemoryLedger:
-    """Emulated device memory of one model, by holder (a buffer or slot). torch counts that of a real device."""
+    """Emulated device memory of one model, by holder (a buffer or slot). torch counts the memory of a real device."""
 
     def __init__(self) -> None:
         self._bytes_of_holder: dict[Hashable, int] = {}

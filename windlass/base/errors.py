@@ -6,7 +6,7 @@ from windlass.base.text import escape_unprintable
 
 
 class WindlassError(Exception):
-    """Base of these errors. The command line prints its text without a traceback.
+    """Base of all errors of windlass. The command line prints the message without a traceback.
 
     Attributes:
         exit_code: exit code of a command that ends with this error.

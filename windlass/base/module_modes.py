@@ -16,7 +16,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     unless all modules were in eval mode before: then no mode is set.
     """
     if not any(module.training for module in model.modules()):
-        yield  # setting a mode costs more than reading it, and an inference engine does both in every step
+        yield  # no mode is set: that costs more than reading it, and an inference engine runs this in every step
         return
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -16,7 +16,7 @@ def native_product(flops: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def counting_native_products(counter: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
-    """Pass the FLOPs of each native product to `counter`, and run the product in the context that it returns.
+    """Pass the FLOPs of each native product to `counter`, and run the product in the context that `counter` returns.
 
     Of nested counters only the innermost is called.
     """

@@ -35,9 +35,9 @@ class FinishingPending:
     """Pending work in two parts: an external condition, then a local function that runs once.
 
     Args:
-        ready: returns True if `finish` may run without blocking; None if that can't be queried.
+        ready: function that returns True if the condition holds, so that `finish` may run; None: it can't be queried.
         block: waits for the condition.
-        finish: runs once after that.
+        finish: runs once, after the condition holds.
     """
 
     def __init__(self, ready: Callable[[], bool] | None, block: Callable[[], None], finish: Callable[[], None]) -> None:

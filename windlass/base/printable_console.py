@@ -20,7 +20,7 @@ class PrintableConsole(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        if not self.is_terminal and self._width is None:  # given neither by the caller nor by COLUMNS
+        if not self.is_terminal and self._width is None:  # neither the caller nor COLUMNS sets the width
             self.width = WIDTH_WITHOUT_TERMINAL
 
     def render_str(self, text: str, **settings: Any) -> Text:

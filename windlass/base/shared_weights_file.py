@@ -14,7 +14,7 @@ def create_shared_weights() -> int | None:
 
 
 def shared_weights_environment(file: int | None) -> dict[str, str]:
-    """Return the environment variables for a process that inherits the descriptor `file`; none if it is None."""
+    """Return the environment variables for a process that inherits the descriptor `file`; empty if `file` is None."""
     return {} if file is None else {_VARIABLE: str(file)}
 
 

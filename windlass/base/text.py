@@ -53,7 +53,7 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
         return None
     spelled = {candidate.lower(): candidate for candidate in islice(known, _MAX_CANDIDATES)}
     requested = name.lower()
-    # Pairs of more different lengths can't reach the cutoff.
+    # Skip names whose length alone rules out that they reach the cutoff.
     like = [key for key in spelled if 2 * min(len(key), len(requested)) >= cutoff * (len(key) + len(requested))]
     found = difflib.get_close_matches(requested, like, n=1, cutoff=cutoff)
     return spelled[found[0]] if found else None

@@ -15,7 +15,7 @@ class RangeRecorder(Protocol):
         ...
 
     def end(self, token: int) -> None:
-        """End the range of this token, and those that began inside it and did not end."""
+        """End the range of this token, and all ranges that began inside it and have not ended."""
         ...
 
     def begin_flight(self, key: object, kind: str, name: str) -> None:
@@ -37,7 +37,7 @@ _NOTHING = nullcontext()
 
 
 def traced(kind: str, name: str = "") -> AbstractContextManager[None]:
-    """Return a context that records its time as a range; without a recorder one that does nothing.
+    """Return a context that records its time as a range; without a recorder, a context that does nothing.
 
     Args:
         kind: `forward`, `backward`, `step`, `update`, `fetch`, `store`, `send`, `disk`, ...

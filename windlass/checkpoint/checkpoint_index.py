@@ -77,7 +77,7 @@ class CheckpointIndex(BaseModel):
 def encode_index(index: CheckpointIndex) -> str:
     """Return the JSON text of `index`, with one line per tensor and a crc32 of the preceding text at the end."""
     tensors = ",\n".join(f" {_quoted(name)}: {_record_text(one)}" for name, one in index.tensors.items())
-    fields = [name for name in CheckpointIndex.model_fields if name != "tensors"]  # their values are JSON already
+    fields = [name for name in CheckpointIndex.model_fields if name != "tensors"]  # values that are JSON data already
     head = ",\n".join(f"{_dumps(name)}: {_dumps(getattr(index, name))}" for name in fields)
     body = f'{{{head},\n"tensors": {{\n{tensors}\n}}'
     return f'{body},\n"crc32": "{_crc(body)}"}}\n'
@@ -304,7 +304,8 @@ def _check_plain(index: CheckpointIndex, path: Path) -> None:
     taken = sum(
         math.prod(index.tensors[name].shape) * dtype_from_code(index.tensors[name].dtype).itemsize for name in named
     )
-    if taken > sum(index.files.values()) + len(named) * 16:  # DeepSpeed's plain numbers are tensors without a file
+    # 16 bytes each for DeepSpeed's plain numbers, which are indexed as tensors that no file holds
+    if taken > sum(index.files.values()) + len(named) * 16:
         raise CheckpointError(f"{path}: the tensors in plain data have {taken} bytes, more than all of the files")
 
 

@@ -104,7 +104,7 @@ class CheckpointRanks:
 
 
 def join_failures(step: str, failures: Mapping[int, str], world_size: int) -> str:
-    """Return one text for the failures of several ranks: each different text once, after its ranks."""
+    """Return one text for the failures of several ranks: each different text once, after the ranks that have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
         ranks_of.setdefault(text, []).append(rank)

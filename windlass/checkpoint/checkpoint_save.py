@@ -36,8 +36,8 @@ def save(
 
     Data is written under a hidden name, fsynced, and renamed once complete; `latest` is written after that. A
     checkpoint of the same tag is replaced. If the save fails, earlier checkpoints are intact. Memory: host
-    copies of tensors that are not on the CPU, up to 256 MiB and one box; for lazy tensors, one storage handle at a
-    time.
+    copies of tensors that are not on the CPU, at most 256 MiB plus one box at a time; for lazy tensors, one storage
+    handle at a time.
 
     Args:
         process_group: the ranks that save together, gloo or nccl. None: the default group, or this process alone if
@@ -164,7 +164,7 @@ class CheckpointSave:
             self.file.release_storages()
 
     def _create_node_staging(self, path: Path, ranks: CheckpointRanks) -> Path:
-        """Return the staging directory of this rank's node. It is created on a node that cannot access rank 0's."""
+        """Return the staging directory of this rank's node. A node that cannot access rank 0's gets its own."""
         nodes = NodeDisks.detect(path, ranks)
         if not nodes.has_several:
             return path

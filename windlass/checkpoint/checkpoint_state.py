@@ -35,7 +35,7 @@ class LazyStorage(Protocol):
         """True if, while the handle is closed, its values are in memory and will not move or change."""
 
     def open(self) -> AbstractContextManager[Any]:
-        """Return a context in which the values are in memory. After a load, leaving it stores the loaded values."""
+        """Return a context in which the values are in memory. Leaving the context stores loaded values."""
 
 
 class OffloadedStorage:

@@ -84,7 +84,7 @@ class ForeignFormat(Protocol):
         ...
 
     def plan_export(self, source: ExportSource) -> Callable[[Path, int], None]:
-        """Return a function that adds one rank's files to windlass's own. Called before a save, on every rank.
+        """Return a function that adds one rank's files of this format to a save. Called before the save, on every rank.
 
         The function gets the directory of a complete staging checkpoint, and the rank. It may run on another thread.
         """

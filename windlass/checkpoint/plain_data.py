@@ -30,7 +30,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 @dataclass(frozen=True)
 class UnknownEnumMember:
-    """Member of an enumeration that the imported modules lack where a checkpoint is read.
+    """Placeholder for a stored enumeration member that no imported module defines when the checkpoint is read.
 
     Attributes:
         module: module that defines the enumeration.

@@ -258,7 +258,7 @@ def _read_companion(directory: Path, name: str) -> bytes | None:
 
 
 def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Set the dtype in the model's configuration to that of the files; otherwise loading would convert them back."""
+    """Set the dtype in the model's configuration to the files' dtype; otherwise a load would convert weights back."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

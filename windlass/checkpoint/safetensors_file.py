@@ -132,7 +132,7 @@ class TensorFile:
     """Safetensors file for reading. Use it in a `with` statement, or close it; a later read reopens it.
 
     Args:
-        root: the checkpoint's directory. Links out of it are refused.
+        root: the checkpoint's directory. Links that lead out of this directory are refused.
 
     Raises:
         CheckpointError: the file cannot be opened, is not a regular file, or is not a safetensors file.
@@ -201,7 +201,7 @@ class TensorFile:
         raw = tensor_bytes(tensor)
         self._read(begin + offset, raw, entry)
         if not tensor.is_inference():
-            # writes to memory are invisible to autograd, which must detect that its saved tensors are stale
+            # writes to raw memory do not increment the version, by which autograd rejects stale saved tensors
             torch.autograd.graph.increment_version(tensor)
         return raw
 

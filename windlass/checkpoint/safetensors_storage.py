@@ -58,7 +58,7 @@ class SafetensorsWriter:
     Args:
         rank: this rank; its file is `rank_<rank>.safetensors`.
         held: the tensors that this rank holds.
-        ranks: for each rank, the boxes that it holds, and flags of those that it writes
+        ranks: for each rank, the boxes that it holds, and a flag for each box that is 1 if the rank writes the box
             (`write_assignment.assign_writers`). Rank 0 needs the items of all ranks, another rank only its own.
         plain: plain data shared by all ranks, as `windlass.checkpoint.plain_data` encodes it.
         rank_plain: plain data of each rank.
@@ -206,7 +206,7 @@ def _completed_future(result: T) -> Future[T]:
 
 
 def _stored_box(item: ReadItem) -> tuple[str, tuple[int, ...]]:
-    """Return a stored box as the name of its tensor and its offsets."""
+    """Return the tensor name and the offsets that identify a stored box."""
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
@@ -215,7 +215,7 @@ def _file_name(rank: int) -> str:
 
 
 def _wanted(item: ReadItem, planner: LoadPlanner, chunk: ChunkRecord, dtype: torch.dtype) -> Wanted:
-    """Convert a read item of torch's planner."""
+    """Convert a read item of torch's planner to a `Wanted` range of a stored chunk."""
     into, done = partial(planner.resolve_tensor, item), partial(planner.commit_tensor, item)
     return Wanted(chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), into, None, done)
 

@@ -1,4 +1,4 @@
-"""Planning of a load: the parts of stored boxes that fill this rank's boxes, for any sharding of either."""
+"""Planning of a load: the parts of stored boxes that fill this rank's boxes, for any sharding of file and model."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class StagingCheckpoint:
                     f"{final} exists and is not a windlass checkpoint; remove it or choose another tag"
                 )
             if is_checkpoint(former) and not is_checkpoint(final):
-                with rename_lock(directory):  # the save that moved the old checkpoint may be running
+                with rename_lock(directory):  # wait: the save that moved the old checkpoint away may still be running
                     _restore_replaced(former, final)
             _warn_concurrent_writers(directory, tag, remove_stale_staging(directory))
             self.path, lock = _create_staging(directory, tag)

@@ -123,7 +123,7 @@ class StoredCheckpoint:
 
     @property
     def replaced_message(self) -> str:
-        """Text of an error because of `is_replaced`."""
+        """Message of the error for a read that failed because of `is_replaced`."""
         return f"{self.path} was replaced or removed by another save while it was read; load again"
 
     def read_rank_plain(self, rank: int) -> dict[str, Any] | None:
@@ -148,11 +148,11 @@ class StoredCheckpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.files.__exit__(kind, error, trace)
-        if isinstance(error, CheckpointError) and self.is_replaced:  # index and files are of two saves
+        if isinstance(error, CheckpointError) and self.is_replaced:  # index and files may be of two saves
             raise CheckpointError(f"{self.replaced_message} ({error})") from error
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of tensors with this prefix, without those inside plain data."""
+        """Return the names of tensors with this prefix, except tensors inside plain data."""
         return [
             name for name in self.index.tensors if name.startswith(prefix) and not name.startswith(RESERVED_PREFIXES)
         ]
@@ -208,7 +208,7 @@ class StoredCheckpoint:
         """
         record = self._record(name)
         if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
-            yield from self.read_full(name).view(-1).split(part_numel)  # files that windlass did not write
+            yield from self.read_full(name).view(-1).split(part_numel)  # only in files that windlass did not write
             return
         buffer = torch.empty(
             min(part_numel, math.prod(record.shape)), dtype=dtype_from_code(record.dtype), device="cpu"

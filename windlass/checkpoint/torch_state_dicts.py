@@ -118,7 +118,7 @@ def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str
     }
     found = {number_of.get(name) for name in names}
     if found <= {None}:
-        return {}  # none of them was trained
+        return {}  # none of the parameters was trained
     if len(found) > 1:
         raise CheckpointError(
             f"{stored.path}: these parameters of one group were in several groups, or were not trained: "

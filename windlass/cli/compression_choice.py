@@ -71,11 +71,11 @@ class FormatChooser:
 
     @property
     def run_before(self) -> RunFigures | None:
-        """Measured run of the source model; None if the budget limits neither speed nor latency."""
+        """Measured run of the unpruned model; None if the budget limits neither speed nor latency."""
         return self._runs().get("before")
 
     def choose(self, attempt: int = 0, share: float = 1.0) -> BudgetChoice:
-        """Return the formats for `share` of the loss that the budget allows, from the workspace if it has this attempt.
+        """Return the formats for `share` of the allowed loss; read from the workspace if this attempt is stored there.
 
         Raises:
             ConfigError: the budget cannot be met.
@@ -142,8 +142,8 @@ class FormatChooser:
         return seconds
 
     def _runs(self) -> dict[str, RunFigures]:
-        """Return the measured runs: `before` of the source model, `own` of the model to round, `anchor` of that model
-        in `ANCHOR_FORMAT`. Empty if the budget limits neither speed nor latency.
+        """Return the measured runs: `before` of the unpruned model, `own` of the model to round, and `anchor` of the
+        model to round in `ANCHOR_FORMAT`. Empty if the budget limits neither speed nor latency.
         """
         budget = self._settings.limits
         if budget is None or budget.speed is None and budget.latency is None:
@@ -258,8 +258,8 @@ def _next_share(tried: Sequence[RoundedChoice], limit: float) -> float:
     """Return the share of the allowed loss for the next choice.
 
     The last share is scaled by the limit over the measured loss. The result is between the largest share whose loss
-    was within the limit and the smallest share whose loss was not. After a loss above the limit, the predicted loss of
-    the last choice is scaled if it is less than the loss that was allowed, so that the next choice differs.
+    was within the limit and the smallest share whose loss was not. After a loss above the limit, the share that
+    the last choice was predicted to use is scaled if it is below the last share, so that the next choice differs.
     """
     last = tried[-1]
     if last.loss <= limit:

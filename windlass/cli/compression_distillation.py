@@ -37,7 +37,7 @@ from windlass.data.tokenizer import load_tokenizer
 
 LOSS_TERMS = ("logits", "task", "hidden", "attention", "temperature")
 _SAVE_SECONDS = 60.0
-_WARM_UP_SHARE = 20  # the learning rate warms up during 1 / this of all steps
+_WARM_UP_SHARE = 20  # number of all steps divided by the number of warm-up steps
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _train(
         losses = list(state["losses"])
     saved = monotonic()
     while len(losses) < settings.steps:
-        torch.manual_seed(len(losses))  # dropout repeats itself after a resume
+        torch.manual_seed(len(losses))  # each step has the same dropout after a resume
         batch = {name: ids.to(engine.device) for name, ids in next(loader).items()}
         loss = engine(**batch).loss
         if not bool(torch.isfinite(loss)):

@@ -177,7 +177,7 @@ class CompressionRun:
         """Train the model against the teacher, and return the directory of the trained model."""
         settings, chosen = self._settings, self._settings.distillation
         assert chosen is not None
-        late: list[int] = []  # signals after the last step, once the training cannot stop any more
+        late: list[int] = []  # stop signals that arrive after the last training step
 
         def write(path: Path) -> None:
             corpus = pack_corpus(

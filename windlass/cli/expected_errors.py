@@ -6,7 +6,7 @@ import errno
 
 from windlass.base.errors import WindlassError
 
-# Top-level packages that an extra installs, so that the message for a missing one names the extra.
+# Top-level packages that an extra installs, so that the message for a missing package names the extra.
 _EXTRA_OF_PACKAGE = {
     "transformers": "hf",
     "tokenizers": "hf",

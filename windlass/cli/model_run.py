@@ -17,7 +17,7 @@ from windlass.base.import_transformers import import_transformers
 from windlass.observe.memory_usage import peak_resident_bytes, resident_bytes
 
 _TOKENS = 64
-_ROUNDS = 3  # the fastest one counts: other programs only add time
+_ROUNDS = 3  # the fastest round counts: other programs only add time
 
 
 @dataclass(frozen=True)

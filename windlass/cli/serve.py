@@ -185,7 +185,8 @@ def serve(
     if replicas is None and needs_ranks(source, os.environ):
         replicas = 1  # if one rank of a model ends, all must be started again, which only another process can do
     if replicas is None:
-        check_engine_options(directory, options)  # replicas check their options: the router needs no torch
+        # not for replicas, which check their options themselves, so that the router needs no torch
+        check_engine_options(directory, options)
     listener = bind_socket(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     if settings.api_keys is None and not _is_loopback(host):

@@ -16,7 +16,7 @@ COUNTERS = 1 + 2 * WIDTH
 
 
 class Posted(Protocol):
-    """Exchange in flight: this rank has posted its integers and will receive those of the others."""
+    """Exchange in flight: this rank has posted its integers and will receive the integers of the other ranks."""
 
     def poll(self) -> bool:
         """Return True if all ranks have posted their integers."""

@@ -85,7 +85,7 @@ class ProcessGroupChannel:
         with WaitScope(self._what):
             works = start_exchange(self.group, outgoing, incoming)
 
-        def wait(_: object = (outgoing, incoming)) -> None:  # the default holds the tensors until the transfers end
+        def wait(_: object = (outgoing, incoming)) -> None:  # the default keeps the tensors until the transfers end
             with WaitScope(self._what):
                 wait_for_transfers(works)
 

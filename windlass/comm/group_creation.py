@@ -90,7 +90,7 @@ def _wait_for_all_checks(group: Any) -> None:
     if dist.get_world_size(group) > 1:
         try:
             dist.all_reduce(torch.zeros(1), group=group)
-        except RuntimeError as error:  # torch raises it for every failure of gloo
+        except RuntimeError as error:  # torch's error for every failure of gloo
             raise CommunicationError(
                 f"a rank of a new process group left before all had joined it: {str(error).strip().splitlines()[0]}; "
                 "see the output of the other ranks"

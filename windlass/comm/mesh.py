@@ -66,7 +66,7 @@ class _GroupMaker:
     def _make(self, partition: list[tuple[int, ...]]) -> RankGroup:
         local: RankGroup | None = None
         for ranks in partition:
-            if len(ranks) == 1:  # its only rank creates this group without the others
+            if len(ranks) == 1:  # the group's only rank creates it without the other ranks
                 if ranks == (self._rank,):
                     local = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
@@ -220,7 +220,7 @@ def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedel
     dense = _data_mesh(maker, grid, DATA_AXES, regather)
     experts = dense if grid.ep == 1 else _data_mesh(maker, grid, EXPERT_DATA_AXES, None)
     axes = {name: MeshAxis(name, maker.over(name)) for name in ("pp", "ep", "sp", "tp")}
-    everyone.barrier()  # without it a rank could fail, and close its connections, while a peer still connects
+    everyone.barrier()  # otherwise a rank could fail and close its connections while a peer still connects
     return Mesh(grid, everyone, dense, experts, axes, {}, maker)
 
 

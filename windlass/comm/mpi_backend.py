@@ -44,9 +44,9 @@ def register_mpi() -> str:
 
 
 def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | None:
-    """Return the launcher's rank environment `place` of this process, completed and checked by MPI.
+    """Return `place`, the launcher's rank environment of this process, completed and checked by MPI. Collective.
 
-    Without a launcher, the rank environment is that of MPI; None if MPI has one rank. Collective.
+    Without a launcher (`place` is None), return MPI's rank environment, or None if MPI has one rank.
 
     Raises:
         CommunicationError: MPI is missing or unsuitable, or has another rank or number of ranks than the launcher.

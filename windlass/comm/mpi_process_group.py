@@ -33,7 +33,7 @@ _TorchProcessGroup: Any = dist.ProcessGroup  # torch calls its methods with posi
 
 
 class MpiProcessGroup(_TorchProcessGroup):
-    """Ranks of one communicator. torch's ranks of the group are those of the communicator.
+    """Ranks of one communicator. A rank has the same number in the communicator and in torch's group.
 
     Args:
         mpi: the module `mpi4py.MPI`.
@@ -225,7 +225,7 @@ class MpiProcessGroup(_TorchProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, *_: Any
     ) -> MpiWork:
-        """Exchange rows: equally many with each rank, or the numbers in the splits."""
+        """Exchange rows with each rank: equal numbers of rows, or the numbers in the splits."""
         elements = bytes_to_receive([output], self._cuda_aware)
         sent = bytes_to_send([source], self._cuda_aware)
         counts = [
@@ -272,7 +272,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         return self.recv(tensors, self._mpi.ANY_SOURCE, tag)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> MpiWork:
-        """Return a work that completes when every rank of the group has called this."""
+        """Return a work object that completes when every rank of the group has called `barrier`."""
         return self._start("barrier", self._comm.Ibarrier, [], None)
 
     # Internals
@@ -334,7 +334,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         )
 
     def _require_own(self, name: str, parts: Tensors, own: torch.Tensor) -> None:
-        """Raise CommunicationError unless each rank has a part, and the part here has the size and dtype of `own`."""
+        """Raise CommunicationError unless `parts` has one tensor per rank, and this rank's has the form of `own`."""
         if len(parts) != self.size():
             raise CommunicationError(
                 f"{name} over MPI: {len(parts)} tensors for {self.size()} ranks; pass one for each"
@@ -343,7 +343,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         _require(name, own, part, part.numel() == own.numel())
 
     def _tag(self, tag: int) -> int:
-        return tag % (self._largest_tag + 1)  # equal on both sides
+        return tag % (self._largest_tag + 1)  # sender and receiver compute the same tag
 
     def _start(
         self, name: str, start: Callable[[], Any], outputs: Tensors, finish: Callable[[], None] | None, *keeps: Any
@@ -351,7 +351,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         with MPI_LOCK:
             release_abandoned(self._mpi)
             request = start()
-        # The request refers to mpi4py's description of the buffers, `keeps` to their memory.
+        # The request keeps mpi4py's description of the buffers alive, and `keeps` keeps their memory alive.
         return MpiWork(self._mpi, self._describe(name), [request], outputs, finish, keeps, self._timeout)
 
     def _joined(self, name: str, works: list[MpiWork]) -> MpiWork:

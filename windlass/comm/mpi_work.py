@@ -118,7 +118,7 @@ class MpiWork(dist.Work):
         return self._error
 
     def synchronize(self) -> None:
-        """Wait until the result is in the outputs. The works of NCCL block only the current stream here."""
+        """Wait until the result is in the outputs. The same method of an NCCL work blocks only the current stream."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:

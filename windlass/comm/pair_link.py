@@ -22,7 +22,7 @@ from windlass.comm.peer_owners import ACCEPT_S, ClosedPeerError, require_own_pee
 HEADER = 8
 """Number of integers at the head of a message."""
 _RETRIED_ACCEPT_S = 2.0
-_TICK = 0.001  # seconds: gloo waits for whole milliseconds
+_TICK = 0.001  # seconds by which a wait may end early: gloo waits for whole milliseconds
 _CHUNK = 1 << 24  # bytes of a chunk: `idle` limits the time of one chunk, so that a large tensor may take longer
 
 
@@ -45,8 +45,8 @@ class PairLink:
         first: True on one side, False on the other.
         peer: description of the other side, for messages.
         connect: longest wait for the other side to connect.
-        is_retried: True if the caller makes another link when this one fails: then it fails soon if the other side does
-            not accept it.
+        is_retried: True if the caller makes another link when this one fails. This link then fails soon if the other
+            side does not accept it.
         idle: longest wait for a message, or for the other side to receive one.
 
     Raises:
@@ -79,7 +79,7 @@ class PairLink:
         except CommunicationError:
             self._group = None
             raise
-        except RuntimeError as error:  # torch raises it for every failure to connect
+        except RuntimeError as error:  # torch's error for every failure to connect
             raise LinkClosedError(
                 f"{peer} did not connect within {connect.total_seconds():.0f} s: {_line(error)}"
             ) from error
@@ -101,8 +101,9 @@ class PairLink:
     def send_heartbeat(self, header: Sequence[int]) -> None:
         """Send integers as `send` does, unless another thread is sending a message.
 
-        Other threads can send before the other side has received the heartbeat. If its write fails because the other
-        side has just closed, gloo reports no error for it, and it waits for all of `idle`. gloo refuses later sends.
+        Other threads can send before the other side has received the heartbeat. If the write fails because
+        the other side has just closed, gloo reports no error, and this method waits for all of `idle`. gloo refuses
+        later sends.
 
         Raises:
             LinkClosedError: the link is closed, or the other side has ended.

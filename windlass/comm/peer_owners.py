@@ -1,11 +1,11 @@
 """Owners of the processes at the other ends of new connections.
 
 [Note: owners of peers] Neither gloo nor torch's store authenticates its connections. Another user of the host can
-connect to a rank's port before the rank that is expected there, or write an address of its own to the store, and ranks
-unpickle what their peers send. Over loopback Linux lists both ends of a connection with the users that own them
-(`/proc/net/tcp`), and no user can change the owner of a socket. So the owners are compared after the connections of a
-process group are made and before anything is received over them. The superuser is accepted, since no check could stop
-it. Connections with other hosts are not checked: their other ends are not listed here.
+connect to a rank's port before the expected rank does, or write a foreign address to the store. Both are
+dangerous, because ranks unpickle what their peers send. Over loopback Linux lists both ends of a connection with the
+users that own them (`/proc/net/tcp`), and no user can change the owner of a socket. So the owners are compared after
+the connections of a process group are made and before anything is received over them. The superuser is accepted, since
+no check could stop it. Connections with other hosts are not checked: their other ends are not listed here.
 
 A process on a busy machine may take seconds to accept a connection, which then has no owner yet. The check
 waits for such a connection, but not for one whose owner has closed it.
@@ -81,7 +81,8 @@ def require_own_peers(purpose: str, accept_s: float = ACCEPT_S) -> Iterator[None
     opened = {inode: descriptor for inode, descriptor in open_sockets().items() if inode not in before}
     deadline, attempts = time.monotonic() + accept_s, 0
     while True:
-        is_late = time.monotonic() > deadline  # before the look: this thread may not be scheduled for seconds after it
+        # Compare the time before the sockets are read: this thread may be suspended for seconds afterwards.
+        is_late = time.monotonic() > deadline
         found = [] if have_own_peers(opened) else foreign_peers(opened, read_connections())
         known = [peer for peer in found if peer.uid is not None]
         attempts += any(not peer.is_queued for peer in found)
@@ -123,7 +124,7 @@ def have_own_peers(opened: Mapping[int, int]) -> bool:
 
 def _has_own_peer(kernel: SocketDiagnosis, inode: int, descriptor: int) -> bool:
     ends = endpoints(descriptor)
-    if os.fstat(descriptor).st_ino != inode:  # closed, and the number was given to another file
+    if os.fstat(descriptor).st_ino != inode:  # the socket was closed, and another file has its descriptor number now
         return False
     if ends is None or not ends[1][0].is_loopback:
         return True

@@ -92,7 +92,7 @@ class LaneErrors:
     def begin(self, options: LocoOptions, numel: int, device: torch.device) -> torch.Tensor:
         """Count a reduction, and return the errors `[numel]`, which the caller updates in place and passes to `end`.
 
-        The errors of a part are set to zero first if `reset_t` reductions were made since the last time.
+        The errors of a part are set to zero first if its number of earlier reductions is a multiple of `reset_t`.
         """
         self.open()
         flat = self.flat(numel, device) if self.storage is None else self.storage.fetch()
@@ -121,12 +121,12 @@ class LaneErrors:
 
 
 def ranks_of_node(group: RankGroup, node_size: int) -> int:
-    """Return the number of ranks of `group` on a node: `node_size` if it divides the group's size, else that size."""
+    """Return the number of the group's ranks on a node: `node_size` if it divides the group's size, else all ranks."""
     return node_size if group.size % node_size == 0 else group.size
 
 
 def ranks_of_host(ranks: Sequence[int], host_size: int) -> int:
-    """Return how many of the global ranks `ranks` are on the host of the first, with `host_size` ranks per host.
+    """Return how many of the global ranks `ranks` are on the host of `ranks[0]`, with `host_size` ranks per host.
 
     Ranks of a group need not be neighbours: those along the data axis are a tensor-parallel size apart.
     """

@@ -122,7 +122,7 @@ class SharedMemoryChannel:
 
 
 def _nothing() -> None:
-    """Wait for a transfer that has ended."""
+    """Do nothing: the wait for a transfer that has ended."""
 
 
 def _rounds(*messages: Mapping[int, list[torch.Tensor]]) -> int:

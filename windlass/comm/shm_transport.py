@@ -244,7 +244,7 @@ def _bytes(need: BufferRequest) -> int:
 
 
 def _places(sizes: list[int]) -> list[int]:
-    """Return the aligned start of a part of each size in one block, and as last element the size of the block."""
+    """Return the aligned start of each part in one block, given the parts' sizes, and last the size of the block."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)

@@ -21,7 +21,7 @@ class WireOptions:
 
     Args:
         reduce_chunk: Gradient elements that gloo and MPI reduce at once (`reduce_bucket_size`).
-        gather_chunk: Parameter elements that gloo and MPI gather by one message of each rank to each peer
+        gather_chunk: Parameter elements that each rank sends to each peer in one message of a gather over gloo or MPI
             (`allgather_bucket_size`).
         use_reduce_scatter: Send each rank only its shard of a sum; else all-reduce (`reduce_scatter`).
         use_all_gather: Gather all shards together; else by one broadcast per rank (`allgather_partitions`).
@@ -113,7 +113,7 @@ def local_shard(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
 class Transport(Protocol):
     """Collectives over one group. All ranks start them in the same order.
 
-    Buffers come from `allocate` and `extend`; a wire transport accepts any others.
+    Buffers come from `allocate` and `extend`; a wire transport also accepts any other buffers.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Transport(Protocol):
     ) -> Reduction:
         """Start to sum the ranks' buffers of `lane`.
 
-        The reduction writes this rank's shard of `factor *` the sum to `out`, or adds it with `add`.
+        The reduction writes this rank's shard of `factor *` the sum to `out`, or adds it to `out` if `add` is set.
 
         Args:
             out: `[numel / size]`; may be this rank's shard of the buffer.
@@ -198,7 +198,7 @@ class Transport(Protocol):
 
 
 class Reduction(Protocol):
-    """Reduction in flight. `squares`: sum of squares of `out`, a float64 scalar tensor; None until it is finished."""
+    """Reduction in flight. `squares`: sum of squares of `out`, a float64 scalar; None until the reduction has ended."""
 
     squares: torch.Tensor | None
 

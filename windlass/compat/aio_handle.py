@@ -23,8 +23,8 @@ class aio_handle:
 
     Args:
         block_size: bytes of one read or write.
-        queue_depth, single_submit, overlap_events: only stored and returned by their getters; the system orders its own
-            queue.
+        queue_depth, single_submit, overlap_events: only stored and returned by their getters; the operating system
+            orders the requests.
         intra_op_parallelism: number of threads that share one tensor.
 
     Raises:

@@ -54,7 +54,8 @@ def run(args: Sequence[str] | None = None) -> None:
     the signal's number. If no port is given and 29500 is in use, a single-node run uses a free port.
 
     Raises:
-        LaunchError: the flags cannot be honoured. If filters and numbers are inconsistent, it is also a ValueError.
+        LaunchError: the flags cannot be honoured. For inconsistent filters or numbers, the error is also a
+            ValueError.
     """
     words = list(sys.argv[1:] if args is None else args)
     given = parse_args(words)

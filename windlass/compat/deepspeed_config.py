@@ -45,7 +45,7 @@ class DeepSpeedConfig:
         if adds_up:
             _check_sum(self.config)
         axes = self.config.axes(_world_size(), other_sizes=_axis_sizes_of(mpu, mesh_device))
-        # An mpu may have only the data-parallel size; then the other axes follow from it.
+        # An mpu may have only the data-parallel size; the other axes then follow from that size.
         if axes.data_loading_size == axes.world_size and hasattr(mpu, "get_data_parallel_world_size"):
             axes = axes_from_data_loading_size(self.config, int(mpu.get_data_parallel_world_size()))
         self.world_size = axes.data_loading_size
@@ -94,9 +94,9 @@ class DeepSpeedConfig:
 
 
 def _check_sum(config: Config) -> None:
-    """Raise ValueConfigError if gradients are summed together with a feature for which DeepSpeed refuses it.
+    """Raise ValueConfigError for `gradient_allreduce_op: sum` with a feature for which DeepSpeed refuses the sum.
 
-    windlass itself sums at stage 3 too; `windlass.initialize` takes the key there.
+    `windlass.initialize` accepts the sum at stage 3 too.
     """
     refused = {
         "ZeRO stage 3": ("gradient_allreduce_op", config.zero_optimization.stage == 3),

@@ -96,7 +96,7 @@ REFUSED_METHODS = {
 
 
 class DirectBackwardError(ModelError, RuntimeError):
-    """`loss.backward()` at stage 0 in strict mode."""
+    """Error for a `loss.backward()` of the script at stage 0 in strict mode."""
 
 
 class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts, Precision, Engine):
@@ -262,7 +262,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         It is `optimizer.clip_grad`, which a script may change; for an optimizer of kind "basic", the configuration's.
         """
         optimizer: Any = self._optimizer  # not `self.optimizer`, which scripts replace by a wrapper
-        own = getattr(optimizer, KIND, "basic") == "basic"  # its attribute `clip_grad` belongs to the script's class
+        own = getattr(optimizer, KIND, "basic") == "basic"  # only a script sets the `clip_grad` of this kind
         return self._config.gradient_clipping if own else float(optimizer.clip_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @contextmanager
     def _allow_backward(self) -> Iterator[None]:
-        """Allow a backward of the engine, while strict mode refuses those of the script."""
+        """Allow a backward of the engine, while strict mode refuses backwards of the script."""
         self._running_engine_backward = True
         try:
             yield
@@ -319,7 +319,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         super()._attach(sharded)
         enable_state_dict_stubs(sharded)
         number_parameters(sharded)
-        if self._groups is not None:  # re-attached with another layout
+        if self._groups is not None:  # the model was sharded again, by `refresh`
             self._publish_groups()
 
     def _publish_groups(self) -> None:
@@ -390,7 +390,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         self._sharded.reduce_accumulated()
         optimizer.micro_step_id += 1
 
-    # DeepSpeed has a method for each kind of optimizer, and scripts replace either.
+    # DeepSpeed has one method for ZeRO stages 1 and 2 and one for stage 3; scripts may replace either of them.
     _flush_coalesced_reduction_zero12 = _flush_coalesced_reduction
     _flush_coalesced_reduction_zero3 = _flush_coalesced_reduction
 
@@ -443,7 +443,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
         DeepSpeed's stage 0 steps with the contents of `.grad`. Collective if a script assigned any.
         """
-        self._sharded.runtime.end_failed_backwards()  # their gradients in `.grad` are not the script's
+        self._sharded.runtime.end_failed_backwards()  # a failed backward's gradients in `.grad` are not the script's
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         given = [(parameter, gradient) for parameter in trained if (gradient := raw_grad(parameter)) is not None]
         if not given:
@@ -484,7 +484,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         return super()._autocast()
 
     def _report_external_gradients(self, names: list[str]) -> None:
-        """Warn once instead of raising: DeepSpeed's ZeRO ignores such gradients silently, and its scripts continue."""
+        """Warn once about gradients that a script assigned; DeepSpeed's ZeRO ignores them, and its scripts continue."""
         if not self._warned_external_gradients:
             self._warned_external_gradients = True
             logger.warning("%s", format_foreign_gradients(names))
@@ -508,7 +508,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Value of `communication_data_type`; without the key fp16 or bf16 if enabled, else fp32. Read-only."""
+        """Value of `communication_data_type`; if the key is absent: fp16 or bf16 if enabled, else fp32. Read-only."""
         trained = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
         return parse_dtype(self._config.communication_data_type or trained)
 
@@ -690,7 +690,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         """
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: a forward frees the parameters that it gathered when it ends."""
+        """Do nothing: at its end, a forward frees the parameters that it gathered."""
 
     def collect_python_gc(self) -> None:
         """Run Python's garbage collector."""

@@ -73,7 +73,7 @@ class DistributedAttention(nn.Module):
             batch_dim_idx: dimension of the samples, 1 or 0. Default: the one that `gather_idx` does not name.
 
         Raises:
-            ConfigError: rotary embeddings are given; apply them before.
+            ConfigError: rotary embeddings are given; apply them to query and key before the call.
         """
         if rotary_pos_emb is not None:
             raise ConfigError(

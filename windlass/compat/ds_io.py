@@ -145,7 +145,7 @@ def ds_nvme_tune(argv: Sequence[str] | None = None) -> int:
             raise StorageError("ds_nvme_tune: --no_read and --no_write leave nothing to measure; drop one of them")
         settings = read_sweep(Path(asked.sweep_config)) if asked.sweep_config else list(DEFAULT_SETTINGS)
         log = Path(asked.log_dir) / _LOG_FILE
-        log.parent.mkdir(parents=True, exist_ok=True)  # an error comes before the sweep, which takes minutes
+        log.parent.mkdir(parents=True, exist_ok=True)  # here, so that an error comes before the long sweep
         found = sweep(
             settings,
             [Path(folder) for folder in asked.nvme_dir],

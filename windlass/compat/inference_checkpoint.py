@@ -1,4 +1,4 @@
-"""Weights of `deepspeed.init_inference(checkpoint=...)`: files listed in a JSON description, or a directory."""
+"""Weights of `deepspeed.init_inference(checkpoint=...)`: files listed in JSON, a single file, or a directory."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def load_inference_checkpoint(
         Names of the checkpoint's tensors that the module lacks.
 
     Raises:
-        ConfigError: the description is wrong, or lists parts of tensors.
-        ModelError: a file cannot be read, the module's weights are incomplete, or have other shapes.
+        ConfigError: the description is wrong or lists tensor-parallel shards, or files disagree on a tensor's values.
+        ModelError: a file cannot be read, or the checkpoint lacks weights of the module or has them in other shapes.
         CheckpointError: a directory has no complete checkpoint.
     """
     values, source = _read_values(checkpoint, base_dir)
@@ -82,10 +82,10 @@ def _read_values(checkpoint: str | dict[str, Any], base_dir: str) -> tuple[dict[
 
 
 def _listed_files(data: dict[str, Any], base_dir: str) -> list[Path]:
-    """Return the files of a description.
+    """Return the files that a description lists.
 
     Raises:
-        ConfigError: a key is wrong, or the files are parts of tensors.
+        ConfigError: a key is wrong, or the files hold tensor-parallel shards.
     """
     names = data.get("checkpoints")
     if isinstance(names, dict) or data.get("parallelization", "pp") != "pp" or data.get("mp_size", 0) not in (0, 1):
@@ -151,7 +151,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     return dict(inner)
 
 
-_Loaded = tuple[list[str], list[str], list[str]]  # names that are missing, unexpected, and of other shapes
+_Loaded = tuple[list[str], list[str], list[str]]  # missing names, unexpected names, names of tensors with other shapes
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -160,7 +160,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: torch.dtype) -> _Loaded:
-    """Load a second model by transformers, which maps former and tied names, and move its tensors to `module`."""
+    """Load the values with transformers, which maps older and tied names, and move the loaded tensors to `module`."""
     own = next((one.dtype for one in module.parameters() if one.is_floating_point() and not one.is_meta), dtype)
     loaded, facts = type(module).from_pretrained(
         None,

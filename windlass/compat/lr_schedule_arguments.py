@@ -96,7 +96,7 @@ def known_warmup(warmup_type: Any) -> Any:
 
 
 class _LenientWarmup:
-    """Base class of warmups, first in the bases: an unknown `warmup_type` means "log"."""
+    """Base class of warmups in which an unknown `warmup_type` means "log". Must be the first base."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

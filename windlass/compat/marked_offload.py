@@ -112,7 +112,7 @@ class _PooledActivation:
     def fetch(self) -> PendingCopy:
         self._copy.wait()
         fetched = start_copy_to_device(self._copy.value, self._device)
-        if fetched.value is self._copy.value:  # host memory: the caller may keep the result after the buffer is reused
+        if fetched.value is self._copy.value:  # not copied: the caller may keep the result after the buffer is reused
             return CompletedCopy(fetched.value.clone())
         self._fetches.append(ref(fetched))
         return fetched

@@ -172,7 +172,7 @@ class MiiClient:
             self._loop.close()
 
     async def _answer_all(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Return the last output of each prompt. An error of one cancels the others."""
+        """Return the last output of each prompt. An error of one prompt cancels all other prompts."""
         tasks = [asyncio.ensure_future(self._answer(*one)) for one in zip(prompts, params, strict=True)]
         try:
             return list(await asyncio.gather(*tasks))

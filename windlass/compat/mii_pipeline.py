@@ -20,7 +20,7 @@ from windlass.inference.sampling_params import SamplingParams
 _IGNORED = frozenset(
     {"device_rank", "torch_dist_port", "profile_model_time", "task", "sync_debug", "use_legacy_post_processor"}
     | {"zmq_port_number", "replica_configs", "device_map"}
-)  # settings of MII's processes
+)  # settings of MII that have no effect here
 
 _GENERATION = (
     "max_length", "max_new_tokens", "min_new_tokens", "ignore_eos", "do_sample", "top_p", "top_k", "temperature",
@@ -108,7 +108,7 @@ def take_model(model: str | Path | nn.Module, settings: dict[str, Any]) -> str |
     """Remove `model_name_or_path` from the settings, and return the model.
 
     Raises:
-        ConfigError: no model is given, or two different models are.
+        ConfigError: no model is given, or two different names are given.
     """
     other = settings.pop("model_name_or_path", None)
     if isinstance(model, nn.Module):
@@ -125,7 +125,7 @@ def use_engine_config(settings: dict[str, Any]) -> None:
     """Replace `inference_engine_config` in the settings by the options of the engine that it describes.
 
     Raises:
-        ConfigError: one of its keys is not known or refused, or differs from a setting.
+        ConfigError: a key of the engine configuration is unknown, is refused, or differs from a setting.
     """
     for name, value in _ragged_arguments(settings.pop("inference_engine_config", None)).items():
         if settings.setdefault(name, value) not in (value, None):
@@ -153,7 +153,7 @@ def _ragged_arguments(given: Any) -> dict[str, Any]:
     """Return the settings in a `RaggedInferenceEngineConfig` or its dict.
 
     Raises:
-        ConfigError: a key is not known, or refused.
+        ConfigError: a key is unknown or refused.
     """
     if not given:
         return {}

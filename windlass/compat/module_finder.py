@@ -86,7 +86,7 @@ def _missing_name_message(module: str, name: str) -> str:
 
 
 def _folder_of(package: str) -> str:
-    """Return the folder in which scripts find the files of a package's modules, else the folder of the root package.
+    """Return the folder in which scripts list the module files of `package`; the root package's folder if none.
 
     Python never imports from this folder, because this finder comes first and finds every module of the folder.
     """

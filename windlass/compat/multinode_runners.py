@@ -335,5 +335,5 @@ def _quoted(word: str) -> str:
 
 
 def _slots(given: Any) -> list[int]:
-    """Return slots, given as a list or as their number, as a list."""
+    """Return a list of slots; `given` is a list of slots, or their number."""
     return list(range(given)) if isinstance(given, int) else list(given)

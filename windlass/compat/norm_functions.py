@@ -291,7 +291,7 @@ def _finite_or_minus_one(norm: torch.Tensor) -> float:
 
 
 def _model_group(mpu: Any, *, of_experts: bool = False) -> Any:
-    """Return the group whose ranks hold other parts of the model; None without one."""
+    """Return the group whose ranks hold other parts of the model; None if there is no such group."""
     if mpu is None:
         return None
     if not of_experts or _get_expert_model_parallel_world_size() > 1:

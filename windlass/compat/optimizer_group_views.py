@@ -26,7 +26,7 @@ PARAMETER_ATTRIBUTES = {1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}
 
 
 Seen = TypeVar("Seen")
-_parameters_of_flat = WeakIdKeyDictionary()  # parameters of a flat tensor of master weights
+_parameters_of_flat = WeakIdKeyDictionary()  # parameters of each flat tensor of master weights
 
 
 class _ByGroup(Sequence[Seen]):

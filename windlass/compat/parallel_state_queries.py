@@ -94,7 +94,7 @@ class ParallelStateQueries:
 
     @property
     def moe_layers(self) -> list[nn.Module]:
-        """Module with the gate and the experts of each MoE layer."""
+        """Modules that contain the gate and the experts, one for each MoE layer."""
         return [module.deepspeed_moe for module in self.module.modules() if isinstance(module, MixtureOfExperts)]
 
     @property

@@ -2,8 +2,8 @@
 
 [Note: computed attributes] Nothing is stored on parameters, because stored attributes would break pickling and would
 follow a copy. Instead, `install_parameter_attributes` gives `nn.Parameter` a `__getattr__`, which Python calls only for
-missing attributes. It has values only for parameters of an engine, of `zero.Init` or of experts. Stage-3 parameters
-keep their full shape in windlass, sharded or not; see [Note: strict mode].
+missing attributes. This method returns values only for parameters of an engine, of `zero.Init` or of experts. Stage-3
+parameters keep their full shape in windlass, sharded or not; see [Note: strict mode].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _active_by_owner: WeakKeyDictionary[Any, WeakIdKeyDictionary] = WeakKeyDictionary()
 _external_parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
 _expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # name of the expert group, by parameter
-_used_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a module returned to another
+_used_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a module returned to another module
 _stub_models: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` built
 _gathered_contexts: dict[int, GatheredParameters] = {}  # contexts of `all_gather`, by id of the parameter
 

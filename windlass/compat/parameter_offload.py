@@ -22,7 +22,7 @@ class NoopHookHandle:
 
 
 class NoopParameterCoordinator:
-    """Replacement for DeepSpeed's parameter coordinator. There is no trace to invalidate; the call is recorded."""
+    """Replacement for DeepSpeed's parameter coordinator. It has no trace; `_invalidate_trace` is only recorded."""
 
     def __init__(self) -> None:
         self._invalid = False
@@ -74,7 +74,7 @@ class ParameterOffload:
         return self.param_coordinator
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: a forward frees the parameters that it gathered when it ends."""
+        """Do nothing: at its end, a forward frees the parameters that it gathered."""
 
     def partition_all_parameters(self) -> None:
         """Do nothing: parameters are resharded after use."""
@@ -102,7 +102,7 @@ class ZeROOrderedDict(OrderedDict[str, Any]):
 def ensure_zero_ordered_dict(module: Any) -> None:
     """Move a module's parameters into a `ZeROOrderedDict`, and keep the previous container as `_original_parameters`.
 
-    Does nothing if they are already in one.
+    Does nothing if they are already in a `ZeROOrderedDict`.
     """
     given = getattr(module, "_parameters", None)
     if not isinstance(given, dict) or isinstance(given, ZeROOrderedDict):

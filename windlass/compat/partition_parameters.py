@@ -32,7 +32,7 @@ _orig_torch_randn = torch.randn
 zero_init_context: list[Any] = []
 
 partitioned_param_data_shape = [0]
-"""Shape of a sharded parameter's data in DeepSpeed, and in strict mode. Otherwise it keeps its full shape."""
+"""Shape of a sharded parameter's data in DeepSpeed, and in strict mode. Otherwise the data keeps its full shape."""
 
 
 class MultipleAllGatherHandles:

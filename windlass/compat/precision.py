@@ -24,7 +24,7 @@ class Precision:
     bfloat16_enabled: Callable[[], bool]
 
     def _mixed_precision_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Return the dtypes of parameters and of buffers; None for those that are not cast."""
+        """Return the dtypes to which parameters and buffers are cast; None: not cast."""
         parameters = None
         if self.fp16_enabled():
             parameters = torch.half

@@ -16,14 +16,14 @@ from windlass.comm.mesh_shape import MeshShape
 
 
 class ProcessTopology:
-    """Numbering of ranks along named axes like digits, the last axis fastest.
+    """Row-major numbering of ranks along named axes: the last axis varies fastest.
 
     Args:
         axes: names of the axes, the slowest first; neighbouring ranks differ along the last.
         dims: number of ranks along each axis.
 
     Raises:
-        ValueError: the number of sizes and names differs, a name occurs twice, or a size is below 1.
+        ValueError: `axes` and `dims` differ in length, a name occurs twice, or a size is below 1.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ log_levels: dict[str, int] = {
 
 
 class SharedLogger(logging.Logger):
-    """Logger whose level also applies to windlass's own logger, because scripts silence both through it."""
+    """Logger whose level also applies to windlass's own logger, because scripts use it to silence all messages."""
 
     def setLevel(self, level: int | str) -> None:
         """Set the level of this logger and of windlass's logger."""

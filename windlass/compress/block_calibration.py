@@ -96,7 +96,7 @@ class LayerGroup:
     Attributes:
         names: names in the block.
         producer: name of the module whose output is this tensor, if its weight is 1-dimensional, e.g. a norm; None:
-            there is none, or forwards differ in it.
+            there is no such module, or it differs between forwards.
     """
 
     names: list[str]
@@ -351,8 +351,11 @@ class BlockCalibration:
         return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
 
     def _unfilled(self) -> list[nn.Module]:
-        """Return the modules outside of the blocks at which a forward ends: the head, and modules without weights in
-        the files, e.g. the layers before the head of a language model if the files are those of a classifier."""
+        """Return the modules outside of the blocks at whose call a forward is stopped.
+
+        These are the head, and modules without weights in the files, e.g. the layers before the head of a language
+        model if the files are those of a classifier.
+        """
         return [
             module
             for module in self.model.modules()

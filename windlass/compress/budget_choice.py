@@ -1,17 +1,17 @@
 """Choice of a weight format for each layer under a budget: measured losses and times, and a knapsack.
 
 [Note: checked budget] The knapsack adds up the losses of single groups, so the loss of its choice is also measured for
-all groups together. Unless the measured loss is within its limit by at most 2 %, the limit is divided by the ratio of
-the measured loss to the sum, and the knapsack is solved again, at most `_REPAIRS` times in all. If a uniform format of
-no more bytes has a lower loss, that format is taken. If no choice of the knapsack is within the limit of the loss, the
+all groups together. Unless the measured loss is 98 % to 100 % of its limit, the limit is divided by the ratio of the
+measured loss to the sum, and the knapsack is solved again, at most `_REPAIRS` times in all. If a uniform format of no
+more bytes has a lower loss, that format is taken. If no choice of the knapsack is within the limit of the loss, the
 uniform formats within the other limits are measured before the budget is refused.
 
-[Note: measured token] Times of single products do not add up to the time of a token either. So the whole model is timed
-in the chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is
-corrected by the difference and the choice is made again, until `_TIMINGS` choices were timed: a faster choice if the
-limit was missed, one of less loss if the model was faster than it must be. The choice of the least loss among those in
-time is taken. If there is none, the uniform formats are timed. If none of them is in time either, the budget is refused
-with an error that names the least measured time.
+[Note: measured token] Times of single products do not add up to the time of a token. So the full model is timed in the
+chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is corrected
+by the difference and a new choice is made, until `_TIMINGS` choices were timed: a faster choice if the limit was
+exceeded, a choice of less loss if the model was faster than necessary. Of the choices within the limit, the one of the
+least loss is taken. If there is none, the uniform formats are timed. If none of them is within the limit either, the
+budget is refused with an error that names the least measured time.
 """
 
 from __future__ import annotations
@@ -294,14 +294,14 @@ class _Solver:
         return best
 
     def _uniform_in_time(self) -> list[list[int]]:
-        """Return the choices of one format for all groups that are within the limit of bytes, and in time as measured.
-        The choice that is the fastest by the times of single products need not be the fastest model."""
+        """Return the choices of one format for all groups that are within the limits of bytes and of measured
+        time. The choice that is the fastest by the times of single products need not be the fastest model."""
         token = self._token_limit() or 0.0
         uniform = self._uniform_choices(self._limits().nbytes, None)
         return [places for places in uniform if self._timed(places) <= (1 + TIME_TOLERANCE) * token]
 
     def _timed(self, places: list[int]) -> float:
-        """Return the measured time of a token of a choice, and correct the predicted times by it."""
+        """Return the measured seconds per token of a choice of formats, and correct the predicted times with it."""
         assert self.time is not None and self.products.wide is not None
         if tuple(places) not in self._seconds:
             self._seconds[tuple(places)] = self.time(places) if any(places) else self.products.wide
@@ -348,11 +348,11 @@ class _Solver:
         return self._better_of_uniform(best, limits)
 
     def _least_measured(self, measured: Sequence[_Solution], limits: FormatLimits) -> _Solution:
-        """Return the choice of the least measured loss among the measured ones and the uniform formats within the
-        limits of bytes and time. The losses of groups add up only approximately, so a budget is refused only after a
+        """Return the choice of the least measured loss among `measured` and the uniform formats within the limits of
+        bytes and time. The losses of groups add up only approximately, so a budget is refused only after a
         measurement."""
         tried = list(measured)
-        if not tried:  # even the least sum within the other limits was above the limit of the loss
+        if not tried:  # within the other limits, even the least sum of losses was above the limit of the loss
             tried.append(self._measure(choose_formats(self.options, replace(limits, loss=None)).places))
         tried += [self._measure(one) for one in self._uniform_choices(limits.nbytes, limits.seconds)]
         return min(tried, key=lambda one: one.nats)
@@ -361,7 +361,8 @@ class _Solver:
         """Check that the limits of bytes and time can be met, before any loss is measured.
 
         Raises:
-            ConfigError: no choice is within the limits. A choice that is in time as measured suffices.
+            ConfigError: no choice is within the limits. If only the predicted time of a choice
+                exceeds the limit, and not its measured time, the limit can be met.
         """
         limits = replace(self._limits(), loss=None)
         if limits.nbytes is None and limits.seconds is None:
@@ -373,7 +374,7 @@ class _Solver:
             if error.resource == "seconds" and self.time is not None and token is not None:
                 is_fast = self._timed(error.places) <= (1 + TIME_TOLERANCE) * token
                 if is_fast or self._uniform_in_time():
-                    return  # too slow as predicted, but not as measured
+                    return  # only the predicted time exceeds the limit, not the measured time
             raise self._refusal(error) from error
 
     def _limits(self) -> FormatLimits:

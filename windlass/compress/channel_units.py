@@ -113,7 +113,10 @@ def _is_depthwise(module: nn.Module) -> bool:
 
 
 def _marked_rows(value: Any, count: int) -> Tensor:
-    """Return for each of `count` copies True if its row has NaN. If rows are not those of copies, one NaN marks all."""
+    """Return, for each of `count` copies, True if its row of `value` has NaN.
+
+    If `value` has no row for each copy, one NaN marks all copies; if it is not a tensor, all are marked.
+    """
     if not isinstance(value, Tensor):
         return torch.ones(count).bool()
     marked = value.isnan()
@@ -183,7 +186,7 @@ class _Trace:
                 return None
             self._arrive(name, module, inputs[0])
             if isinstance(module, _NORMS) or _is_depthwise(module):
-                return None  # channels are not mixed
+                return None  # the module does not mix channels, so the marks pass through
             return tuple(torch.nan_to_num(one) if isinstance(one, Tensor) else one for one in inputs)
 
         return hook
@@ -220,8 +223,8 @@ class _Trace:
         self._parents[self._find(one)] = self._find(two)
 
     def groups(self) -> list[UnitGroup]:
-        """Return the connected channels that are not locked as units, with one group for all units of the same tensors.
-        A unit without others of the same tensors is left out."""
+        """Return groups of units. A unit is a set of connected channels, none of them locked; units form a group if
+        they have the same numbers of channels in the same tensors. A unit without others like it is left out."""
         self._join_shared()
         units: dict[Slot, list[Slot]] = {}
         for slot in list(self._parents):

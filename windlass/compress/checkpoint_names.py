@@ -70,8 +70,8 @@ class CheckpointNames:
         self.source_of = {name: source for source, name in self.renamed.items()}
 
     def module_of(self, layer: str) -> str | None:
-        """Return the name in the model of a layer whose weight has the name `layer.weight` in files, or None if no
-        single tensor of the model is this weight."""
+        """Return the model's name of a layer, given the layer's name in the files; None if the layer's weight is not a
+        single tensor of the model."""
         name, pattern = self._rules.rename(f"{layer}.weight")
         return name.removesuffix(".weight") if pattern is None and name.endswith(".weight") else None
 
@@ -117,7 +117,7 @@ class _Rules:
         self.converters = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def rename(self, source: str) -> tuple[str, str | None]:
-        """Return the name in the model, and the pattern of the converter; None: the values stay unchanged."""
+        """Return the name in the model, and the pattern of the converter, or None if the values stay unchanged."""
         if self._loading is None:
             return source, None
         known, rename = self._known, self._loading.rename_source_key

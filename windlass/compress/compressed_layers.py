@@ -202,7 +202,7 @@ class CompressedLayer(nn.Module):
             fresh = (span == 0).all()  # stays on the device, without a sync
             if self.training:
                 span.copy_(torch.where(fresh, seen, _MOMENTUM * span + (1 - _MOMENTUM) * seen))
-            else:  # fresh: an evaluation before the first training step with rounding
+            else:  # if `fresh`, no training step with rounding has set the range before this evaluation
                 span = torch.where(fresh, seen, span)
             rounded = _round_in_range(whole, span, rounding)
         else:

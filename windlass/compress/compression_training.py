@@ -35,7 +35,7 @@ from windlass.config.config_refusals import find_section_refusals
 from windlass.kernels.weight_format import get_weight_format
 
 SECTION = "compression_training"
-CLOCK = "_windlass_compression_clock"  # attribute of a prepared model with its `CompressionClock`
+CLOCK = "_windlass_compression_clock"  # attribute of a prepared model that holds its `CompressionClock`
 PRUNINGS = {"sparse": (nn.Linear, nn.Conv2d), "row": (nn.Linear,), "head": (nn.Linear,), "channel": (nn.Conv2d,)}
 
 
@@ -75,7 +75,7 @@ def init_compression(
 
 def compression_clock(model: nn.Module) -> CompressionClock | None:
     """Return the step counter of a prepared model; None for any other model. In an engine the counter returns the
-    engine's steps; without an engine `end_compression_step` advances it."""
+    engine's steps; without an engine `end_compression_step` advances the counter."""
     found = model.__dict__.get(CLOCK)
     return found if isinstance(found, CompressionClock) else None
 
@@ -113,7 +113,7 @@ def read_compression_training(config: Any, *, may_lack: bool = False) -> Compres
 
     Args:
         config: dict, or path of a JSON file.
-        may_lack: return a section without techniques if the configuration lacks the section.
+        may_lack: if the configuration lacks the section, return an empty section instead of raising.
 
     Raises:
         ConfigError: the section is missing or invalid, or has a value that is not supported.
@@ -160,7 +160,7 @@ def _prepared(
     seen: set[str] = set()
     for pattern in group.modules:
         found = find_layers(model, pattern, kinds)
-        if not found:  # as in DeepSpeed no error: one configuration serves several models
+        if not found:  # no error, as in DeepSpeed: one configuration may serve several models
             logger.warning(
                 "%s.modules has %r, which no %s of the model matches, so it has no effect",
                 where,
@@ -217,7 +217,7 @@ def _read_bits(params: GroupParams, where: str) -> tuple[int, int]:
         except WeightFormatError as error:
             raise ConfigError(f"{where}.params.weight_format: {error}") from error
         return 16, 16
-    assert params.target_bits is not None  # checked with the configuration
+    assert params.target_bits is not None  # checked when the configuration was read
     return params.start_bits or params.target_bits, params.target_bits
 
 
@@ -256,7 +256,7 @@ def _add_prunings(model: nn.Module, section: CompressionTraining, kind: str, clo
         by_snip = shared.method == "snip_momentum"
         if by_snip and ratio is None:
             ratio = shared.dense_ratio
-        assert ratio is not None  # checked with the configuration
+        assert ratio is not None  # checked when the configuration was read
         heads = getattr(shared, "num_heads", None) or 0
         pruning = Pruning(kind, shared.method, ratio, shared.schedule_offset, heads)
         if by_snip:

@@ -5,8 +5,8 @@ output's `loss` after it. So the training loop stays as it is, every stage of Ze
 the script chooses the teacher: a module, or an engine that shards or offloads it.
 
 [Note: distillation over stages] In a pipeline each rank runs the teacher for its stages: the last stage compares
-logits, and each stage the hidden states and attention maps of its layers, whose terms are passed on to the last stage's
-loss.
+logits; each stage compares the hidden states and attention maps of its layers, and passes the terms of the loss on to
+the last stage.
 A teacher that runs on all ranks together, in an engine, cannot run inside of stages, which are at different
 micro-batches: `run_ahead` runs it on all micro-batches of a step before the first stage.
 """
@@ -37,8 +37,8 @@ from windlass.parallel.pipeline.staged_model import StagedModel
 from windlass.parallel.tensor.linear_layers import is_stub
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
-ATTACHED = "_windlass_distillation"  # attribute of a trained model with its `Distillation`
-PROJECTION = "distillation_projection"  # submodule of a trained model, from its hidden size to the teacher's
+ATTACHED = "_windlass_distillation"  # attribute of a trained model that holds its `Distillation`
+PROJECTION = "distillation_projection"  # submodule that projects hidden states to the teacher's size
 IGNORED_LABEL = -100
 
 
@@ -49,7 +49,7 @@ class _Seen:
     logits: Tensor | TopProbabilities | None = None
     hidden: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)
-    ungraded: set[tuple[str, str]] = field(default_factory=set)  # term and module of tensors computed without gradients
+    ungraded: set[tuple[str, str]] = field(default_factory=set)  # (term, module) of tensors without gradients
     pairs: int = 0  # number of compared modules, on all stages of a pipeline
     attention_pairs: int = 0  # number of compared modules with attention maps
 
@@ -116,8 +116,8 @@ class Distillation:
         model if hidden states of different sizes are compared.
 
         Raises:
-            ConfigError: the model has another vocabulary than the teacher, `layers` name a module that one of them
-                lacks, or the model is connected already.
+            ConfigError: the model has another vocabulary than the teacher, `layers` name a module that the model
+                or the teacher lacks, or the model is connected already.
         """
         if attached_distillation(student) is not None:
             raise ConfigError("the model has a distillation already; call its detach(model) first")
@@ -254,7 +254,7 @@ class Distillation:
             return None
         own.logits = _logits(output, "model")
         vocabulary = get_sharded_vocabulary(student)
-        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # logits are a tensor-parallel shard
+        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # only a tensor-parallel shard
             own.logits = vocabulary.gather_logits(own.logits)
         loss = self._loss(student, own, wanted, kwargs)
         if stage is not None and stage.terms is not None:
@@ -330,7 +330,7 @@ class Distillation:
         return hidden_difference(mine, other, _positions(counted, mine))
 
     def keep_pairs(self, student: nn.Module) -> None:
-        """Choose the compared modules of a model once, before a pipeline gives parts of it to other ranks."""
+        """Choose the compared modules of a model once, before a pipeline removes the layers of other ranks from it."""
         self._kept_pairs = None
         if self.options.hidden or self.options.attention:
             self._kept_pairs = self._pairs(student)
@@ -343,7 +343,7 @@ class Distillation:
         return {own: other for own, other in self._pairs(student).items() if not _is_in_stub(student, own)}
 
     def _pairs(self, student: nn.Module) -> dict[str, str]:
-        """Return the names of the compared modules: those of the teacher, by those of the trained model."""
+        """Return the compared modules: names in the teacher, by their names in the trained model."""
         if self._kept_pairs is not None:
             return self._kept_pairs
         teacher = self._teacher_module()
@@ -564,7 +564,7 @@ def _logits(output: Any, whose: str) -> Tensor:
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:
-    if isinstance(output, dict):  # also an output of transformers, whose attribute changes with the key
+    if isinstance(output, dict):  # includes outputs of transformers, whose attributes follow their keys
         output["loss"] = loss
     else:
         output.loss = loss

@@ -57,8 +57,8 @@ def rounded_values(
 
 
 def warn_of_unused_rules(bits: int, rules: Mapping[str, str]) -> None:
-    """Log a warning if `bits` is 1 or 2 and `rules`, values by configuration key, has other rules than "symmetric" and
-    "nearest", which have no effect then."""
+    """Log a warning if `bits` is 1 or 2 and `rules` (values by configuration key) has values other than "symmetric" and
+    "nearest": such rules have no effect with 1 or 2 bits."""
     named = [f"{key} {value!r}" for key, value in rules.items() if value not in _DEFAULT_RULES]
     if bits in _FEW_LEVELS and named:
         logger.warning("%s: no effect at %s", " and ".join(named), _FEW_LEVELS[bits])

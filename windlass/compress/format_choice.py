@@ -1,8 +1,8 @@
 """Choice of a weight format for each group of layers under limits of bytes, loss and time: a knapsack.
 
-[Note: format knapsack] The losses of layers are taken to add up, as their bytes and times do. Multipliers of the
+[Note: format knapsack] The losses of layers are assumed to add up, as bytes and times do. Multipliers of the
 limited resources give a lower bound of the objective (Lagrange). An option's reduced cost is its objective plus
-multiplied resources, minus the least such sum of its group. A choice within the limits exceeds the bound by its reduced
+multiplied resources, minus the least sum in its group. A choice within the limits exceeds the bound by its reduced
 costs plus the multiplied unused resources. So all choices within a given distance of the bound are built group by
 group: a partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or
 if another one is at least as good in the objective and all resources. The distance grows until a choice is found, and
@@ -124,11 +124,11 @@ def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dic
     found = search.solve()
     if found is not None:
         return found
-    first, second = bounds  # each limit can be met alone
+    first, second = bounds  # two limits: the check above ensures that each can be met alone
     places = _least(groups, second, {first: bounds[first]}).places
     if (nearest := total(groups, places, second)) > bounds[second]:
         raise UnmetLimitError(second, nearest, places)
-    # The search had dropped this choice with others, because there were too many.
+    # This choice is within both limits. The search dropped its beginning, because there were too many partial choices.
     return FormatChoice(places, total(groups, places, objective) - search.bound)
 
 
@@ -214,7 +214,7 @@ class _Search:
         bound, or None if there is none; and False if partial choices were dropped because there were too many."""
         kept = [np.flatnonzero(one <= distance) for one in reduced]
         least = np.array([one[:, places].min(1) for one, places in zip(self._resources, kept, strict=True)])
-        rest = least[::-1].cumsum(0)[::-1] - least  # least sums of the groups after each one
+        rest = least[::-1].cumsum(0)[::-1] - least  # for each group, the least sums over all later groups
         sums, costs, spent = np.zeros((len(multipliers), 1), dtype=np.int64), np.zeros(1), np.zeros(1)
         links: list[tuple[Integers, Integers]] = []
         is_whole = True
@@ -243,7 +243,7 @@ class _Search:
 
 def _undominated(sums: Integers, costs: Floats) -> Integers:
     """Return the indices of the partial choices for which no other one is at least as good in the cost and all
-    resources; of equal choices, one.
+    resources. Of several equal choices, one is returned.
 
     Args:
         sums: one or two resources, `[resources, choices]`.
@@ -255,7 +255,7 @@ def _undominated(sums: Integers, costs: Floats) -> Integers:
         return order[is_less]
     seconds, values = sums[1][order].tolist(), costs[order].tolist()
     kept = []
-    steps: list[int] = []  # ascending second resource of the choices so far, with descending costs in `lows`
+    steps: list[int] = []  # Pareto front so far: second resource, ascending; its costs in `lows` descend
     lows: list[float] = []
     for place, (second, value) in enumerate(zip(seconds, values, strict=True)):
         at = bisect_right(steps, second)

@@ -11,7 +11,7 @@ _CHOICES = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (nn.TransformerEncoder, "use_nested_tensor", False),
 )
-_KEPT = "_windlass_fused_encoder"  # attribute of an encoder that stores the original value
+_KEPT = "_windlass_fused_encoder"  # attribute of an encoder, which stores the value that the exclusion replaced
 
 
 def exclude_fused_encoders(model: nn.Module) -> None:

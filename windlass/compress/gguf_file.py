@@ -320,7 +320,7 @@ def _read_data(
         tensor = directory.read(name)
         tensor = tensor.float() if tensor.dim() == 1 else tensor
         if directory.config["model_type"] == "gemma" and name.endswith("norm.weight"):
-            tensor = tensor + 1  # transformers stores the factor minus 1
+            tensor = tensor + 1  # transformers stores Gemma's norm factors minus 1
         data = tensor.contiguous().view(torch.uint8)
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(layer.rpartition(".")[2])
     if permutes and heads is not None:

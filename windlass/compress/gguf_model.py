@@ -236,7 +236,7 @@ def _read_config(directory: GgufDirectory) -> dict[str, Any]:
 
 
 def _read_rope(directory: GgufDirectory, theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the settings of rotary embeddings. A file with factors of rotations has those of Llama 3.1 to 3.3.
+    """Return the settings of rotary embeddings. The only supported factors of rotations are those of Llama 3.1 to 3.3.
 
     Raises:
         ModelError: the file has other factors.

@@ -12,12 +12,12 @@ from windlass.compress.integer_grid import IntegerGrid, clipped_grid
 from windlass.kernels.weight_format import WeightFormat
 
 DAMPING = 0.01  # added to the diagonal, relative to its mean
-_BLOCK = 128  # columns whose errors reach the later columns in one product
+_BLOCK = 128  # columns whose errors are carried to all later columns by one matrix product
 
 
 @dataclass(frozen=True)
 class ColumnOrder:
-    """Order in which the columns of matrices with one input are rounded, and the factor that compensates their errors.
+    """Order in which the columns of matrices with the same input are rounded, and the factor that compensates errors.
 
     Attributes:
         diagonal: diagonal of the Hessian.
@@ -98,7 +98,7 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
 
 def damped_factor(hessian: Tensor, damping: float) -> Tensor:
     """Return the lower Cholesky factor of a sum of `x x^T`, float64, whose diagonal is damped in place: by `damping`
-    times its mean, and by ten times more until the matrix is positive definite.
+    times its mean, and by ten times more in each further try, until the matrix is positive definite.
 
     Raises:
         ModelError: no damping makes the matrix positive definite, because it has values that are not finite.

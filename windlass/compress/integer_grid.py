@@ -15,9 +15,9 @@ from windlass.base.errors import WeightFormatError
 from windlass.kernels.coded_formats import SCALE_DTYPE, GroupCodes, IntegerWeightFormat
 from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, WeightFormat, get_weight_format
 
-CLIP_STEPS = 26  # number of candidates for a group's range: from all of it down to `_LEAST_CLIP` of it
+CLIP_STEPS = 26  # number of candidates for the part of a group's range that is used, from 1 to `_LEAST_CLIP`
 _LEAST_CLIP = 0.5
-_CACHED_NUMEL = 1 << 16  # weights that a search reads repeatedly, and that fit into the cache
+_CACHED_NUMEL = 1 << 16  # weights that are searched together; they stay in the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def half_quadratic_grid(form: WeightFormat, weight: Tensor, *, steps: int = 20) 
 
     It minimizes `|w - value| ** 0.7` in alternating steps: first `e = shrink(w - value)` separates outliers, then the
     zero point is the mean, and the scale the least-squares fit, of the rest `w - e`. Zero points stay integers, since
-    formats store them as codes; formats without zero points change only the scale. Each group gets its best step.
+    formats store them as codes; formats without zero points change only the scale. Each group gets
+    the result of the step with its least loss.
     """
     columns = weight.shape[1]
     best = plain_grid(form, weight)

@@ -105,7 +105,7 @@ class LayerDistillation(PostTraining):
         return packed
 
     def _learn(self, block: CalibratedBlock, targets: Sequence[Tensor], learned: Sequence[_LearnedCodes]) -> None:
-        """Train the codes of a block, and choose those with the least loss over all text of the evaluations."""
+        """Train the codes of a block, and keep those of the evaluation with the least loss over all text."""
         options, generator = self.distillation, torch.Generator().manual_seed(self.distillation.seed)
         rate = 1 / options.steps if options.rate is None else options.rate
         first = least = _mean_loss(block, targets, learned)

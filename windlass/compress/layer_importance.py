@@ -1,9 +1,9 @@
 """Importance of a model's layers, their removal, and the merging of neighbours.
 
 [Note: layer importance] Block influence is `1 - mean cos(h, h')` of the hidden states before and after a layer (Men et
-al. 2024, https://arxiv.org/abs/2403.03853). The measured loss is that of the model without the layer. `choose_layers`
-removes layers greedily, in each step the layer without which the loss is least, and compares the result with the choice
-by influence and with the removal of evenly spaced layers.
+al. 2024, https://arxiv.org/abs/2403.03853). The measured loss of a layer is the loss of the model without that layer.
+`choose_layers` removes layers greedily: in each step, the layer with the least measured loss. It compares the result
+with the choice by influence and with the removal of evenly spaced layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from windlass.compress.pruned_config import PRUNING_ENTRY, renumber_layers
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
-# ends of the names of lists whose entries do not belong to layers
+# suffixes of configuration keys whose lists have no entry per layer
 _NO_LAYERS = ("token_id", "token_ids", "architectures")
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -211,10 +211,10 @@ def shorten_layers(
         ModelError: another layer depends on a removed layer.
     """
     chosen = choose_layers(model, count, batches, loss)
-    originals = list(range(len(_layers(model))))  # numbers that the remaining layers had before the first step
+    originals = list(range(len(_layers(model))))  # original numbers of the remaining layers
     steps = []
     for done, original in enumerate(chosen):
-        number = original - done  # the `done` earlier layers were removed
+        number = original - done  # `done` layers before this one were removed
         layers = _layers(model)
         target: int | None = None
         with skip_layers(model, [number]):

@@ -1,4 +1,4 @@
-"""Loss that each weight format causes in each group of layers, measured one at a time.
+"""Loss that each weight format causes in each group of layers, each measured separately.
 
 [Note: measured sensitivity] One group of layers with a common input is rounded, and the Kullback-Leibler divergence of
 the model's next-token distributions from those of the unquantized model is measured on calibration text. Hidden states
@@ -24,9 +24,10 @@ from windlass.kernels.weight_format import get_weight_format
 
 _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
 _LIMIT_ROUNDS = 3
-_PASS_SHARE = 0.8  # time of one measurement, relative to a full forward: half of the blocks, and the divergence
+# time of one measurement, relative to a full forward: half of the blocks on average, and the divergence
+_PASS_SHARE = 0.8
 _MOST_BYTES = 512 << 20  # limit for the log-probabilities of the unquantized model
-_CLIP_STRIDE = 5  # a coarse search of clips, to compare formats; the final rounding searches again
+_CLIP_STRIDE = 5  # stride of the clip search; coarse, to compare formats only: the final rounding searches again
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class InputGroup:
 
     Attributes:
         names: names of the layers.
-        block: number of the block that has them; -1: none, so that a measurement runs the full model.
+        block: number of the block that contains the layers; -1: no block does, and a measurement runs the full model.
     """
 
     names: tuple[str, ...]
@@ -124,7 +125,7 @@ class SensitivityMeter:
     def limit_time(self, formats: int, seconds: float) -> None:
         """Reduce the number of tokens, so that measuring each group in `formats` formats takes about `seconds` in
         all, but to no fewer than 64."""
-        for _ in range(_LIMIT_ROUNDS):  # a forward of few tokens takes longer than its share
+        for _ in range(_LIMIT_ROUNDS):  # again, because time falls more slowly than the number of tokens
             needed = _PASS_SHARE * self.seconds * formats * len(self.groups)
             tokens = max(int(self.tokens * seconds / max(needed, 1e-9)), _LEAST_TOKENS)
             if tokens >= self.tokens:
@@ -160,7 +161,7 @@ class SensitivityMeter:
 
     def _block_of(self, name: str) -> int:
         rest = name.removeprefix(f"{self._prefix}.")
-        alone = rest != name and id(self._linear[name].weight) not in self._shared  # tied: in several blocks
+        alone = rest != name and id(self._linear[name].weight) not in self._shared  # a tied layer is in several blocks
         return int(rest.partition(".")[0]) if alone else -1
 
     def _continues(self) -> bool:
@@ -268,8 +269,8 @@ class SensitivityMeter:
 
     @contextmanager
     def _from_block(self, number: int) -> Iterator[Callable[[int], None]]:
-        """Start forwards at a block, with the stored hidden states before it. Yields a function that selects the batch,
-        by its number."""
+        """Start forwards at block `number`, from the stored hidden states. Yield a function that selects the batch by
+        its number."""
         if number < 1:
             yield lambda batch: None
             return

@@ -41,7 +41,7 @@ def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
     Raises:
         ModelError: the model has no such linear layer, or a rank is not between 1 and the smaller side of the layer.
     """
-    for name, rank in sorted(entry.items()):  # a layer comes before its own factors
+    for name, rank in sorted(entry.items()):  # a layer comes before its factors, which may be in the entry too
         layer: nn.Module | None
         try:
             layer = model.get_submodule(name)

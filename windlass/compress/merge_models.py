@@ -35,7 +35,7 @@ def linear_merge(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def spherical_merge(one: Tensor, two: Tensor, position: float) -> Tensor:
     """Return the point between two tensors on the arc between their directions (Shoemake 1985):
     `(sin((1 - t) a) one + sin(t a) two) / sin a` with the angle `a` between them; on a straight line if they are
-    nearly parallel or opposite, or if one is 0. Float32.
+    nearly parallel or opposite, or if a tensor is 0. Float32.
 
     Args:
         position: `t`, 0 for the first and 1 for the second.
@@ -113,7 +113,7 @@ def merge_models(
     values = list(weights) if weights is not None else [1.0] * len(states)
     base_state: Mapping[str, Tensor] = {} if base is None else base.state_dict()
     merged: dict[str, Tensor] = {}
-    shared: dict[tuple[Any, ...], str] = {}  # names by the memory in all models, so that a tied head stays tied
+    shared: dict[tuple[Any, ...], str] = {}  # name by the memory in all models: names of one tied tensor share it
     for name, first in states[0].items():
         tensors = [_get(state, name, first) for state in states]
         start = _get(base_state, name, first) if base is not None else None
@@ -179,8 +179,8 @@ def check_merge(count: int, method: str, weights: Sequence[float] | None, has_ba
     """Check the options of a merge of `count` models.
 
     Raises:
-        ConfigError: the method is unknown, lacks its base, the numbers of models and weights do not fit, the weights
-            are not finite or sum to 0, or the density is not above 0 and at most 1.
+        ConfigError: the method is unknown or lacks its base model, the numbers of models and weights do not fit, the
+            weights are not finite or sum to 0, or the density is not above 0 and at most 1.
     """
     if method not in MERGE_METHODS:
         raise ConfigError(f"merging method is {method!r}; it is one of {', '.join(MERGE_METHODS)}")

@@ -49,7 +49,7 @@ class ModelDirectory:
     """Directory with `config.json` and safetensors files. Headers are read at construction, tensors on demand.
 
     Raises:
-        ModelError: there is no such directory, or a file of it is missing or damaged.
+        ModelError: there is no such directory, or one of its files is missing or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -76,7 +76,7 @@ class ModelDirectory:
 
     @property
     def has_linear_layers(self) -> bool:
-        """True if weights of `Conv1D` layers have the layout of linear ones in the files."""
+        """True if weights of `Conv1D` layers have the layout of `nn.Linear` in the files."""
         return bool((self.quantization or {}).get(LINEAR_ENTRY))
 
     @property
@@ -120,7 +120,7 @@ class ModelDirectory:
         if name not in self.places:
             raise ModelError(f"{self.path} has no tensor {name!r}; copy the model again")
         place = self.places[name]
-        memory = torch.empty(place.nbytes, dtype=torch.uint8)  # a mapping would take memory in addition to its copies
+        memory = torch.empty(place.nbytes, dtype=torch.uint8)  # not mapped: mapped pages would need memory too
         try:
             with open(place.path, "rb", buffering=0) as file:
                 file.seek(place.offset)
@@ -152,7 +152,7 @@ class ModelDirectory:
 
     def _files(self) -> list[Path]:
         index = self.path / INDEX
-        if (self.path / SINGLE).is_file():  # as in transformers; an index may be old
+        if (self.path / SINGLE).is_file():  # before the index, as in transformers: the index may be outdated
             return [self.path / SINGLE]
         if not index.is_file():
             raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; save the model as safetensors")
@@ -202,7 +202,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
     config = directory.transformers_config(trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if "tie_word_embeddings" in directory.config:  # a view of a directory may have an untied head
+    if "tie_word_embeddings" in directory.config:  # `directory` may be a view with an untied head
         config.tie_word_embeddings = directory.config["tie_word_embeddings"]
     source = model_class or transformers.AutoModelForCausalLM
     with _parameters_on_meta():
@@ -212,7 +212,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
             else:
                 model = source(config)
         except (ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().split("\n")[0].rstrip(".")  # the other lines list all classes
+            reason = str(error).strip().split("\n")[0].rstrip(".")  # further lines list all classes of transformers
             raise ModelError(
                 f"transformers cannot build the model of {directory.path}: {reason}; give a causal language model"
             ) from error

@@ -82,8 +82,8 @@ def write_packed_directory(
     A layer whose format has no scale for its largest weight stays unquantized, and `PackedReport.kept` has the reason.
 
     Args:
-        formats: format of all linear layers, or a function from a layer's name in the files to its format, or None to
-            leave it unquantized.
+        formats: format of all linear layers; or a function that gets a layer's name in the files and returns its
+            format, or None to leave the layer unquantized.
         pack: function that rounds and packs the weight of each layer; None: the format's own rounding.
         produce: source of all tensors, instead of `pack`.
         method: name and settings of `pack` or `produce`; only a call with an equal `method` continues an interrupted
@@ -159,8 +159,8 @@ def _choose(
     directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return three dicts, by the names of layers in the files: the format of each layer to be packed; the reason for
-    which each other linear layer stays unquantized, with the name in the model if it shares its weight; and the name in
-    the model, if it differs from that in the files.
+    which each other linear layer stays unquantized (by its name in the model if the files have no separate tensor of
+    its weight); and the name in the model of each layer whose name in the files differs.
     """
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}

@@ -56,10 +56,11 @@ def load_packed_model(
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load the model of a GGUF file ([Note: GGUF as a directory]), or of a directory that `write_packed_directory`,
-    compressed-tensors, GPTQ or AWQ wrote, or a pruned or factorized one that only windlass builds, in eval mode.
+    compressed-tensors, GPTQ or AWQ wrote, or of a pruned or factorized model that only windlass builds, in
+    eval mode.
 
-    Its packed linear layers are `PackedLinear`. Layers that the model joins with others become floats. All parameters
-    are frozen if the directory is quantized; otherwise no parameter is frozen.
+    Its packed linear layers are `PackedLinear`. Packed layers that the model joins with others are unpacked to floats.
+    All parameters are frozen if the directory is quantized; otherwise no parameter is frozen.
 
     Args:
         model_class: class of transformers; None: `AutoModelForCausalLM`.
@@ -77,7 +78,7 @@ def load_packed_model(
         )
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
     used: set[str] = set()
-    packed: dict[str, tuple[str, _ReadParts]] = {}  # readers, so that only one layer at a time is in memory twice
+    packed: dict[str, tuple[str, _ReadParts]] = {}  # functions that read a layer, so that only one is in memory twice
     if entry is None:
         layers = []
     elif isinstance(directory, GgufDirectory):
@@ -192,7 +193,7 @@ def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch
         return None
     order = directory.read(f"{layer}.{_ORDER}").to(torch.int64)
     straight = torch.arange(len(order)) // form.group
-    return None if bool((order < 0).any()) or torch.equal(order, straight) else order  # -1: no order
+    return None if bool((order < 0).any()) or torch.equal(order, straight) else order  # -1: the file has no order
 
 
 def _read_scattered(

@@ -81,7 +81,7 @@ class PartialDirectory:
         return {line.removesuffix(_COMPLETE) for line in lines if line.endswith(_COMPLETE)} & set(self._forms)
 
     def write(self, source: str, tensors: PackedWeight) -> None:
-        """Write the tensors of a source, and record them as complete. They are removed from `tensors`.
+        """Write the tensors of a source, record them as complete, and remove them from `tensors`.
 
         Raises:
             ModelError: a tensor has another dtype or shape than `forms` states.
@@ -112,7 +112,7 @@ class PartialDirectory:
         return found
 
     def finish(self, config: Mapping[str, Any], companions: list[Path]) -> None:
-        """Add the configuration and small files, and rename the directory to its target, which is replaced.
+        """Write `config`, copy `companions`, and rename the directory to its target, which is replaced.
 
         Raises:
             ModelError: a tensor is missing.
@@ -129,7 +129,7 @@ class PartialDirectory:
             total = sum(form.nbytes for parts in self._forms.values() for form in parts.values())
             write_json(self.path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         replace_directory(self.path, self.target)
-        # after the move, so that an interruption before it costs no tensor
+        # removed only now, so that a run that is stopped before the move can continue
         for name in (_PLAN, _JOURNAL):
             (self.target / name).unlink()
 

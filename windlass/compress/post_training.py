@@ -34,7 +34,8 @@ NEEDS_TEXT = ("gptq", "awq")
 _FOLD_TOKENS = 4096  # number of tokens for the search of input scales
 _PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
 
-# linear layer -> linear layer of the same parent whose outputs scale the first one's inputs, feature by feature
+# linear layer -> linear layer of the same parent: a factor of its output feature i multiplies input feature i of the
+# first layer
 _LINEAR_PRODUCERS = {"down_proj": "up_proj", "o_proj": "v_proj", "w2": "w3"}
 
 
@@ -236,10 +237,10 @@ class PostTraining:
     def _fold(
         self, block: CalibratedBlock, groups: Sequence[LayerGroup], layers: Mapping[str, str], *, smooth: bool
     ) -> None:
-        """Fold scales of the inputs into the preceding modules, if that preserves the block's function. So one
-        measurement of the inputs serves all groups."""
+        """Fold scales of the inputs into the preceding modules, if that preserves the block's function. One
+        measurement of the inputs serves all groups, because each accepted fold preserves the function."""
         measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
-        output: Tensor | None = None  # block's output for its first batch, which no accepted fold has changed
+        output: Tensor | None = None  # block's output for its first batch; accepted folds do not change it
         for group in groups:
             producer = _producer(block.module, group)
             consumers = [block.linear(name) for name in group.names]
@@ -247,7 +248,7 @@ class PostTraining:
             if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
                 continue
             if any(map(block.is_shared, [producer, *consumers])):
-                continue  # scales would change the function of another module
+                continue  # another module has the same weight, and scales would change its function
             statistics = measured[group.names[0]]
             weights = [consumer.weight.detach() for consumer in consumers]
             if smooth:
@@ -260,7 +261,7 @@ class PostTraining:
             _fold_if_preserved(block, producer, consumers, scales, output, self.group)
 
     def _read_back(self, partial: WrittenTensors, layers: Mapping[str, str], name: str) -> Tensor:
-        """Return a tensor of a complete block as float32: a packed weight with its rounded values."""
+        """Return a tensor of a complete block as float32; a packed weight is unpacked. Collective over `group`."""
         found = partial.read(name) if self.group is None or self.group.index == 0 else None
         tensors = found if self.group is None else self.group.broadcast_object(found)
         assert tensors is not None
@@ -275,7 +276,7 @@ class PostTraining:
         layer = name.removesuffix(".weight")
         if layer in packed and layer != name:
             return name_tensors(layer, packed[layer])
-        if name not in block.places:  # only a part of a tensor of the model; no method changes it
+        if name not in block.places:  # the source is a part of a tensor of the model; no method changes it
             return {name: self.directory.read(name)}
         inner, place = block.places[name].removeprefix(f"{block.prefix}."), self.directory.places[name]
         owner, _, leaf = inner.rpartition(".")

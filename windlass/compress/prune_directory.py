@@ -27,7 +27,7 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
             transformers cannot load it.
     """
     directory.check_wide()
-    if not directory.is_language_model:  # AutoModelForCausalLM would replace its head by a random one
+    if not directory.is_language_model:  # AutoModelForCausalLM would replace the model's head by a random one
         raise ModelError(
             f"{directory.path} is a {directory.config['architectures'][0]}, and only causal language models are "
             "pruned, distilled or compressed to a budget from a directory; prune it in memory by "

@@ -2,10 +2,10 @@
 
 [Note: widths of pruned models] transformers builds a pruned model from its configuration if that has keys for the
 number of heads, their size and the features of the feed-forward layers. Some families derive the size of a head from
-the hidden size, so that none of their configurations has fewer heads of the same size, and some refuse a number of
-heads that does not divide the hidden size. The `config.json` of such a model keeps the numbers of the unpruned model
-and has an entry `windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model;
-transformers refuses the shapes.
+the hidden size, so that no configuration describes fewer heads of the same size, and some refuse a number of heads that
+does not divide the hidden size. For these families, `config.json` keeps the numbers of the unpruned model and has an
+entry `windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model; transformers
+refuses the shapes.
 """
 
 from __future__ import annotations

@@ -86,15 +86,18 @@ def choose_units(group: UnitGroup, scores: Mapping[int | None, Tensor], keep: in
 
 
 def count_kept(group: UnitGroup, share: float) -> int:
-    """Return the number of units that stay when a share of the units (below 1) is removed, or a number of them in each
-    section.
+    """Return the number of units that stay.
 
-    For fast kernels, a share leaves a feed-forward size that is a multiple of the largest power of two from 8 to 128
-    that divides the size and is at most a sixteenth of it. Products of all experts at once need multiples of 8.
+    If `share` is below 1, the feed-forward size that stays is a multiple of the largest power of two from 8 to 128 that
+    divides the size and is at most a sixteenth of it, for fast kernels. Sizes of experts that are multiples of 8 stay
+    multiples of 8, which grouped matrix products need.
+
+    Args:
+        share: fraction of the units to remove, below 1; or number of units to remove in each section.
 
     Raises:
-        ConfigError: more units would be removed than there are, fewer would stay than `least`, or a number leaves
-            experts with a number of features that 8 does not divide.
+        ConfigError: more units would be removed than there are, fewer would stay than `least`, or `share` is a number
+            that leaves experts of a size that is no longer a multiple of 8.
     """
     size = group.units // group.sections
     removed = share * size if share < 1 else share

@@ -253,8 +253,9 @@ class BitPlanner:
         ranks: CurvatureRanks | None = None,
         gradients: ShiftGradients | None = None,
     ) -> None:
-        """Lower the bits of the blocks whose period has ended, at steps that `gas_boundary_resolution` divides and once
-        a batch was recorded. Collective over the ranks of the model.
+        """Lower the bits of the blocks whose period has ended. Collective over the ranks of the model.
+
+        Does nothing if `gas_boundary_resolution` does not divide `step`, or before a batch was recorded.
 
         Args:
             step: number of steps taken.
@@ -307,7 +308,7 @@ class BitPlanner:
 
 
 def _numbers_of_all_ranks(local: list[str]) -> list[str]:
-    """Return the names of the blocks on any rank, in the order of the model. Collective."""
+    """Return the names of the blocks of all ranks, in the order of the model. Collective."""
     of_ranks = world_group().all_gather_object(local)
     names = list(dict.fromkeys(chain.from_iterable(of_ranks)))
     return sorted(names, key=int) if all(name.isdigit() for name in names) else names

@@ -1,11 +1,11 @@
-"""Rotations of the hidden states and of the values of each head, folded into the weights (the first two of QuaRot).
+"""Rotations of the hidden states and of the values of each head, folded into the weights (QuaRot's first two).
 
 [Note: rotated hidden states] An RMS norm without weight commutes with an orthogonal `R`. So the weight of each norm is
 multiplied into the layers that read it, embeddings and layers that write hidden states are rotated, `W_out <- R^T
 W_out`, and layers that read them rotate back, `W_in <- W_in R`. The function stays the same; outliers of single
 features are spread over all of them (Ashkboos et al. 2024, https://arxiv.org/abs/2404.00456). Attention adds up the
 values of positions, which commutes with a rotation `S` of the features of a head: the values become `S^T v`, and the
-columns of the output layer that read a head `W S`.
+columns `W` of the output layer that read a head become `W S`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from windlass.base.errors import ModelError
 from windlass.compress.model_directory import ModelDirectory, TensorPlace
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-norm RMS blocks with these names
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # families with pre-norm RMS blocks and the layer names below
 _READERS = {
     "q_proj": "input_layernorm",
     "k_proj": "input_layernorm",

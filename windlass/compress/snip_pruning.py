@@ -99,7 +99,7 @@ def _add_to_score(layer: CompressedLayer, product: Tensor | None, step: int, gro
         values = sharded.gather(values, sharded.dim)
     values = values.abs()
     mean = values.mean()
-    if not bool(mean.isfinite()):  # a loop with a gradient scaler has skipped this step
+    if not bool(mean.isfinite()):  # e.g. an overflow: the script's gradient scaler has skipped this step
         logger.warning(
             "sparse_pruning: step %d has products of weights and gradients that are not finite in %r; its scores stay",
             step,

@@ -1,7 +1,7 @@
 """Heads, feed-forward features and experts of transformer models.
 
-The dependencies are those of tensor parallelism (`windlass.parallel.tensor`), for all families that can be sharded:
-with one rank for each unit, the shard of a rank of every tensor of a chain has the elements of one unit.
+The dependencies between tensors are taken from tensor parallelism (`windlass.parallel.tensor`), for all families that
+can be sharded: sharding over as many ranks as there are units gives each rank the elements of one unit.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _heads_of(groups: UnitGroup) -> UnitGroup:
     for tensor in groups.tensors:
         index, layer = tensor.index, tensor.name.rpartition(".")[0].rpartition(".")[2]
         if layer in FUSED_NAMES:
-            index = index[:, : each * size]  # queries come first in each unit
+            index = index[:, : each * size]  # in each unit, rows of queries come before keys and values
         elif layer in (*KEY_NAMES, *VALUE_NAMES) or index.shape[1] % each:
             continue
         tensors.append(replace(tensor, index=index.reshape(query, -1)))

@@ -1,11 +1,11 @@
 """Importance of units: an estimate of the effect of removing a unit.
 
-[Note: unit importance] magnitude is the norm of all elements of a unit. The others use the elements `W[:, j]` of the
-tensors that read the unit: activation is `sqrt(sum_j |W[:, j]|^2 mean(x_j^2))`, the size of the unit's contribution on
-the calibration inputs (Wanda's score for one weight, Sun et al. 2023, https://arxiv.org/abs/2306.11695, summed over the
-unit); taylor is `mean over batches of (sum W grad W)^2`, the first-order change of the loss, squared (Molchanov et al.
-2019, https://arxiv.org/abs/1906.10771). For experts, activation is the mean router weight of each expert. Units whose
-inputs cannot be recorded, e.g. features inside a module with all experts, get their magnitude instead.
+[Note: unit importance] magnitude is the norm of all elements of a unit. The other two use the elements `W[:, j]` of
+the tensors that read the unit: activation is `sqrt(sum_j |W[:, j]|^2 mean(x_j^2))`, the size of the unit's contribution
+on the calibration inputs (Wanda's score for one weight, Sun et al. 2023, https://arxiv.org/abs/2306.11695, summed over
+the unit); taylor is `mean over batches of (sum W grad W)^2`, the first-order change of the loss, squared (Molchanov et
+al. 2019, https://arxiv.org/abs/1906.10771). For experts, activation is the mean router weight of each expert. Units
+whose inputs cannot be recorded, e.g. features inside a module with all experts, get their magnitude instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Directory of transformers that is written from a GGUF file, for stages that need plain matrices."""
+"""Model directory for transformers, written from a GGUF file for stages that need plain matrices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _PlainGguf(GgufDirectory):
 
 
 def write_unpacked(path: Path, target: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to a directory of transformers, one tensor in memory at a time.
+    """Write the model and tokenizer of a GGUF file to a directory for transformers, one tensor in memory at a time.
 
     A call after an interruption continues. A complete directory is left as it is.
 

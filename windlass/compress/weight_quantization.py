@@ -135,7 +135,7 @@ def pack_chosen(
     for modules in members.values():
         first: PackedMatrix | None = None
         for place in modules:
-            module, names = places.pop(place)  # so that its weight is freed
+            module, names = places.pop(place)  # no reference is left here, so that its weight is freed
             form = chosen[names[0]]
             gone.add(id(_weight(module)))
             packed = empty_packed(module, form)

@@ -26,8 +26,8 @@ def detect_format(path: Path) -> str:
 
 
 def is_text(path: Path) -> bool:
-    """Return True if the first 8 KiB are UTF-8 without a zero byte, or the file is unreadable (the reader reports
-    that).
+    """Return True if the first 8 KiB are UTF-8 without a zero byte, or the file is unreadable (the reader then
+    reports the error).
     """
     try:
         with _open(str(path)) as stream:

@@ -26,7 +26,7 @@ def choose_held_out(digests: np.ndarray, sizes: np.ndarray, target_bytes: int) -
     """
     target = min(target_bytes, int(sizes.sum()) // 10)
     distinct, which = np.unique(digests, return_inverse=True)  # sorted, so that the order depends on the content alone
-    weights = np.bincount(which, weights=sizes)  # copies of a text add up
+    weights = np.bincount(which, weights=sizes)  # bytes of all copies of a text together
     taken: list[int] = []
     total = 0.0
     for index, weight in enumerate(weights):

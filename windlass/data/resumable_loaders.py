@@ -119,7 +119,7 @@ class EpochLoader:
             yield from self._loader
             return
         yield from self._rest_of_epoch(self._sampler)
-        while self._is_resumed:  # set by a `load_state_dict` after the last batch
+        while self._is_resumed:  # `load_state_dict` was called after the last batch
             yield from self._rest_of_epoch(self._sampler)
 
     def _rest_of_epoch(self, sampler: EpochSampler) -> Iterator[Any]:

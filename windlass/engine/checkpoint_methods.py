@@ -246,7 +246,7 @@ class CheckpointMethods(EngineParts):
         return dict(plain["client"])
 
     def _checkpoint_metadata(self) -> dict[str, Any]:
-        """Return plain data of this class that a checkpoint contains beside the state."""
+        """Return the plain data that this class adds to a checkpoint."""
         return {}
 
     def _state(self) -> EngineState:

@@ -441,7 +441,7 @@ def _load_tensors(
         on_overwrite,
     )
     for handle in handles.values():
-        if not handle.was_opened:  # nothing of this chunk is in the checkpoint: opening it clears its optimizer states
+        if not handle.was_opened:  # nothing was loaded to this chunk: opening the chunk clears its optimizer states
             with handle.open():
                 pass
     apart.store()

@@ -126,7 +126,7 @@ class EngineParts:
         raise NotImplementedError
 
     def _checkpoint_metadata(self) -> dict[str, Any]:
-        """Return plain data of the engine's class that a checkpoint contains beside the state."""
+        """Return plain data of the engine's class that a checkpoint contains in addition to the state."""
         raise NotImplementedError
 
     def _loaded_client_state(self, plain: dict[str, Any]) -> dict[str, Any]:

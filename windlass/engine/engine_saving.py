@@ -127,7 +127,10 @@ def save_engine(
 
 
 def _complete_updates(engine: EngineState) -> bool:
-    """Complete the async save, the delayed update and the reductions in flight. Return True in the middle of a step."""
+    """Complete the async save, the delayed update and the reductions in flight.
+
+    Return True in the middle of a step, when accumulated gradients are not applied yet.
+    """
     model = engine.sharded
     require_unchanged_model(model)
     engine.async_save.finish()

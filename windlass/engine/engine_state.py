@@ -22,7 +22,7 @@ class EngineState:
     Attributes:
         raw_config: the configuration as the script gave it.
         step_start_position: data position at the start of the current step.
-        metadata: plain data of the engine's class, saved beside the state under keys of its own.
+        metadata: plain data of the engine's class, saved with the state under separate keys.
         saved_tags: directories and tags of the checkpoints that the engine wrote; a save adds its directory and tag on
             the rank that removes old checkpoints.
     """

@@ -1,6 +1,6 @@
 """Barrier that keeps ranks that compute a sample together at the same call after one of them raised.
 
-[Note: incomplete forwards] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's
+[Note: incomplete forwards] Ranks along tp, sp and ep (and pipeline stages) exchange tensors inside a module's
 forward and backward. Suppose that one rank raises there and its script catches the error. The rank's next collective
 would then match a collective of the forward that the other ranks still run. If shapes are equal, there is no error, and
 the results are wrong. So the failed rank waits, at its next call of the engine, until the other ranks have posted that
@@ -12,9 +12,9 @@ watchdog detects and reports.
 make. So each rank sends, at the start of a forward, a backward and a step, which call starts; no collective along an
 axis starts before all ranks have sent the same call. Ranks whose call was skipped by another rank raise before they
 compute any of it, and the rank that is ahead waits for them. Along ep, ranks compute different samples. A rank in a
-forward there may need the others to join its all-gathers, and a rank in a backward its reductions. So with sharded
-parameters no rank waits at the start of a backward or of a step. Then the rank that is ahead raises, and the watchdog
-ends the others.
+forward may then need the other ranks to join its all-gathers, and a rank in a backward needs them to join its
+reductions. So with sharded parameters no rank waits at the start of a backward or of a step: the rank that is ahead
+raises, and the watchdog ends the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from windlass.comm.mesh_axis import before_next_collective
 from windlass.comm.store_notes import StoreNotes
 
 _COUPLED_AXES = ("tp", "sp", "ep")
-_PATIENCE = 60.0  # seconds, if no watchdog is running
+_PATIENCE = 60.0  # seconds to wait for the other ranks if no watchdog is running
 _CALLS = ("forward", "backward", "step")  # in the order in which a micro-batch makes them
 
 
@@ -67,15 +67,15 @@ class FailedCallBarrier:
         self._posted: Posted | None = None
         self._registered = False
         self._call = (0, 0)  # forwards so far, and the index in `_CALLS` of the latest call
-        self._call_number = (0, 0)  # forwards so far, and calls since the last one
+        self._call_number = (0, 0)  # forwards so far, and calls since the last forward
         self._error = ""
 
     @contextmanager
     def guard(self, call: str, *, together: bool = True) -> Iterator[None]:
-        """Enclose a call in which these ranks exchange tensors.
+        """Enclose a call in which the ranks of this barrier exchange tensors.
 
         Args:
-            together: True if all of these ranks make this call; False if one of them may make it alone.
+            together: True if all ranks of this barrier make the call; False if a rank may make it alone.
 
         Raises:
             CommunicationError: as `wait_for_peers`.
@@ -166,7 +166,7 @@ class FailedCallBarrier:
                 return
             if self._call < ahead or not self._resumes:
                 self._refuse(calls, ahead)
-            self._post()  # ranks behind raise, and then post the same call as this rank
+            self._post()  # ranks that are behind raise, and later post the same call as this rank
 
     def _refuse(self, calls: list[tuple[int, int]], ahead: tuple[int, int]) -> None:
         rank = self._group.ranks[calls.index(ahead)]

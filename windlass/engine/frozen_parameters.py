@@ -41,7 +41,7 @@ def trains_adapters(model: ShardedModel) -> bool:
 
 
 def frozen_parameter_names(model: ShardedModel) -> frozenset[str]:
-    """Return the names of the parameters that were never trained here. A unit may also have unfrozen parameters."""
+    """Return the names of the parameters that were never trained. Their units may also have trained parameters."""
     return frozenset(name for name, _ in model.unhooked_parameters())
 
 
@@ -133,7 +133,7 @@ def _hash_unit(model: ShardedModel, unit: Unit) -> dict[str, int]:
             first, last = (piece.numel * (holders.index + more) // holders.size for more in (0, 1))
             placement, start = unit.placements[piece.index], piece.start + first
             hash_range(hashes[piece.index], "param", placement, start, storage.get(piece)[first:last])
-    if data.index == 0:  # a parameter without elements has a shape and a dtype too
+    if data.index == 0:  # the hash also covers shape and dtype, e.g. of a parameter without elements
         for index, one in hashes.items():
             if unit.placements[index].is_first_shard:
                 one.add_plain("param", [list(unit.placements[index].global_shape), str(unit.dtype)])

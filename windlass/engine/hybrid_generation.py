@@ -24,8 +24,8 @@ class HybridGeneration:
     """Inference engine over the live module of a training engine: no weight is copied.
 
     At stages 0 to 2 the module computes with the parameters as they are. At stage 3 all parameters are unsharded once
-    for a call and resharded afterwards. Keys and values of earlier weights are dropped after a step. During a call the
-    module is in eval mode.
+    for a call and resharded afterwards. After a step, keys and values that were computed with the earlier weights are
+    dropped. During a call the module is in eval mode.
 
     Args:
         sharded: function that returns the sharded model of the training engine, which `refresh` may replace.
@@ -43,8 +43,8 @@ class HybridGeneration:
     def generate(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, **settings: Any) -> Any:
         """Generate as transformers' `generate` does; see `generate_by_engine`. Collective at stage 3 and along tp.
 
-        The module's own `generate` runs instead if the engine lacks a setting, or if the unsharded parameters do not
-        fit in memory on some rank.
+        The module's own `generate` runs instead if the engine does not support a setting, or if the unsharded
+        parameters do not fit in memory on some rank.
         """
         module: Any = self._sharded().model
 

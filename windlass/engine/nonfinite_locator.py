@@ -30,7 +30,7 @@ class NonFiniteLocator:
         self._gradient_sums.clear()
 
     def locate(self) -> str:
-        """Return a phrase that names the first non-finite gradient, or the sum over ranks if none is. Collective."""
+        """Return a phrase that names the first non-finite gradient, or the sum if all are finite. Collective."""
         local = next(
             (
                 (micro, place, name)

@@ -101,7 +101,7 @@ def load_hyperparameters(
 
     Args:
         applied_steps: number of optimizer steps before the save. If another optimizer made these steps, an optimizer
-            with phases starts its own step count at this number.
+            with phases (e.g. a warm-up) starts its own step count at this number.
     """
     for group, number in zip(optimizer.param_groups, match.source, strict=True):
         if number is None:

@@ -68,7 +68,7 @@ class PipelineEngine(Engine):
     _can_recover = True  # True if a rank that fails can still make the transfers and collectives that others need
     _stage_transfer: StageTransfers | None = None
     _keeps_last_micro_batch = False
-    _last_micro_batch: Any = None  # last micro-batch of the last step, if it is kept
+    _last_micro_batch: Any = None  # last micro-batch of the last step, if `_keeps_last_micro_batch`
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class PipelineEngine(Engine):
             LossError, StorageError, UpdateError: as `Engine.step`.
         """
         self._require_ready("train_batch")
-        self._sharded.disk_health.require_intact("a batch")  # raises on all ranks, before any waits for another
+        self._sharded.disk_health.require_intact("a batch")  # raises on all ranks, before one waits for others
         if unfrozen_parameters(self._sharded):
             raise ModelError("parameters were unfrozen: call engine.refresh() on every rank of the pipeline first")
         assert self._optimizer is not None, "train_batch needs an optimizer: pass one to initialize or name one"

@@ -162,10 +162,10 @@ class _StoredRow:
 
 
 def open_rank_states(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
-    """Prepare for a load of the per-rank states `saved`: afterwards `rank_states` yields the states to load.
+    """Prepare a load of the per-rank states `saved`: afterwards `rank_states` yields the states to load. Collective.
 
     Args:
-        saved: names of states, without parameters.
+        saved: names of states without parameter names, such as `worker_error`.
 
     Returns:
         The names in `saved` that the model does not use.

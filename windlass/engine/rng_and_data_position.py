@@ -16,7 +16,7 @@ _RESUMABLE = (EpochLoader, SequenceLoader, CyclingLoader)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of this rank's generators: torch, Python, numpy if imported, the device, and named ones."""
+    """Return the states of this rank's generators: torch, Python, numpy if imported, the device, `rng_tracker`."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -53,7 +53,7 @@ def data_position(loader: Any) -> dict[str, Any] | None:
 def step_start_position(loader: Any) -> dict[str, Any] | None:
     """Return `data_position` of a loader of windlass, for the start of a step.
 
-    None for other loaders, also inside a `CyclingLoader`: their state may be large, and every step calls this.
+    None for other loaders, also inside a `CyclingLoader`: their state may be large, and this runs in every step.
     """
     own = loader.loader if isinstance(loader, CyclingLoader) else loader
     return data_position(loader) if isinstance(own, _RESUMABLE) else None

@@ -160,7 +160,7 @@ def policy_of(config: Config, mesh: Mesh, tiers: Placements) -> ShardingPolicy:
 
 
 def _without_unused_disk(tiers: Placements) -> Placements:
-    """Return `tiers` after closing the disk, if they leave nothing on NVMe."""
+    """Return `tiers`. If nothing is on NVMe, close the disk and leave it out."""
     if tiers.disk is None or Tier.NVME in (tiers.param, tiers.state, tiers.gradient):
         return tiers
     tiers.disk.close()
@@ -314,8 +314,8 @@ def _nvme_paths(section: Any) -> list[str]:
 def staging_bytes(config: Config, host_memory: int | None = None) -> int:
     """Return the bytes of host memory that stage this rank's NVMe reads and writes.
 
-    The result is a fraction of `offload.host_memory` if that is set, else of free host memory. In the latter case
-    `offload_optimizer.buffer_count`, if it is set, also limits the result.
+    The result is a fraction of `offload.host_memory` if that key is set. Otherwise it is a fraction of free host
+    memory, which `offload_optimizer.buffer_count` also limits if it is set.
 
     Args:
         host_memory: free host memory of a rank in bytes; None: this rank's part of the machine's free memory.

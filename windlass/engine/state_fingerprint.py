@@ -175,7 +175,7 @@ def _hashed_shards(
                     hashes.parameters.add_plain(f"param/{name}", list(placement.global_shape))
     if model.update is not None:
         yield from _hashed_states(model.update, storage_of, hashes.states, is_sharded=model.policy.state)
-        for shard in rank_state_shards(model):  # every rank has a row of its own
+        for shard in rank_state_shards(model):  # each rank hashes its own per-rank states; there are no replicas
             yield _HashedShard(shard, hashes.states, 0, 1)
 
 

@@ -59,7 +59,7 @@ class StepProfiler:
 
     @contextmanager
     def phase(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
-        """Run `forward`, `backward` or `step` of the engine inside `timer`, and count it if it is to be profiled."""
+        """Run `forward`, `backward` or `step` of the engine inside `timer`; count its FLOPs in the profiled step."""
         if self.profile is None and self._counter is None and name == "forward" and self._begins_now():
             self._begin()
         counter = self._counter
@@ -86,7 +86,7 @@ class StepProfiler:
             self._finish(counter)
 
     def rate(self, step: int) -> str:
-        """Return the arithmetic rate of a rank and MFU since the last line as text; empty before the profile.
+        """Return arithmetic rate and MFU of a rank since the last call, as text; empty before the profile.
 
         Rate and MFU count the forward and backward FLOPs of the profiled micro-batch, without recomputation.
         """

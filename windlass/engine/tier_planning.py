@@ -46,7 +46,7 @@ from windlass.zero.update.update_class import update_class
 
 _DEVICE_SHARE, _HOST_SHARE = 0.7, 0.8  # fractions of the free memory to use, without limits in the configuration
 _ASSUMED_STATE_BYTES = 8  # per element: two float32 moments, if an optimizer of whole parameters cannot be probed
-_NO_CALLBACKS: Any = None  # units that only have sizes call nothing
+_NO_CALLBACKS: Any = None  # units that are made only for their sizes call no callbacks
 _ORDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
 

@@ -119,7 +119,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._loss_is_scaled = False  # the loss of the next backward includes the loss scale
         self._grad_norm: float | None = None
         self._batch_shape: tuple[int, int] | None = None  # rows and length of the last forward's inputs
-        self._backwards_at_last_step_call = 0  # backwards of the current step when its last micro-batch ended
+        self._backwards_at_last_step_call = 0  # backwards of the current step, counted when the last `step` call ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False
         self.saved_tags: set[tuple[str, str]] = set()  # directories and tags of checkpoints that this engine wrote
@@ -215,14 +215,14 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Adapt to changes of the model: parameters that were unfrozen, modules that were added or removed. Collective.
 
         Parameters that were trained before keep their master weights and optimizer states; new ones begin as in plain
-        PyTorch. A call is needed only after modules changed. The engine calls it at the first forward after
-        `requires_grad` was set on a frozen parameter of the optimizer's groups, and if `optimizer.add_param_group`
-        brings new parameters.
+        PyTorch. Scripts need to call this only after modules changed. The engine itself calls it at the first forward
+        after `requires_grad` was set on a frozen parameter of the optimizer's groups, and if
+        `optimizer.add_param_group` brings new parameters.
 
         If parameters were only unfrozen, their units get master weights and gradient storage. All other data stays in
         place, including gradients of a step that has begun. If modules changed, every rank needs host memory for the
-        model, and for master weights and states divided by the number of ranks. Remove parameters of removed modules
-        from the optimizer's groups before.
+        model, and for master weights and states divided by the number of ranks. Before the call, remove parameters
+        of removed modules from the optimizer's groups.
 
         Raises:
             ModelError: modules changed and a step has begun, an optimizer's parameter is not in the model, or averages
@@ -500,12 +500,12 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def _step_lr_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:
-            return  # the caller has the metric: `step(lr_kwargs={"metrics": ...})`, or a step of the scheduler itself
+            return  # needs the metric: `engine.step(lr_kwargs={"metrics": ...})`, or the script steps the scheduler
         try:
             self.lr_scheduler.step(**lr_kwargs)
         except TypeError:
             self.lr_scheduler.step(self.train_batch_size())
-        except ValueError as error:  # torch's own message is about the arguments of zip()
+        except ValueError as error:  # torch's message is about zip(), not about optimizer groups
             known, groups = getattr(self.lr_scheduler, "base_lrs", None), self.get_lr()
             if known is None or len(known) == len(groups):
                 raise
@@ -517,7 +517,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the context; the first backward after it reduces all.
+        """Accumulate gradients locally inside the context; the first backward after the context reduces them.
 
         Works at every stage.
         """
@@ -538,10 +538,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self._no_sync = before
 
     def finish_update(self) -> None:
-        """Finish the update of the last step if it is still running (`offload_optimizer.delayed_update`), and give
-        parameters that lag behind their master weights, or differ between ranks, the values of the master weights.
+        """Finish the update of the last step if it is still running (`offload_optimizer.delayed_update`), and copy
+        the master weights to parameters that lag behind them or differ between ranks.
 
-        The next forward then uses the updated parameters. Collective; does nothing without such an update.
+        The next forward then uses the updated parameters. Collective; does nothing if there are no such parameters.
 
         Saving, `destroy`, `full_state_dict`, `GatheredParameters` and functions like `windlass.zero.full_param` call
         this method themselves. A forward does not, not even in evaluation, because it may run on one rank only.
@@ -748,7 +748,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:
-        """Return the bytes kept by slot and tier and by unit, the unsharded units, and the traffic of a step.
+        """Return this rank's stored bytes (by slot and tier, and by unit), the unsharded units, and a step's traffic.
 
         Rank 0 logs the bytes by slot and tier. See `EngineReporter.report` and `memory_report` for the keys.
         """
@@ -800,7 +800,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         if not self._destroyed:
             self._destroyed = True
             self._restore_gc()
-            with ExitStack() as stack:  # callbacks run from last to first, each also after an error of another
+            with ExitStack() as stack:  # callbacks run in reverse order, all of them even if one raises
                 stack.callback(self._sharded.destroy)
                 stack.callback(self._async_save.close)
                 stack.callback(self._reporter.close)

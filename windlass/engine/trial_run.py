@@ -234,7 +234,7 @@ class HostMemoryPeak:
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Context whose memory, including what it keeps allocated, is not counted for the program."""
+        """Context without samples. Memory that it leaves allocated is subtracted from later samples."""
         with self._sampling:
             before = proportional_bytes() or 0
             yield

@@ -26,8 +26,8 @@ def hash_block(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
     The hash is cryptographic, so that no user can read blocks of another user through a collision.
 
     Args:
-        parent: key of the previous block; for the first block bytes for all other facts on which keys and values
-            depend, e.g. the adapter's `cache_salt`. Bytes after the first 64 are ignored.
+        parent: key of the previous block; for the first block, bytes that identify everything else on which keys
+            and values depend, e.g. the adapter's `cache_salt`. Bytes after the first 64 are ignored.
         token_ids: tokens of the block, `[block_size]`.
     """
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent[:64], digest_size=16).digest()

@@ -39,7 +39,7 @@ class CachePopulation:
 
     def reach(self, block: int) -> None:
         """Record that blocks up to `block` are in use. `advance` then allocates the pages of all blocks up to
-        `block` plus those of 16,384 tokens, or up to `4 * block` if that is more.
+        16,384 tokens after `block`, or up to `4 * block` if that is more.
         """
         self._wanted = max(self._wanted, min(max(block + self._lead, _LEAD_RATIO * block), self._num_blocks))
 

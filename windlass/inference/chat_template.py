@@ -33,9 +33,9 @@ def with_content_form(
 ) -> list[Mapping[str, Any]]:
     """Return messages whose contents, and arguments of tool calls, have the form that a template reads.
 
-    A text becomes a list of one part if the template reads parts only: it would iterate over the characters of a text,
-    and omit the text. A list of parts becomes one text if the template reads texts, since a template that reads both
-    may read only the first part of some messages. A message that calls tools may have no content, which is then empty.
+    A text becomes a list of one part if the template reads only parts: the template would iterate over the characters
+    of a text, and omit them. A list of parts becomes one text if the template reads texts, since a template that reads
+    both may read only the first part of some messages. A message with tool calls and no content gets empty content.
 
     Args:
         messages: messages; parts of their contents are texts.
@@ -68,7 +68,7 @@ def _in_form(message: Mapping[str, Any], reads: TemplateForms) -> Mapping[str, A
         content = []
     if isinstance(content, (list, tuple)) and reads.content is not ContentForm.PARTS:
         content = "\n".join(part["text"] for part in content)
-    # Templates may test whether a content is empty, but not those that read its first part.
+    # A template may test for an empty list, but one that reads the first part fails on it: pass an empty text.
     if content == [] and reads.indexes_parts:
         content = ""
     if isinstance(content, str) and reads.content is not ContentForm.TEXT:
@@ -77,7 +77,7 @@ def _in_form(message: Mapping[str, Any], reads: TemplateForms) -> Mapping[str, A
 
 
 def _with_arguments(call: Any, *, as_text: bool) -> Any:
-    """Return a call of a tool with its arguments as JSON, or as the object that they describe."""
+    """Return a tool call with its arguments as JSON text (`as_text`), or as the object that they describe."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -114,7 +114,7 @@ class TemplateForms:
     """Forms in which a template reads messages.
 
     Attributes:
-        content: form of contents. With a case for a text, the form is a text.
+        content: form of contents. If the template has a case for a text, the form is a text.
         indexes_parts: the template reads parts by their number.
         arguments_are_text: the template writes arguments of tool calls as they are, so that they must be texts.
     """
@@ -168,7 +168,7 @@ def _is_arguments(node: Any) -> bool:
 
 
 def _content_form(tree: Any, names: set[str]) -> ContentForm:
-    """Return the form of contents in a template that does not test the type of a content."""
+    """Return the form in which a template reads contents, if it does not test their type."""
     from jinja2 import nodes
 
     for loop in tree.find_all(nodes.For):

@@ -22,7 +22,7 @@ class TextDecoder:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self.decode = _decoder_of(tokenizer, skip_special_tokens)
         self._decode_all = _decoder_of(tokenizer, skip_special_tokens=False) if skip_special_tokens else self.decode
-        self._texts: dict[int, str] = {}  # at most one for each token of the vocabulary
+        self._texts: dict[int, str] = {}  # by token id; at most one text for each token of the vocabulary
 
     def decode_one(self, token: int) -> str:
         """Return the text of a token that is decoded alone."""
@@ -107,7 +107,7 @@ def _backend_of(tokenizer: Any) -> Any:
 
     transformers' `decode` takes three times as long, which matters because tokens are decoded one at a time.
     """
-    transformers = sys.modules.get("transformers")  # None: the tokenizer cannot be of a class of transformers
+    transformers = sys.modules.get("transformers")  # None if not imported; then the tokenizer is of another library
     fast = getattr(transformers, "PreTrainedTokenizerFast", None)
     kind = type(tokenizer)
     if fast is None or not isinstance(tokenizer, fast):

@@ -26,7 +26,7 @@ class DraftSequence:
         tokens: tokens with keys and values, drafts included.
         num_known: number of leading tokens that are not drafts.
         blocks: KV blocks in order.
-        keys: keys of the full blocks of known tokens.
+        keys: prefix-cache keys of the full blocks of known tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class DraftModelProposer:
             lora=None,
             max_model_len=None,
             weights=options.weights if owned else None,
-            weights_tier="device",  # a draft model is small
+            weights_tier="device",  # a draft model is small enough for the device
             weights_directory=None,
             weights_buffer_bytes=None,
             # drafts decide no tokens, so a model whose products may differ between batches can draft too

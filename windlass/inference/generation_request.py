@@ -102,7 +102,7 @@ class GenerationRequest:
     """Request and its answers.
 
     Attributes:
-        cache_salt: bytes for what keys and values depend on besides tokens; see `AdapterStore.cache_salt`.
+        cache_salt: bytes that identify what keys and values depend on besides tokens; see `AdapterStore.cache_salt`.
         sequences: only the first one until the prompt is computed; then all candidates.
         streams: report the request at every token, not only at its end.
     """
@@ -127,7 +127,7 @@ class GenerationRequest:
         return None not in [sequence.output.finish_reason for sequence in self.sequences]
 
     def to_output(self) -> RequestOutput:
-        """Return the current state with copies of the answers: all, or with `best_of` the best `n` after all ended."""
+        """Return the current state with copies of all answers; after their end, only of the best `n` (`best_of`)."""
         finished = self.finished
         outputs = [_copy_output(sequence.output) for sequence in self.sequences]
         if finished and len(outputs) > self.params.n:

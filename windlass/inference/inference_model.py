@@ -161,7 +161,7 @@ class InferenceModel(nn.Module):
             return own(input_ids, attention_mask=attention_mask, **settings)
 
     def _refusal(self, input_ids: torch.Tensor | None, settings: dict[str, Any]) -> ConfigError | RequestError:
-        """Return the error of a call that the engine cannot serve, if the module's own `generate` cannot run."""
+        """Return the error for a call that neither the engine nor the module's own `generate` can serve."""
         kind = type(self.module).__name__
         if getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
             return ConfigError(
@@ -207,7 +207,7 @@ class InferenceModel(nn.Module):
         return self
 
     def close(self) -> None:
-        """Free the KV cache. The module stays sharded; streamed weights are closed for good."""
+        """Free the KV cache. The module stays sharded. With streamed weights it cannot generate again."""
         if self._llm is not None:
             self._llm.close()
             self._llm = None
@@ -295,7 +295,7 @@ def _makes_logits(model: nn.Module) -> bool:
     try:
         with torch.inference_mode():
             CausalForward(model)(ids, None, ids[:1])
-    except Exception as error:  # code of any model runs here
+    except Exception as error:  # the model's own code may raise anything
         logger.debug("%s generates no tokens, so only its forward is prepared: %s", type(model).__name__, error)
         return False
     return True

@@ -1,4 +1,4 @@
-"""Engine of continuous batching: requests in, one step at a time, outputs out."""
+"""Engine of continuous batching: queues requests, runs one step at a time, and returns outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from windlass.inference.step_cost import StepCost
 from windlass.inference.step_planner import PlannedStep, StepPlanner, wants_prompt_logprobs
 from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
 
-_MAX_FAILURES = 2  # failures in a row that end requests; the error of the next failure is raised
+_MAX_FAILURES = 2  # successive failures that only end requests; the next failure in a row is raised
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _StartedStep:
 
     Attributes:
         began: time of the start.
-        pending: tokens that the device draws; None: `_finish_step` runs the forward, or finishes that of a pipeline.
+        pending: tokens that the device draws; None: `_finish_step` runs the forward, or finishes a pipeline's forward.
     """
 
     plan: PlannedStep
@@ -523,7 +523,8 @@ class LLMEngine:
         self, chosen: Sequence[tuple[GenerationSequence, int]], rows_of: Sequence[list[int]], logits: torch.Tensor
     ) -> None:
         """Advance the sequences of a step by their computed tokens. Sample for those whose tokens are all computed."""
-        pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, tokens up to the first row
+        # Sequence, its rows of the logits to sample from, and its number of tokens up to the first of these rows.
+        pending: list[tuple[GenerationSequence, list[int], int]] = []
         for (sequence, count), rows in zip(chosen, rows_of, strict=True):
             if sequence.output.finished():
                 self._table.free(sequence)
@@ -533,7 +534,7 @@ class LLMEngine:
             wanted = wants_prompt_logprobs(sequence)
             if wanted and not self._answers.add_prompt_logprobs(sequence, first, logits[rows]):
                 continue
-            due = sequence.num_computed - len(sequence.token_ids) + 1  # rows from the last known token on
+            due = sequence.num_computed - len(sequence.token_ids) + 1  # number of rows to sample from
             if due > 0:
                 pending.append((sequence, rows[-due:], sequence.num_computed - due + 1))
             else:
@@ -561,7 +562,7 @@ class LLMEngine:
         """
         self._failures += 1
         if self._failures > _MAX_FAILURES:
-            self._drop_started()  # else `recover` would repeat or end the requests of steps queued ahead
+            self._drop_started()  # otherwise `recover` would repeat or end the requests of steps that were queued ahead
             raise error
         requests = {sequence.request.request_id: sequence.request for sequence, _ in chosen}
         logger.error("%d requests failed, because their next tokens could not be drawn", len(requests), exc_info=error)
@@ -574,7 +575,7 @@ class LLMEngine:
                 self._answers.end(request, "error", cause)
 
     def _draw(self, pending: list[tuple[GenerationSequence, list[int], int]], logits: torch.Tensor) -> None:
-        """Draw tokens depth by depth: the second row of a sequence counts if its first draft was accepted, etc."""
+        """Draw tokens row by row: the next row of a sequence is used only if the draft token before it was accepted."""
         live = []
         for sequence, rows, computed in pending:
             for candidate in self._candidates_of(sequence):
@@ -607,7 +608,7 @@ class LLMEngine:
             live, depth = following, depth + 1
 
     def _candidates_of(self, sequence: GenerationSequence) -> list[GenerationSequence]:
-        """Return the sequence, or all candidates of its request, created here, if its prompt was just computed."""
+        """Return the sequence. If its prompt was just computed, create and return all candidates of its request."""
         request = sequence.request
         if sequence.has_sampled:
             return [sequence]
@@ -638,7 +639,7 @@ class LLMEngine:
             return
         try:
             found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
-        except Exception:  # requests continue, because drafts change no token
+        except Exception:  # requests can continue, because drafts never change the drawn tokens
             logger.exception("speculative decoding was stopped by an error; requests continue without drafts")
             self._proposer.close()
             self._proposer = None

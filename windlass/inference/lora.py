@@ -255,7 +255,7 @@ class LoraAdapters:
         return shard
 
     def _check_rows(self, name: str, paths: Any) -> None:
-        """Run a few tokens to check that each target layer computes all of them, or all that need logits."""
+        """Run a few tokens to check that each target layer computes all of these tokens, or all that need logits."""
         seen: dict[str, set[int]] = {path: set() for path in paths}
 
         def record(path: str) -> Callable[..., None]:
@@ -287,7 +287,7 @@ def _input_of(inputs: tuple[torch.Tensor, ...], named: Mapping[str, torch.Tensor
 
 
 def _rows_of(owner: torch.Tensor, numbers: Sequence[int], device: torch.device) -> Rows:
-    """Return the rows that belong to the sequences `numbers`, as a slice if the rows are consecutive."""
+    """Return the rows of the sequences with the indices `numbers`, as a slice if the rows are consecutive."""
     rows = torch.isin(owner, torch.tensor(numbers)).nonzero()[:, 0]
     if len(rows) == 0:
         return slice(0, 0)

@@ -163,7 +163,7 @@ def _read_tensors(where: str, path: Path) -> dict[str, torch.Tensor]:
 
 
 def _describe(key: str) -> str:
-    """Return the kind of a tensor that is not served, and the fix."""
+    """Return the end of the error message for an unsupported tensor: its kind and the fix."""
     if ".base_layer." in key:
         return "this is a copy of a base weight, which peft adds for embeddings: save with save_embedding_layers=False"
     if "lora_magnitude_vector" in key:

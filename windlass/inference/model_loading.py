@@ -136,8 +136,8 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
 
 
 def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: those of the generation settings, else of the configuration, and the
-    tokenizer's.
+    """Return the tokens that end an answer: the end tokens of the generation settings (if there are none, of the
+    model's configuration) and that of the tokenizer.
     """
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):

@@ -34,8 +34,8 @@ class CompletionOutput:
 
     Attributes:
         token_ids: generated tokens, including a stop token or end-of-sequence token.
-        cumulative_logprob: sum of the tokens' log-probabilities; None if the request asked for no logprobs.
-        logprobs: one entry for each token; None if the request asked for none.
+        cumulative_logprob: sum of the tokens' log-probabilities; None if the request has no `logprobs`.
+        logprobs: one entry for each token; None if the request has no `logprobs`.
         finish_reason: None while the answer grows.
         stop_reason: the stop text or stop token that ended the answer; None if neither did.
         text_offsets: offset in `text` of each token's text; for a token that is a part of a character, the offset of
@@ -84,7 +84,8 @@ class RequestOutput:
 
     Attributes:
         prompt: text of the prompt; None if it was given as tokens.
-        prompt_logprobs: one entry for each token of the prompt, the first None; None if the request asked for none.
+        prompt_logprobs: one entry for each token of the prompt, the first None; None if the request has no
+            `prompt_logprobs`.
         outputs: the answers; `n` of them once the request has finished, 1 if it ended before its prompt was computed.
         error: message of the error that ended the request; None: no error.
         is_request_error: True if the error is due to the request's own parameters or to load, not to the model.

@@ -192,7 +192,7 @@ class OwnCacheModelRunner:
         else:
             inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
         if "logits_to_keep" in self._forward.accepts:
-            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: all; some models default to the last
+            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: of all tokens, not the default of some models
         inputs["return_dict"] = True
         outputs = self.model(**inputs)
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)

@@ -41,7 +41,7 @@ _LEAST_FEATURES = 16  # smaller layers gain nothing
 _NUMBER = re.compile(r"\d+")
 _PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # values of `activations` that round to a dtype
+_ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # value of `activations` that rounds inputs to this dtype
 
 
 @dataclass(eq=False)

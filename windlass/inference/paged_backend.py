@@ -59,8 +59,8 @@ class AttentionCall:
 class PagedAttention(AttentionBackend):
     """Backend `"paged"`: each forward is one flat row of tokens of several sequences.
 
-    The pattern of the model's mask applies to positions in a sequence. Packed documents, which transformers infers from
-    positions that restart, are ignored: here they are the sequences of the batch.
+    The pattern of the model's mask applies to positions in a sequence. In transformers, positions that restart separate
+    packed documents; here they separate the sequences of the batch.
 
     Args:
         make_cache: function that allocates the cache of a layer, called at the layer's first attention. None: a layer
@@ -96,8 +96,8 @@ class PagedAttention(AttentionBackend):
         """Return the pattern of a mask. A predicate is not checked.
 
         Raises:
-            ModelError: the mask is not causal: queries see later keys, which a cache does not have; or it excludes the
-                query's own key.
+            ModelError: the mask is not causal: queries attend to later keys, which a cache does not have; or the mask
+                excludes the query's own key.
         """
         pattern = mask.pattern
         if isinstance(pattern, MaskPredicate):
@@ -135,8 +135,8 @@ class PagedAttention(AttentionBackend):
         `s_aux` `[heads]`, one more logit in each softmax (GPT-OSS).
 
         Raises:
-            ModelError: `query` is not that of the batch's tokens, the model made `mask` itself, or the layer has no
-                cache.
+            ModelError: `query` or `key` does not have the batch's tokens, the model made `mask` itself, or the layer
+                has no cache.
             NotRecordableError: the step is being recorded, and `mask` has no native kernel.
         """
         batch = self._batch

@@ -41,8 +41,8 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 class PagedModelRunner:
     """Runner of a model with the attention backend `"paged"`.
 
-    The module gets another attention function, and hooks that do nothing outside of `run`. Outside it computes as
-    before, so the module of a training engine can be served between steps.
+    The module gets another attention function, and hooks that do nothing outside of `run`. Outside of `run` the
+    module computes as before, so the module of a training engine can be served between steps.
 
     Args:
         model: model in eval mode, on one device.
@@ -90,7 +90,7 @@ class PagedModelRunner:
         self.program: StepProgram | None = None
         try:
             self._allocate(num_blocks, has_scratch=has_scratch)
-        except BaseException:  # another runner may compute the model in place of this one
+        except BaseException:  # the caller may build another runner for this model
             self._restore_model()
             raise
 
@@ -123,7 +123,7 @@ class PagedModelRunner:
             return self._run_modules(batch)
         if batch.num_tokens <= self.program.max_tokens:
             return self._replay(self.program, batch)
-        # a prompt that is not split may exceed `max_tokens`; the modules would compute other bits than replayed parts
+        # a prompt that is not split may exceed `max_tokens`; run it in parts, since the modules compute other bits
         return torch.cat([self._replay(self.program, part).clone() for part in batch.split(self.program.max_tokens)])
 
     def _replay(self, program: StepProgram, batch: StepBatch) -> torch.Tensor:
@@ -180,7 +180,7 @@ class PagedModelRunner:
 
     def _run_modules(self, batch: StepBatch) -> torch.Tensor:
         if _attention_of(self.model) != self._attention:
-            # another engine of the module was closed, or the caller has chosen another function
+            # another engine of the module was closed and restored its function, or the caller has chosen another one
             self._restore_attention = _install(self.model)
         self._backend.begin(batch)
         active = nullcontext() if self._packed is None else self._packed.active()

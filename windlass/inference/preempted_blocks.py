@@ -48,7 +48,8 @@ class PreemptedBlocks:
             weakref.finalize(self, self._directory.release)
         self._files: dict[int, Path] = {}
         self._held: dict[int, int] = {}
-        self._disk_failed = False  # True after a failed write, until one succeeds: such writes give one warning
+        # True from a failed write to the next successful write, so that failures in a row log one warning
+        self._disk_failed = False
         self._rates = {"host": 4e9, "disk": 5e8}  # bytes a second, assumed before the first measurement
 
     def save(self, sequence: GenerationSequence, cost: StepCost) -> None:

@@ -280,7 +280,7 @@ def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] 
             "pp": _reversed(_axis("pp", [tuple(range(s + i, s + count, inner)) for s in starts for i in range(inner)])),
         }
     control = create_rank_group([tuple(range(start, start + count)) for start in starts], backend="gloo", timeout=_IDLE)
-    control.barrier()  # connects all ranks now: if a rank fails next, it closes its groups, and others cannot connect
+    control.barrier()  # connects all ranks now: once a rank has failed and closed its groups, no other could connect
     return RankChannel(control, axes, owns_axes=owns)
 
 
@@ -301,6 +301,6 @@ def portable_error(error: BaseException) -> BaseException:
     """Return an error that can be pickled: `error`, or a WindlassError with its type and text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # any class may define its own pickling
+    except Exception:  # a class may define its pickling, which may raise anything
         return WindlassError(f"{type(error).__name__}: {error}")
     return error

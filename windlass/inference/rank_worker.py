@@ -36,7 +36,7 @@ class RankWorker:
         max_model_len: int,
     ) -> None:
         self._runner, self._channel, self.options = runner, channel, options
-        channel.gather(runner.block_nbytes)  # received by the leader
+        channel.gather(runner.block_nbytes)  # collective; only the leader uses the result
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.closed = False
 

@@ -122,14 +122,15 @@ def make_runner(
     except Exception as error:  # code of any model runs here; the runner with the model's own cache is tried next
         reason = _describe(error)
     else:
-        replayable = streamed is None or not streamed.stacked  # stacked matrices have no fixed address
+        # A recorded step needs fixed addresses, which stacked matrices that are streamed do not have.
+        replayable = streamed is None or not streamed.stacked
         if packed is not None and owned and replayable and ranks is None:
             _compile(runner, plain, options, longest)
         if records and isinstance(runner, PagedModelRunner):
             runner.record_decodes(CudaGraphCapture(), options.max_sequences, -(-longest // options.block_size))
         problem = None if plain is None else _find_paged_problem(runner, plain, options)
         if ranks is not None and not ranks.minimum(problem is None):
-            problem = problem or "another rank found a difference"  # all ranks take the same runner
+            problem = problem or "another rank found a difference"  # so that all ranks choose the same runner
         if problem is None:
             return runner
         runner.free_cache()
@@ -215,8 +216,8 @@ def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineO
 
 
 def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:
-    """Let the runner replay a recorded step, unless the replay gives other logits than `plain`. Log the reason if it
-    runs the modules.
+    """Let the runner replay a recorded step, unless the replay gives other logits than `plain`. Log the reason if the
+    runner calls the modules instead.
     """
     problem = runner.compile(options.max_tokens_per_step, -(-longest // options.block_size))
     if problem is None and plain is not None:
@@ -312,7 +313,8 @@ class PlainLogits:
         """
         if not self._sequences:
             return None
-        tables = [[0] * max(map(len, self._sequences))] * len(self._sequences)  # the runner has no blocks
+        # placeholders: a runner with the model's own cache has no KV blocks
+        tables = [[0] * max(map(len, self._sequences))] * len(self._sequences)
         batch = _flat_batch(self._sequences, [0] * len(tables), tables, own.block_size, self._device)
         try:
             logits = own.run(batch)
@@ -441,7 +443,7 @@ def measure_step_cost(
 
     Args:
         longest: largest number of tokens of a sequence; no measured sequence is longer.
-        is_sharded: True if other ranks compute the same steps; their number then does not depend on measured times.
+        is_sharded: True if other ranks compute the same steps; the number of steps then does not depend on their times.
         streamed: weights that are read for each step; None: all are in memory. The time of a step includes reading
             weights; the time of a token does not include waiting for them.
     """
@@ -476,7 +478,7 @@ def measure_step_cost(
     token = points[-1][1] / points[-1][0]
     if len(points) == 1:
         return StepCost(0.0, fewest, token, fewest / 1e5)
-    seconds(0, many)  # the tokens that the next steps attend to
+    seconds(0, many)  # computes the tokens that the next steps attend to
     decode = min(seconds(many + place, 1) for place in range(2))
     # a model with its own cache computes a chunk token by token, so attention in chunks is not measured
     chunk = min(seconds(many + 2, 8), seconds(many + 10, 8)) if runner.computes_drafts else 0.0

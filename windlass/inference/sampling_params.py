@@ -16,9 +16,9 @@ MAX_LOGPROBS = 64
 """Largest `logprobs` and `prompt_logprobs`; the largest beam width is half of it."""
 
 TokenTexts = tuple[tuple[int, ...], ...]
-"""Texts as tokens, e.g. bad words."""
+"""Token ids of several texts, e.g. of bad words: one tuple for each text."""
 
-_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e6  # beyond these, divided logits would overflow or vanish
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e6  # outside of these bounds, divided logits overflow or vanish
 _MAX_STOPS = 64
 _MAX_BAD_WORDS = 1024
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")

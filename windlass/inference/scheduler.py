@@ -6,8 +6,8 @@ sequences with one token left to compute (decodes) come first, and the rest of t
 prompts. That is Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine
 (prefill-first) and of Orca (Yu et al. 2022) are settings of the same function.
 
-[Note: fair shares] A step has tokens for few prompts: the first ones in the order in which the prompts would end if
-all of them always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and Henderson 2003, fair
+[Note: fair shares] A step has tokens for only a few prompts. It takes the prompts that would end first if all prompts
+always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and Henderson 2003, fair
 sojourn protocol). No prompt ends much later than with equal shares, and most end much earlier: a short prompt passes a
 long one, and a long prompt waits for short ones only in proportion to its own length. The order needs a virtual clock,
 which counts the work that a prompt with an equal share would have received. The caller advances the clock by the work
@@ -36,8 +36,8 @@ from windlass.inference.step_cost import StepCost
 Policy = Literal["splitfuse", "prefill-first", "orca"]
 POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 
-_MIN_CHUNK = 64  # fewest tokens of a prompt's share in a step; smaller shares cost more in further steps than they gain
-_LEAST_PROGRESS = 16  # prompt tokens of a step with slow decodes; fewer if the gap or `max_tokens_per_step` is small
+_MIN_CHUNK = 64  # fewest tokens of a prompt's share in a step; smaller shares need too many steps
+_LEAST_PROGRESS = 16  # prompt tokens of a step with slow decodes; fewer if `_gap` or `max_tokens_per_step` is small
 _LEAST_PART = 1 / 8  # smallest share of a step's time that prompts get
 _WAIT_SHARE = 0.9  # part of `max_wait_seconds` that planned deadlines allow; the rest covers wrong predictions
 _PRESSING_PART = 7 / 8  # part of a step's prompt tokens that pressing prompts get if there are other prompts
@@ -279,7 +279,7 @@ class _Planner:
                 break
             if self._lacks_blocks(needed) or not fits(sequence):
                 if self._is_pressing(sequence):
-                    break  # smaller requests must not pass a pressing one any longer
+                    break  # no smaller request may be admitted before a pressing one
                 continue
             self._free -= needed
             places -= sequence.num_candidates
@@ -303,7 +303,7 @@ class _Planner:
                 or junior.sequence_id in self._admitted
                 or self._is_pressing(junior)
             ):
-                # sequences that other steps compute may free the rest: the caller plans again among all of them
+                # running sequences of other steps could free the rest: the caller plans again with all sequences
                 return juniors if self._share is not None and self._elsewhere else []
             juniors.append(junior)
             freed += junior.num_freed
@@ -495,7 +495,7 @@ class _Planner:
 
     def _find_pressing(self) -> set[int]:
         """Return the ids of sequences that must run now."""
-        pressing, start = set(), float("inf")  # latest time to begin with a sequence and those after it
+        pressing, start = set(), float("inf")  # latest start of a sequence and of those with later deadlines
         for deadline, rest, number in reversed(self._by_deadline):
             start = min(start, deadline) - rest
             if start < self._now:
@@ -503,7 +503,7 @@ class _Planner:
         return pressing
 
     def _seconds_beside_decodes(self, tokens: int, computed: int) -> float:
-        """Return the predicted time of `tokens` tokens of a pressing prompt after `computed` others."""
+        """Return the predicted seconds for `tokens` tokens of a pressing prompt after its first `computed` tokens."""
         return self._cost.prompt_work(tokens, computed) * self._token_seconds / _PRESSING_PART
 
     def _deadline(self, sequence: SequenceSnapshot) -> float:

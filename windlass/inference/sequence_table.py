@@ -50,8 +50,8 @@ class SequenceTable:
         self.admits = True
 
     def admit(self, sequence: GenerationSequence, now: float) -> bool:
-        """Make a waiting sequence a running one, with blocks for its known tokens and saved or cached keys and values.
-        Return False if too few blocks are free by now.
+        """Make a waiting sequence a running one: allocate blocks for its known tokens, and use its saved keys and
+        values, or those in the prefix cache. Return False if too few blocks are free by now.
         """
         saved = None
         if sequence.saved is not None:

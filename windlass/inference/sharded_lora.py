@@ -33,7 +33,7 @@ class ShardedLoraAdapters:
             self._channel.send(RankCommand.CALL, ("add_adapter", (name, weights)))
             try:
                 self._adapters.add_weights(name, weights)
-            except ModelError as error:  # all ranks raise it and stay in step, so their groups stay open
+            except ModelError as error:  # all ranks fail alike, so the channel stays usable
                 problem = error
         if problem is not None:
             raise problem
@@ -50,5 +50,5 @@ class ShardedLoraAdapters:
         self._adapters.check_name(name)
 
     def cache_salt(self, name: str) -> bytes:
-        """Return bytes that separate the prefix cache of this adapter from those of others."""
+        """Return bytes that separate the cached prefixes of this adapter from those of other adapters."""
         return self._adapters.cache_salt(name)

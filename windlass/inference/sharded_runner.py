@@ -96,7 +96,7 @@ class ShardedRunner:
             self._call("fork", sequence_id, list(new_ids))
 
     def use_idle_time(self) -> bool:
-        """Do milliseconds of work on each rank that makes later steps faster; return False if the leader has none."""
+        """Work for milliseconds on each rank to speed up later steps; return False if the leader had nothing to do."""
         with self._channel.guard():
             self._channel.send(RankCommand.CALL, ("use_idle_time", ()))
             return self._runner.use_idle_time()

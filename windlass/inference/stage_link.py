@@ -1,7 +1,7 @@
 """Forward of a model with layers on several ranks: each rank runs its stage and sends hidden states to the next one.
 
 [Note: stages from the last rank] Rank 0 of a model is its leader, and has the last stage: logits are computed where
-tokens are drawn. So only hidden states, and token ids, which every rank needs, are sent between ranks.
+tokens are sampled. So only hidden states, and token ids, which every rank needs, are sent between ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StageLink:
         self.model, self.axis = model, axis
         self._stages = stages
         self._device = find_device(model)
-        # transfers, and the tensor that they send, which must stay alive
+        # for each send in flight: its transfers, and the tensor, which must stay alive
         self._sends: deque[tuple[list[Any], torch.Tensor]] = deque()
         self.received_form = (0, 0)
 
@@ -184,7 +184,7 @@ def open_stage_link(model: nn.Module, axis: MeshAxis | None) -> StageLink | None
     """
     if axis is None:
         return None
-    _refuse_pipeline_module(model)  # before the ranks broadcast its values
+    _refuse_pipeline_module(model)  # before the ranks broadcast the model's values
     stages = get_pipeline_stages(model)
     if not isinstance(stages, StagedModel):
         return None

@@ -56,7 +56,7 @@ class StagedModelSource:
 
 
 def _tie_weights(model: Any) -> None:
-    """Tie weights before the split, which depends on ties; transformers does so at the end of loading."""
+    """Tie weights before the split, which depends on ties: transformers ties them only at the end of loading."""
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         path, _, name = target.rpartition(".")
         setattr(model.get_submodule(path), name, model.get_parameter(source))

@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass
 class StepBatch:
-    """Input of a forward. Sequences follow one another in one row, without padding.
+    """Input of a forward. Sequences are concatenated, without padding.
 
     Attributes:
         token_ids, positions: int64 `[tokens]`; the position of a token is its index in its sequence.

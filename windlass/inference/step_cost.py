@@ -11,7 +11,7 @@ class StepCost:
     """Model of the time of a forward: products with the weights, and attention to keys and values.
 
     The products take the longer of two times: to read the weights once, and to multiply by them. Measured `points`
-    replace these two times if given, because products of few rows fit neither.
+    replace these two times if there are any, because products with few rows follow neither time.
 
     Attributes:
         fixed_seconds: seconds of a step outside the model.

@@ -167,8 +167,8 @@ def _rewrite(
     inserted: dict[int, Operator],
     renamed: Callable[[TensorRef], TensorRef] | None = None,
 ) -> Recording:
-    """Return a recording without the operators `removed`. `inserted` has replacements by the `id` of the replaced
-    operator; `renamed` maps the tensors of all arguments.
+    """Return a recording without the operators `removed`. `inserted` maps the `id` of a replaced operator to its
+    replacement; `renamed` maps each tensor of all arguments to the new one.
     """
     gone = {id(operator) for operator in removed}
 
@@ -340,7 +340,7 @@ def _overlaps_others(x: TensorRef, call: RotaryCall, uses: _Uses, steps: Sequenc
 
 
 def _fuse_gates(recording: Recording) -> Recording:
-    """Fuse gated activations: `activation(gate) * up` of the two halves of one product."""
+    """Fuse gated activations: `activation(gate) * up` of the two halves of one matrix product."""
     uses = _Uses(recording.operators)
     removed: list[Operator] = []
     inserted: dict[int, Operator] = {}

@@ -27,7 +27,7 @@ class PlannedStep:
         chosen: sequences, each with its number of tokens in the step.
         rows: for each sequence, its rows of the logits; empty for a step of `plan_next`.
         predicted: predicted seconds of the step, without the correction by `StepCost.scale`.
-        has_prompts: True if the step computes parts of prompts, or answers again after a preemption.
+        has_prompts: True if the step computes parts of prompts, or recomputes answers after a preemption.
     """
 
     batch: StepBatch
@@ -71,8 +71,8 @@ class StepPlanner:
         self.limits = replace(self.limits, policy=policy)
 
     def plan(self, now: float, *, has_started: bool) -> PlannedStep | None:
-        """Schedule a step: preempt and admit sequences, allocate blocks, and copy shared ones. Return None if no
-        sequence can run now.
+        """Schedule a step: preempt and admit sequences, allocate blocks, and copy shared blocks. Return None if
+        no sequence can run now.
 
         Args:
             has_started: True if some started steps are not finished.
@@ -84,7 +84,7 @@ class StepPlanner:
         plan = self._schedule(now, share)
         if plan.preempted and share is not None:
             if has_started:
-                return None  # all sequences are candidates for preemption once no step computes them
+                return None  # plan again when no started step is left: only then can every sequence be preempted
             plan = self._schedule(now, None)
         self._table.admits = bool(plan.admitted) or not self._table.waiting
         for sequence_id in plan.preempted:
@@ -185,7 +185,7 @@ class StepPlanner:
 
     def _schedule(self, now: float, share: int | None) -> StepPlan:
         """Plan a step of at most `share` running sequences, the least recently computed ones; None: no limit."""
-        # blocks that a preemption would free are counted only if one is possible, because counting reads every block
+        # Count the blocks that preemptions would free only if `schedule` may preempt: counting reads every block.
         drafts = max((len(sequence.drafts) for sequence in self._table.running.values()), default=0)
         enough = len(self._table.running) * (2 + drafts // self._table.blocks.block_size + 1)
         idle = [sequence for sequence in self._table.running.values() if not sequence.in_flight]
@@ -214,13 +214,13 @@ class StepPlanner:
     def _find_admissible(self, waiting: list[GenerationSequence], places: int) -> list[GenerationSequence]:
         """Return the waiting sequences, or none of them if `schedule` would admit none.
 
-        If thousands wait, their snapshots take longer than all other work of a plan.
+        Snapshots of thousands of waiting sequences would take longer than all other work of a plan.
 
         Args:
-            places: places in the batch that running sequences have taken.
+            places: number of the batch's `max_sequences` places that running sequences and their candidates take.
         """
         running, blocks = self._table.running, self._table.blocks
-        # an admitted sequence needs a block, and leaves one for each running one; see the scheduler's `_lacks_blocks`
+        # An admission needs one block, and one free block per running sequence; see the scheduler's `_lacks_blocks`.
         lacks_blocks = blocks.num_free < min(1 + len(running), blocks.num_blocks)
         if not running or not waiting or (places < self.limits.max_sequences and not lacks_blocks):
             return waiting

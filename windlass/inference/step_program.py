@@ -35,8 +35,8 @@ from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.kernel_dispatch import REFERENCE_PATH
 from windlass.kernels.packed_gemm import PackedPanels
 
-_SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # tokens and rows of the recordings
-_KEPT = 128  # limit of batch sizes with stored calls; the least recently used ones are dropped
+_SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # numbers of tokens and of rows of logits in each recording
+_KEPT = 128  # maximum number of batch sizes with stored calls; the least recently used are dropped
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -213,7 +213,7 @@ class StepProgram:
         return calls, result.reshape(rows, result.shape[-1])
 
     def _divide(self) -> list[Any]:
-        """Return the parts of the program in order: runs of native operators, and single operators that are bound anew
+        """Return the parts of the program in order: runs of native operators, and single operators that are bound again
         for each batch size.
         """
         parts: list[Any] = []

@@ -2,9 +2,9 @@
 
 [Note: recorded steps] The forward of most served models runs the same operators in every step; only sizes differ. The
 forward is recorded for a few batch sizes. If the recordings have the same operators, no operator or size depends on the
-values of the tokens, and every integer is `a + b * tokens + c * rows` with the rows of logits, the list can be replayed
-for any batch, without the modules. Views are not operators of the list: a tensor is a storage, sizes, strides and an
-offset.
+values of the tokens, and every integer is `a + b * tokens + c * rows`, where `rows` counts the rows of logits, the list
+can be replayed for any batch, without the modules. Views are not operators of the list: a tensor is a storage, sizes,
+strides and an offset.
 """
 
 from __future__ import annotations

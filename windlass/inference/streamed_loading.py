@@ -163,7 +163,7 @@ class _StreamedLoad:
         mapped = MappedFile(self._weights_path)
         with torch.no_grad():
             for name, parameter in resident.items():
-                if not parameter.untyped_storage().resizable():  # a view of a model's or temporary file
+                if not parameter.untyped_storage().resizable():  # mapped from a file of the model or a temporary file
                     parameter.data = _stored_tensor(mapped, stored[name], name)[...]
         return index
 
@@ -182,7 +182,7 @@ def _stored_tensor(mapped: MappedFile, unit: StoredUnit, name: str) -> LazyTenso
 
 
 def _find_dtype(path: str | Path, dtype: str | torch.dtype, trust_remote_code: bool) -> str | torch.dtype:
-    """Return the dtype of the parameters, float32 instead of float16; `auto` if the configuration has none either."""
+    """Return `dtype`, or for `auto` that of the configuration (`auto` if it has none); float32 instead of float16."""
     wanted = parse_dtype(dtype)
     if wanted is None:
         config = load_config(path, trust_remote_code=trust_remote_code)

@@ -135,7 +135,7 @@ class StreamedModules(PackedModules):
 
     Args:
         model: model with its streamed parameters on the meta device.
-        index: content of the file.
+        index: index of the units in the file.
         lender: access to the file.
     """
 

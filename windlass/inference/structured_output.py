@@ -92,7 +92,8 @@ class OutputConstraint:
             RequestError: this call or an earlier one failed, e.g. because the constraint became too large.
         """
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():  # also set by `compute_bitmask`, which then allows only the end of the answer
+        # An error of `compute_bitmask` is set here too; its mask then allows only the end of the answer.
+        if self._matcher.is_error():
             raise RequestError(f"structured_outputs cannot continue: {self._matcher.get_error()}")
         bits = np.unpackbits(words, count=min(self._vocab_size, 8 * len(words)), bitorder="little")
         flat = torch.from_numpy(bits).view(torch.bool)

@@ -1,4 +1,4 @@
-"""Lower bound of the number of tokens of a text, by the bytes of the longest token of a tokenizer."""
+"""Lower bound of the number of tokens of a text, from the number of bytes of the tokenizer's longest token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenBound:
         """Return a lower bound of the number of tokens of the text."""
         if self._longest is None or len(text) <= self._longest:
             return 0
-        # "replace" lets lone surrogates pass, which the tokenizer refuses later
+        # errors="replace": the tokenizer, not this bound, refuses lone surrogates
         kept = text if self._counts_spaces else "".join(text.split())
         return -(-len(kept.encode(errors="replace")) // self._longest)
 
@@ -74,7 +74,7 @@ def _parts(component: Any) -> list[_Part]:
 
 
 def _keeps(part: _Part) -> bool:
-    """Return True if a part shortens a text at most by its factor in `_MOST_SHRUNK` (1 if it is not listed there)."""
+    """Return True if a part shortens a text at most by its factor in `_MOST_SHRUNK` (1 if the part is not listed)."""
     kind: str = part["type"]
     if kind == "Replace":
         old = part["pattern"].get("String")  # a regular expression may match any number of characters
@@ -85,7 +85,7 @@ def _keeps(part: _Part) -> bool:
 
 
 def _covers_all(model: Any, vocabulary: dict[str, int], *, is_byte_level: bool) -> bool:
-    """Return True if a model is BPE without affixes, drops no character and joins no unknown ones in a token."""
+    """Return True if a model is BPE without affixes, drops no character, and fuses no unknown characters."""
     from tokenizers import models, pre_tokenizers
 
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:

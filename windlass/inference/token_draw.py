@@ -1,8 +1,9 @@
 """Draw of tokens by temperature, min-p, top-k and top-p.
 
 [Note: exact nucleus] Sorting 100,000 tokens takes longer than a small model's step. So on the CPU the lowest weight of
-the nucleus (the tokens of top-p) is found by selection: a sorted sample brackets it, the sums of the weights above and
-inside the bracket show whether it is above, inside or below, and only the last thousand candidates are sorted.
+the nucleus (the tokens of top-p) is found by selection: a sorted sample gives a bracket for this weight, the sums of
+the weights above and inside the bracket show whether it is above, inside or below, and only the last thousand
+candidates are sorted.
 
 On the CPU each row is computed by itself, so its token does not depend on the rest of the batch.
 """
@@ -20,7 +21,8 @@ from windlass.inference.sampling_params import SamplingParams
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.intp]
 
-_SAMPLE, _MARGIN = 256, 12  # fewest tokens of a sample; sampled tokens from the estimate to each end of the bracket
+# fewest tokens of a sample; number of sampled tokens between the estimate and each end of the bracket
+_SAMPLE, _MARGIN = 256, 12
 _SORTED = 1024  # up to this many tokens are sorted
 _CHUNK = 512
 
@@ -42,7 +44,7 @@ def greatest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
-    """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at the row's uniform.
+    """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at its uniform.
 
     Args:
         scores: `[rows, vocabulary]`; the highest of each row is finite.
@@ -142,7 +144,7 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
         rest = rest[rest <= upper]
         middle, light = rest[rest >= lower], rest[rest < lower]
         middle_mass = float(middle.sum())
-        # by rounding, `above` plus the sum of `rest` can be less than a `mass` close to the total
+        # `above` plus the sum of `rest` may be less than `mass`, because of rounding, if `mass` is close to the total
         if above + middle_mass >= mass or lower == 0 or not len(light):
             rest = middle
         else:

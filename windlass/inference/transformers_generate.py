@@ -129,7 +129,7 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
     """
     new = config.max_new_tokens
     if new is None and config.max_length == type(config)().max_length:
-        new = max(min(_DEFAULT_NEW_TOKENS, window - longest), 1)  # up to the window, as in transformers
+        new = max(min(_DEFAULT_NEW_TOKENS, window - longest), 1)  # at most the rest of the window, as in transformers
     elif new is None:
         new = config.max_length - width
         if new < 1:
@@ -163,8 +163,8 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
 
 
 def _infer_mask(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return the attention mask of rows without one: as in transformers, 0 at padding tokens unless they may also end
-    an answer.
+    """Return the attention mask of an input that has none: as in transformers, 0 at padding tokens unless the padding
+    token may also end an answer.
     """
     if config.pad_token_id is None or config.pad_token_id in _as_list(config.eos_token_id):
         return torch.ones_like(input_ids)

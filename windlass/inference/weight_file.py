@@ -146,7 +146,7 @@ class WeightFileWriter:
         done = 0
         while done < len(data):
             done += os.pwrite(self._file, data[done : done + _WRITTEN_AT_ONCE], offset + done)
-            # written pages are not read again soon, and take memory that a large model lacks
+            # drop written pages: they are not read soon, and a large model needs their memory
             with contextlib.suppress(OSError, AttributeError):
                 os.fdatasync(self._file)
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)

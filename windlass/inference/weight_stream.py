@@ -1,10 +1,10 @@
 """Stream of a model's weights from a weight file through a small staging memory, read ahead of their use.
 
 [Note: streamed weights] The weights of each product (a *streamed unit*) are one range of the weight file. They are read
-into a ring of staging memory in the order in which an earlier forward used them, at first that of the file, as far
-ahead as the ring has room, across the end of a forward too. A unit's bytes are free again as soon as its product is
-computed. If a forward uses a unit that is not in the ring, e.g. another expert, the ring is filled anew from this unit
-on, which only takes longer.
+into a ring of staging memory in the order in which an earlier forward used them (at first in the order of the file), as
+far ahead as the ring has room, also for the next forward. A unit's bytes are free again as soon as its product is
+computed. If a forward uses a unit that is not in the ring, e.g. another expert, the ring is filled again from this unit
+on: the forward is slower, but its result is the same.
 
 An exception such as Ctrl-C may end the wait for a read, which is then still in flight. So its unit keeps its memory
 until the next forward has finished the read.
@@ -121,7 +121,9 @@ class WeightStream:
         self.stats = StreamStats()
 
     def begin_forward(self) -> None:
-        """Start reads in the predicted order: that of the last forward that was no subsequence of the order before."""
+        """Start reads in the predicted order: the order of the last forward, or the previous prediction if the last
+        forward used a subsequence of it.
+        """
         if not self._reads:
             return
         used, self._used = self._used, []
@@ -183,8 +185,8 @@ class WeightStream:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _find(self, unit: int) -> _Staged:
-        """Return a unit in the ring, and drop unused units before it, which this forward left out. If the unit is not
-        in the ring, drop all unused units and start to read it.
+        """Return a unit in the ring, and drop the unused units before it: this forward has skipped them. If the unit is
+        not in the ring, drop all unused units and start to read the missing one.
         """
         waiting = [staged for staged in self._staged if not staged.in_use]
         place = next((number for number, staged in enumerate(waiting) if staged.unit == unit), None)

@@ -1,10 +1,10 @@
 """Weight formats of 1 to 8 bits: codes with a scale for each group of input features.
 
 [Note: coded formats] A weight is `(code - zero) * scale`. A row has one 16-bit float scale for each group of `group`
-features, or a single scale; the last group of a row has fewer features if `group` does not divide them. Codes have
-compressed-tensors' `pack-quantized` layout, except in `TritWeightFormat`, and its names: `weight_packed`,
-`weight_scale`, `weight_shape` and, with zero points, `weight_zero_point`, which is packed along the outputs. Files have
-the packed tensors unchanged.
+features, or a single scale; the last group of a row has fewer features if `group` does not divide them. Codes have the
+`pack-quantized` layout of compressed-tensors, except in `TritWeightFormat`. All formats have its tensor names:
+`weight_packed`, `weight_scale`, `weight_shape` and, with zero points, `weight_zero_point`, which is packed along the
+outputs. Files contain the packed tensors unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, RowT
 
 GROUPS = (32, 64, 128)  # features that can share a scale
 SCALE_DTYPE = torch.float16  # as in GPTQ, AWQ and GGUF files, so that their weights are read exactly
-SAFE_MAGNITUDE = 2.0**14  # weights up to it have finite scales in every format; 1 bit stores twice a mean in float16
+SAFE_MAGNITUDE = 2.0**14  # weights up to this have finite scales in every format; 1 bit stores twice a mean in float16
 _TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 
@@ -55,7 +55,7 @@ class CodedWeightFormat:
     """Codes with a scale for each group; a subclass defines the rounding of a matrix.
 
     Attributes:
-        bits: number of bits of a code in native code.
+        bits: number of bits of a code in the codes that native kernels read.
         group: number of input features that share a scale; None: all features of a row.
         zero: code of the value 0, where a weight has no zero points of its own.
         has_zeros: True if each group has a zero point.

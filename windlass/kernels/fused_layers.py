@@ -73,8 +73,8 @@ def apply_rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *,
     """Rotate the first features of every head in place, pairing feature `i` with `i + rotary_dim / 2` (Su et al. 2021).
 
     Args:
-        x: `[tokens, heads, head_dim]`; a view of the joined product of query, key and value is fine, as long as the
-            last two dimensions are contiguous.
+        x: `[tokens, heads, head_dim]`; it may be a view of the output of a fused QKV projection, if the last two
+            dimensions are contiguous.
         cosines, sines: float32 `[tokens, rotary_dim]`, with an even `rotary_dim <= head_dim`.
         path: one of `list_inference_paths()` in place of the active one.
 

@@ -243,8 +243,8 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         """Return the codes (int32) of float32 elements, and the scales of their groups.
 
         Args:
-            stochastic: round up with a probability equal to the distance from the lower value in steps, instead of to
-                nearest.
+            stochastic: round up with a probability equal to the distance from the next lower value, in steps, instead
+                of rounding to the nearest value.
         """
         padded = F.pad(flat, (0, -flat.numel() % self.group)).view(-1, self.group)
         scale = padded.abs().amax(1) / self.largest

@@ -1,7 +1,7 @@
 """Host memory on huge pages for weights and caches that every step reads.
 
-Memory that an allocator hands out again already has small pages, which no request changes; so this memory is mapped
-anew. Reading it needs fewer translations of addresses, and hardware prefetches beyond 4 KiB.
+Memory that an allocator reuses is already on small pages, and no request moves it to huge pages; so new memory is
+mapped. Reading it needs fewer translations of addresses, and hardware prefetches beyond 4 KiB.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous CPU tensor, on huge pages as far as it fills them and the system grants them."""
+    """Return a contiguous CPU tensor, on huge pages where it fills a huge page and the system grants one."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < HUGE_PAGE:
         return torch.empty(shape, dtype=dtype)
-    # Private: huge pages of shared memory are another setting of the system. Untouched pages take no memory.
+    # Private: a separate system setting controls huge pages of shared memory. Untouched pages take no memory.
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     flat = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
     start = -flat.data_ptr() % HUGE_PAGE

@@ -65,7 +65,7 @@ def tensor_address(name: str, tensor: torch.Tensor) -> int:
         and not tensor.is_neg()
         and (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= tensor.untyped_storage().nbytes()
     )
-    if not is_plain:  # the full check takes four times as long, and every operation of a step checks its tensors
+    if not is_plain:  # this full check takes four times as long, and every operation of a step checks its tensors
         problem = native_access_problem(tensor)
         if problem:
             raise ModelError(f"the {name} of shape {tuple(tensor.shape)} {problem}")
@@ -99,5 +99,5 @@ def _find_path(name: str) -> InferencePath:
 def _native_module() -> ModuleType | None:
     try:
         return importlib.import_module("windlass.kernels._inference")
-    except ImportError:  # the reason is logged for the optimizers' kernels, which are built together with this module
+    except ImportError:  # not logged here: the optimizers' kernels, built together with this module, log the reason
         return None

@@ -96,9 +96,8 @@ def apply_updates(
             update changes it, and renews its checksum afterwards. The reference ignores them.
 
     Raises:
-        ConfigError: `path` cannot run here.
+        ConfigError: `path`, or the path that `WINDLASS_KERNELS` names, cannot run here.
         ModelError: tensors do not match, have no memory, or overlap. The message names them.
-        ConfigError: `WINDLASS_KERNELS` names a path that is not available, or `path` needs native code that is missing.
     """
     if path is not None:
         module, why = _native_module()

@@ -26,7 +26,7 @@ _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1) << np.uint64(bit) for bit in (63, 6
 
 
 class MappedBytes:
-    """Mapping of a range of a file, which ends with its tensor.
+    """Memory mapping of a range of a file. It ends when the tensor over it is freed.
 
     Attributes:
         address: address of the first byte.
@@ -76,7 +76,7 @@ class MappedBytes:
 
 
 def _ended_mapping() -> MappedBytes:
-    """Return a mapping that has ended, for a copy or pickle of a tensor, which owns its memory."""
+    """Return an ended mapping. A copied or unpickled tensor gets it, because such a tensor owns its memory."""
     return MappedBytes(mmap.mmap(-1, _PAGE), 0)
 
 

@@ -1,4 +1,4 @@
-"""Native scales and codes of compressed messages: float32 tensors on the CPU, one bit or 4 or 8 bits for each element.
+"""Native computation of scales and codes of compressed messages: float32 tensors on the CPU, codes of 1, 4 or 8 bits.
 
 The results are bit for bit those of the codecs in `windlass.comm.lossy_codecs`, which call these functions where
 `can_encode` returns True.
@@ -57,7 +57,7 @@ def write_codes(
     errors: torch.Tensor | None = None,
     decoded: torch.Tensor | None = None,
 ) -> None:
-    """Write the codes of values whose scales are written.
+    """Write the codes of values, given the scales that `write_scales` wrote.
 
     Args:
         codes: uint8, receives the codes.
@@ -105,5 +105,5 @@ def _required_module() -> ModuleType:
 def _native_module() -> ModuleType | None:
     try:
         return importlib.import_module("windlass.kernels._codecs")
-    except ImportError:  # the reason is logged for the optimizers' kernels, which are built together with this module
+    except ImportError:  # not logged here: the optimizers' kernels, built together with this module, log the reason
         return None

@@ -2,9 +2,9 @@
 
 [Note: batch-invariant products] `packed_linear` adds the products of an output sequentially, in the order of the input
 features, in one accumulator. So a row of the result has the same bits for any other rows in the call, any position of
-the row, and any number of threads. (The reference does not guarantee this.)
+the row, and any number of threads. (The reference path does not guarantee this.)
 
-[Note: rounded inputs] With `quantize_inputs`, inputs are rounded to the numbers that the processor multiplies fastest
+[Note: rounded inputs] With `quantize_inputs`, inputs are rounded to the dtype that the processor multiplies fastest
 with the weight. For integer weights each row is rounded to int8 with one scale, `max / 127`, for every 128 features,
 and multiplied in exact integers, up to four times as fast. Each input has an error of up to half its scale. For bf16
 weights float32 inputs are rounded to bf16 (an error of up to 2^-8 of each) and, where `vdpbf16ps` is fast, multiplied
@@ -43,7 +43,7 @@ ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 # Weight formats that `_pack` arranges in panels. Others are in `LowBitPanels`, or use `WeightFormat.linear`.
 _PANEL_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 _PANEL = 16  # outputs
-_PART_BYTES = 4 << 20  # a mapped weight is read in parts of this size, which are in memory together with the panels
+_PART_BYTES = 4 << 20  # a mapped weight is packed in parts of this size: only one is in memory with the panels
 
 
 class PackedPanels:
@@ -100,7 +100,9 @@ class PackedPanels:
 
     @property
     def tensors(self) -> FormatTensors:
-        """Packed tensors by name: panels and scales, or on the reference path the format's. Empty for low-bit codes."""
+        """Packed tensors by name: panels and scales; on the reference path, the tensors of the format. Empty for
+        low-bit codes.
+        """
         return self._tensors
 
     def row_panels(self) -> torch.Tensor | None:

@@ -32,9 +32,9 @@ class PackedMatrix(nn.Module):
     last dimension is multiplied by the bytes of an element: `int8_weight` `[out, in]` and `int8_weight_scale` `[out,
     4]`. Casts of floating-point parameters (`module.bfloat16()`, an engine with bf16 or fp16) leave integers alone, so
     that neither weights nor scales are ever rounded. ZeRO shards them like any parameters, independent of the format;
-    all packed tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of
-    another format does not fit. ZeRO's thresholds and parameter counts count the bytes of these parameters as elements.
-    The memory is undefined until `pack`, `set_packed` or `load_state_dict`, which packs a plain `weight`.
+    all packed tensors of a block share one flat buffer of bytes. The name contains the format, so that a state
+    dict of another format does not fit. ZeRO's thresholds and parameter counts count the bytes of these parameters as
+    elements. The memory is undefined until `pack`, `set_packed` or `load_state_dict`, which packs a plain `weight`.
 
     Args:
         weight_format: a weight format, or its registered name.
@@ -114,7 +114,7 @@ class PackedMatrix(nn.Module):
 
     def packed(self) -> PackedWeight:
         """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
-        of small ones that are not aligned in a shared buffer."""
+        of small tensors that are not aligned in a shared buffer."""
         found = {name: self._typed(name, form) for name, form in self._form.items()}
         if self._is_part and "weight_shape" in found:
             found["weight_shape"] = torch.tensor(self._sizes, device=found["weight_shape"].device)
@@ -154,7 +154,7 @@ class PackedMatrix(nn.Module):
         if stored.storage_offset() % form.dtype.itemsize:  # ZeRO aligns only parameters of at least 1024 elements
             stored = stored.clone()
         typed = stored.view(form.dtype)
-        return typed if form.shape else typed.view(())  # the bytes of one number are a vector
+        return typed if form.shape else typed.view(())  # the bytes of a 0-d tensor are stored as a vector
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Pack a plain `weight`. Raise if a loaded tensor does not contain the bytes of a packed tensor: torch would

@@ -124,7 +124,7 @@ def _grad_input(
 
 
 def _blocks(packed: Sequence[torch.Tensor], columns: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of rows that are unpacked together; one, at least."""
+    """Yield the ranges of rows that are unpacked together; at least one range."""
     rows = packed[0].shape[0]
     step = max(1, BLOCK_NUMEL // max(columns, 1))
     for start in range(0, max(rows, 1), step):

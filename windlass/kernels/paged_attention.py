@@ -3,10 +3,10 @@
 Native code computes on the CPU, `device_attention` on accelerators.
 
 [Note: layout of the cache] Keys are `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
-of 16 keys are one vector, to which each feature of the query is added without a horizontal sum. Values are `[blocks,
-kv_heads, block_size, value_dim]`, with `value_dim` rounded up to a multiple of 16; values beyond are undefined.
-A block of one head is contiguous in both. Code outside of this file copies and moves whole blocks, and reads tokens by
-`read_kv`.
+of 16 keys are one vector register, to which each query feature adds its products without a horizontal sum. Values are
+`[blocks, kv_heads, block_size, value_dim]`, with `value_dim` padded to a multiple of 16; the padding is undefined. In
+keys and in values, a block of one head is contiguous. Code outside of this file copies and moves full blocks, and reads
+tokens by `read_kv`.
 
 [Note: batch-invariant attention] Scores are sums in the order of the features, outputs are sums in the order of the
 keys, in tiles that begin at fixed positions of the sequence. A query's result has the same bits whatever other queries
@@ -36,7 +36,7 @@ class PagedKVCache:
     Attributes:
         keys, values: float32, bfloat16 or int8.
         key_scales, value_scales: float32 `[blocks, kv_heads, block_size]`, of int8 caches; else None.
-        path: implementation that works on the cache: an instruction set, or "reference".
+        path: implementation that reads and writes the cache: an instruction set, or "reference".
     """
 
     def __init__(
@@ -160,7 +160,8 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
             slots must be in the cache, which is not checked.
 
     Raises:
-        ModelError: shapes do not match, native code does not support a dtype, or a slot is beyond a cache on the CPU.
+        ModelError: shapes do not match, native code does not support a dtype, or, on the CPU, a slot is outside the
+            cache.
     """
     tokens = slots.shape[0]
     if tuple(key.shape) != (tokens, cache.kv_heads, cache.key_dim):
@@ -196,7 +197,7 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
             tokens,
             torch.get_num_threads(),
         )
-    except ValueError as error:  # raised before anything was written
+    except ValueError as error:  # native code checks all arguments before it writes
         raise ModelError(f"nothing was written to the KV cache: {error}") from error
 
 
@@ -323,7 +324,7 @@ def paged_attention(
             0 if sinks is None else tensor_address("sinks", sinks),
             torch.get_num_threads(),
         )
-    except ValueError as error:  # raised before anything was read
+    except ValueError as error:  # native code checks all arguments before it reads
         raise ModelError(f"paged attention cannot run: {error}") from error
     return out
 

@@ -34,10 +34,11 @@ class PanelCache:
     """Native product of one packed layer.
 
     [Note: kept panels] Panels are kept from the second product on, while address and version of every parameter are the
-    same, and only for parameters that own their memory: the flat buffer of an engine is filled without a change of
-    versions, so panels of its views are made for each product, and none of int8 weights. Panels take as much memory as
-    the packed weight, whose own pages are dropped if they are mapped from a file ([Note: dropped pages]). A copy or
-    pickle of the layer has no panels. Changes through `.data` keep the version: use `PackedLinear.set_packed`.
+    same, and only for parameters that own their memory. Views of an engine's flat buffer do not: the buffer is filled
+    without a change of versions, so their panels are made for each product, and int8 weights are cast to
+    float instead. Panels take as much memory as the packed weight, whose own pages are dropped if they are mapped from
+    a file ([Note: dropped pages]). A copy or pickle of the layer has no panels. Changes through `.data` keep the
+    version: use `PackedLinear.set_packed`.
 
     Attributes:
         pages: mappings of the parameters, by the address of each.

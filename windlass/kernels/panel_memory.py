@@ -2,8 +2,8 @@
 
 [Note: shared weights] Replicas pack the same weights in the same order. The process that starts them creates a file
 without a name and passes it on; the first replica packs into it, and the others map the same pages. The file begins
-with the number of bytes that are filled. Regions follow one another in the order of packing, so each process finds
-them by counting. The pages are freed when the last process ends.
+with the number of bytes that are filled. Regions follow one another in the order of packing, so each process
+computes their offsets itself. The pages are freed when the last process ends.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def take_panels(nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tens
 def share_parameters(parameters: Iterator[torch.nn.Parameter], at_least: int = 1 << 20) -> None:
     """Move contiguous CPU parameters of at least `at_least` bytes into the shared file, if one is active.
 
-    The model must only serve: parameters that share memory with other tensors are separate afterwards, and a write
-    copies the pages that it changes. `requires_grad` does not matter, since `from_pretrained` leaves it True.
+    The model must be used for inference only: parameters that share memory with other tensors are separate
+    afterwards, and a write copies the pages that it changes. `requires_grad` does not matter, since `from_pretrained`
+    leaves it True.
     """
     shared = _active.get()
     if shared is None:

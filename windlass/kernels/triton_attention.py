@@ -1,7 +1,7 @@
 """Attention over a paged KV cache as a Triton kernel: decode steps, chunks of prompts, and batches of both.
 
-A program computes a tile of queries of one sequence, all heads that share a head of the cache, over one part of the
-keys: [Note: parts of the keys]. Softmax and sums are in float32, products of float32 in full precision.
+A program computes some queries of one sequence, for all query heads that share a head of the cache, over one part of
+the keys: [Note: parts of the keys]. Softmax and sums are in float32, products of float32 in full precision.
 
 [Note: parts of the keys] A decode step of few sequences would use few processors. Its keys are divided into parts that
 programs compute side by side; each writes its sum, its maximum and its weight, which `_combine` joins. The number of

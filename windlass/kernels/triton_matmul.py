@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 512  # enough programs to occupy a device
 _MOST_PARTS = 16
-_LEAST_BLOCKS = 4  # blocks of features in a part
+_LEAST_BLOCKS = 4  # minimum number of blocks of features in a part
 _CODINGS = {"words": 0, "int8": 1, "fp8": 2, "trits": 3}
 
 
@@ -180,7 +180,7 @@ def multiply(input: torch.Tensor, matrix: CodedMatrix, bias: torch.Tensor | None
         input,
         codes,
         matrix.scale,
-        matrix.scale if matrix.zeros is None else matrix.zeros,  # absent tensors are not read
+        matrix.scale if matrix.zeros is None else matrix.zeros,  # a placeholder: absent tensors are not read
         matrix.scale if bias is None else bias.contiguous(),
         out,
         rows,
@@ -217,7 +217,7 @@ def _choose_tiles(rows: int, outputs: int, features: int, group: int | None, dty
     wide = 128 if many else 64
     deep = min(group or 128, 64 if high > 32 else 128)
     if dtype == torch.float32:
-        deep = 32  # products of float32 hold their operands in registers
+        deep = 32  # smaller, since products of float32 hold their operands in registers
     blocks = triton.cdiv(features, deep)
     programs = triton.cdiv(rows, high) * triton.cdiv(outputs, wide)
     parts = 1 if rows > 64 else max(1, min(_PROGRAMS // programs, blocks // _LEAST_BLOCKS, _MOST_PARTS))

@@ -124,7 +124,7 @@ class AdagradRule:
 
 @dataclass(frozen=True, slots=True)
 class SGDRule:
-    """Rule of SGD. State: momentum_buffer with a momentum; in the first step it is set to the gradient."""
+    """Rule of SGD. State: momentum_buffer, unless momentum is 0. The first step sets it to the gradient."""
 
     lr: float
     momentum: float

@@ -64,7 +64,8 @@ class WeightFormat(Protocol):
             input: `[..., in_features]`.
             packed: tensors of `file_form`.
             bias: `[out_features]` of the dtype of `input`, or None.
-            product: computes the values in the forward, from another form of the packed weight.
+            product: function that computes the forward's values from another form of the packed weight; None: the
+                format's own product.
 
         Returns:
             `[..., out_features]`.
@@ -74,7 +75,7 @@ class WeightFormat(Protocol):
 
 @runtime_checkable
 class JoinableFormat(Protocol):
-    """Weight format with `join`: `pack` rounds each row by itself, so that layers with the same input are packed as one
+    """Weight format with `join`: `pack` rounds each row independently, so layers with the same input are packed as one
     matrix."""
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
@@ -197,8 +198,10 @@ def list_weight_formats() -> list[str]:
 
 
 def keeps_order(weight_format: WeightFormat) -> bool:
-    """Return True if a format states that its tensors hold rows and columns in their order, each along the dimension
-    that grows with them, so that a part of the matrix is a part of each tensor."""
+    """Return True if a format declares that its packed tensors keep the order of the matrix's rows and columns.
+
+    A shard of the matrix is then the corresponding shard of each packed tensor.
+    """
     return bool(getattr(weight_format, "keeps_order", False))
 
 

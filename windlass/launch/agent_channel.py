@@ -26,7 +26,7 @@ class AgentChannel:
         self._descriptor, self._lock, self.closed = descriptor, threading.RLock(), False
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. If the reader is gone, drop it and set `closed`."""
+        """Send a message. If the reader is gone, drop the message and set `closed`."""
         self.send_bytes(MESSAGE_PREFIX + json.dumps(message).encode() + b"\n")
 
     def send_bytes(self, data: bytes) -> None:
@@ -45,7 +45,7 @@ class AgentChannel:
         with self._lock:
             self.closed = True
             descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:  # only once: at a second call, the number may belong to another file
+        if descriptor >= 0:  # only once: later the descriptor may belong to another file
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

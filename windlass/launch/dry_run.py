@@ -24,7 +24,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def reject_dry_run_flags(args: argparse.Namespace) -> None:
-    """Reject flags that only a dry run reads, unless this is one.
+    """Reject flags that only a dry run reads, unless `--dry-run` is set.
 
     Raises:
         LaunchError: such a flag is given; the message names it.

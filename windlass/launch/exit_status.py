@@ -90,7 +90,7 @@ def combine_failures(failures: Sequence[RankFailure]) -> LaunchExitStatus:
 
     After the first failure the launcher stops the other ranks, and kills those that do not end. Their exit codes are
     consequences and must not hide the cause. So only failures within a second of the first count. Of these, ranks with
-    a stop signal's exit code, or that their watchdog ended, count only if there are no others. Ranks with a stop
+    a stop signal's exit code, and ranks ended by their watchdog, count only if there are no others. Ranks with a stop
     signal's exit code must also have ended before the launcher can have stopped them.
     """
     if not failures:

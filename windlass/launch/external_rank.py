@@ -33,15 +33,15 @@ def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | N
     Raises:
         CommunicationError: a variable is missing or invalid, or the rank is not below the number of ranks.
     """
-    # one of these variables alone is left over from some other program
+    # use torchrun's variables only if all are set: a single one is left over from another program
     full = all(environ.get(name) for name in _TORCHRUN_VARIABLES)
     place = rank_environment(
         environ if full else {name: environ[name] for name in environ if name not in _TORCHRUN_VARIABLES}
     )
     if place is None or place.local_rank is None:
         return None
-    # A batch script of Slurm has the variables of a task, but it is in no step and is not a rank. In a step of one task
-    # windlass starts the ranks itself.
+    # A batch script of Slurm has the variables of a task, but runs in no job step and is not a rank. In a job step of
+    # one task, windlass starts the ranks itself.
     if place.source == SLURM and (place.world == 1 or not is_step(environ)):
         return None
     return place

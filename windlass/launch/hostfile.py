@@ -115,7 +115,7 @@ def parse_resource_filter(
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """Filter hosts like `parse_resource_filter`, given numbers of slots."""
+    """Filter hosts as `parse_resource_filter` does, with a number of slots per host in place of a list."""
     return parse_resource_filter({name: list(range(n)) for name, n in resource_pool.items()}, inclusion, exclusion)
 
 
@@ -140,10 +140,10 @@ def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> st
 
 
 def decode_world_info(text: str) -> dict[str, list[int | str]]:
-    """Decode the result of `encode_world_info`.
+    """Decode a result of `encode_world_info` that lists slots.
 
     Raises:
-        HostError: the text is not such a result.
+        HostError: the text is not base64 of `{host: [slot, ...]}`.
     """
     try:
         found = parse_json(base64.urlsafe_b64decode(text.encode()))

@@ -329,7 +329,7 @@ def _takes_next_word(parser: argparse.ArgumentParser, word: str) -> bool:
 
 
 def copy_flags(parser: argparse.ArgumentParser, names: Container[str]) -> None:
-    """Add the flags of `windlass run` in `names` to `parser`, without the short form `-m`. Set the defaults of others.
+    """Add the flags `names` of `windlass run` to `parser`, without the short form `-m`. Set defaults of all others.
 
     Args:
         names: names of the flags as attributes of the parsed arguments, such as `num_gpus`.

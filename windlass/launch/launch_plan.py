@@ -25,9 +25,9 @@ class LaunchPlan:
         master_addr, master_port: rendezvous address and port; None: an address of the first host, and a free port.
         use_agent_store: a separate process runs the rendezvous store, as under torchrun; else rank 0 runs it.
         use_devices: `slots` select devices; else ranks see this process's devices, without those of lost slots.
-        virtual_local_rank: each rank sees only its own device, as its first.
+        virtual_local_rank: only the rank's own device is visible to each rank, as device 0.
         bind_cores_to_rank, bind_core_list: bind each rank to an equal share of the host's cores, or of the listed ones.
-        servers: number of parameter servers with their replicas, which are the first ranks; 0: the ranks are equal.
+        servers: number of parameter servers with their replicas, which are the first ranks; 0: no parameter servers.
         restarts, max_restarts: number of restarts so far, and the maximum.
     """
 
@@ -59,7 +59,7 @@ class LaunchPlan:
 
     @property
     def workers(self) -> range:
-        """Workers of parameter servers; empty if the ranks are equal."""
+        """Ranks that are workers of parameter servers; empty if there are no servers."""
         return range(self.servers, self.world_size) if self.servers else range(0)
 
     def rank_placements(self, node: int) -> list[RankPlacement]:

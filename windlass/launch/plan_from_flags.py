@@ -78,7 +78,7 @@ def needs_rendezvous(args: argparse.Namespace) -> bool:
 
 
 def reject_unsupported_flags(args: argparse.Namespace) -> None:
-    """Reject known flags that are not supported, or not without another flag.
+    """Reject known flags that are not supported, or that need another flag, which is missing.
 
     Raises:
         LaunchError: such a flag is given, or KMP_AFFINITY contradicts `--bind_cores_to_rank`.

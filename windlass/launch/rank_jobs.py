@@ -85,7 +85,8 @@ def _selected_devices(plan: LaunchPlan, node: int, environ: Mapping[str, str]) -
         return select_devices(host.slots, available_devices(environ, count_devices()), host.name)
     if host.slots == tuple(range(len(host.slots))):
         return None
-    # Some slots before the last one were lost: hide their devices. With fewer devices than slots, hide none.
+    # Slot numbers have gaps, because slots were lost: hide the devices of lost slots. If there are fewer devices than
+    # slots, hide none.
     devices, last = available_devices(environ, count_devices()), int(host.slots[-1])
     if last >= len(devices):
         return None

@@ -204,7 +204,7 @@ class RankProcesses:
                 stream.close()
 
     def _record_descendants(self) -> None:
-        """Record processes of every process group: one may leave the rank's group after this, and outlive the rank."""
+        """Record the processes that ranks started: a process may leave the rank's group later, and outlive the rank."""
         for pid in self.pid_of_rank.values() if sys.platform == "linux" else ():
             self._descendants |= descendants(pid)
 

@@ -20,7 +20,7 @@ from windlass.launch.ssh_connection import RemoteNode, check_agent_version
 from windlass.launch.supervisor import RankEvents, ReceivedSignals, capture_signals, supervise
 
 CONNECT_TIMEOUT_S = 60.0
-_LOST_GRACE_S = 2.0  # shorter than the usual grace, because detecting the loss has already taken seconds
+_LOST_GRACE_S = 2.0  # shorter than `LaunchPlan.grace_s`, because the loss of a host is detected only after seconds
 
 
 def start_on_hosts(

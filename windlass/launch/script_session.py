@@ -37,7 +37,7 @@ def run_script(arguments: list[str]) -> None:
 def record_script_failure(path: Path, error: BaseException) -> None:
     """Write a failure of this rank to `path`, unless another rank failed first: later failures are consequences.
 
-    The traceback of a WindlassError is printed only if WINDLASS_DEBUG is set; those of other errors always are.
+    The traceback of a WindlassError is printed only if WINDLASS_DEBUG is set; other tracebacks are always printed.
     """
     rank = os.environ.get("RANK", "0")
     text = str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"

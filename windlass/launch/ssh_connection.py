@@ -63,7 +63,10 @@ class SshConnectionOptions:
         return ["ssh", *self.launcher_args, *port, "-T", *options, "--", check_host_name(host), shell_text]
 
     def agent_shell_command(self, environ: Mapping[str, str], cwd: str) -> str:
-        """Return the shell text that starts the agent of a host. Variables, which may be secret, follow as messages."""
+        """Return the shell text that starts the agent of a host.
+
+        It sets only PYTHONPATH: the other variables may be secret, and are sent as messages.
+        """
         path = {"PYTHONPATH": source_pythonpath(environ.get("PYTHONPATH", ""))}
         agent = shell_command([sys.executable, "-u", "-m", "windlass.launch.node_agent"], env=path)
         if self.venv_script is not None:
@@ -133,7 +136,7 @@ class RemoteNode:
             self._process.kill()
 
     def close(self, *, succeeded: bool) -> None:
-        """Release the connection, and kill it if it is still there."""
+        """Release the connection, and kill the ssh process if it still runs."""
         if self._process.returncode is None:
             self.kill()
             self._process.wait()

@@ -35,7 +35,7 @@ def launch(
         grace_s: seconds that ranks have to end after Ctrl-C or another rank's failure, before they are killed.
 
     Returns:
-        The worst exit code of the ranks; 128 plus the number of a signal that ended one, or that this process received.
+        The worst exit code of the ranks; 128 plus the number of a signal that ended a rank or reached this process.
 
     Raises:
         LaunchError: the ranks cannot be started.

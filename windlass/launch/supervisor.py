@@ -24,7 +24,7 @@ _ONE_REQUEST_S = 0.2
 
 
 class SupervisedNode(Protocol):
-    """Group of ranks that are supervised together: those of this machine, or those behind a connection."""
+    """Group of ranks that are supervised together: the ranks of this machine, or the ranks behind one connection."""
 
     @property
     def alive(self) -> bool: ...  # noqa: D102
@@ -112,7 +112,7 @@ class ReceivedSignals:
         self._times: list[float] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal, as its handler."""
+        """Record a signal. This object is the signal handler."""
         self.numbers.append(number)
         self._times.append(time.monotonic())
 

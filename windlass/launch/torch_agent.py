@@ -66,7 +66,7 @@ def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapp
         command = [sys.executable, "-I", "-S", exec_rank.__file__, str(os.getpid())] if sys.platform == "linux" else []
         command = [
             word.replace("$", "$$") for word in [*command, *program.argv_for_rank(0)]
-        ]  # torch expands $ templates in arguments
+        ]  # torch expands $ templates in arguments, and $$ to $
         try:
             elastic_launch(_torch_launch_config(args, logs), command[0])(*command[1:])
         except ChildFailedError as error:

@@ -22,10 +22,10 @@ def available_devices(environ: Mapping[str, str], count: int) -> list[str]:
     """Return the devices that ranks may use, as names for CUDA_VISIBLE_DEVICES.
 
     Args:
-        environ: environment of the ranks. CUDA_VISIBLE_DEVICES has priority over Slurm's own variables. Slurm's numbers
-            are those of the machine, unless the job sees only its own devices, which are then numbered from 0.
-        count: number of devices that a process with this environment sees (without those that CUDA_VISIBLE_DEVICES
-            hides); 0 on a machine without GPUs, where the result is always empty.
+        environ: environment of the ranks. CUDA_VISIBLE_DEVICES has priority over Slurm's own variables. Slurm
+            numbers all devices of the machine; if only the job's own devices are visible, they are numbered from 0.
+        count: number of devices visible to a process with this environment, without devices that CUDA_VISIBLE_DEVICES
+            hides; 0 on a machine without GPUs, where the result is always empty.
     """
     if count == 0:
         return []
@@ -41,7 +41,7 @@ def available_devices(environ: Mapping[str, str], count: int) -> list[str]:
 
 
 def slurm_device_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES from Slurm's own variables if it is not set, so that ranks see no other devices."""
+    """Return CUDA_VISIBLE_DEVICES from Slurm's own variables if it is not set, so that ranks use no other devices."""
     if VISIBLE_DEVICES_VARIABLE in environ or not any(environ.get(variable) for variable in _SLURM_VARIABLES):
         return {}
     given = available_devices(environ, count_devices())
@@ -49,7 +49,7 @@ def slurm_device_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def count_devices() -> int:
-    """Return the number of GPUs that this process sees. torch is imported only if the machine has GPU device files."""
+    """Return the number of GPUs visible to this process. torch is imported only if the machine has GPU device files."""
     if "torch" not in sys.modules and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
         return 0
     import torch

@@ -71,7 +71,8 @@ def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> float:
-    matrix = torch.ones(_MEASURED_WIDTH, _MEASURED_WIDTH, dtype=dtype, device=device)  # draws no random numbers
+    # Ones, because random values would change the state of the random generator.
+    matrix = torch.ones(_MEASURED_WIDTH, _MEASURED_WIDTH, dtype=dtype, device=device)
     with torch.no_grad():
         torch.mm(matrix, matrix)
         best, end = float("inf"), time.perf_counter() + _MEASURED_S

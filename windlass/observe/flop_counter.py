@@ -1,6 +1,6 @@
 """Counter of the floating-point operations of a model by module, in forward, backward and recomputation.
 
-[Note: owner of an operation] Below autograd every operation passes through a dispatch mode, and none is changed. An
+[Note: owner of an operation] A dispatch mode counts every operation below autograd, and changes none. An
 operation of the forward belongs to the innermost module that runs. An operation of the backward belongs to the module
 that ran when its autograd node was created: nodes are numbered in the order of their creation in a thread, and the
 counter keeps the number at each start and end of a module. An operation of the backward counts as recomputed if a

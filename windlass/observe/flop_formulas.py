@@ -21,7 +21,7 @@ _QUIET_NAMESPACES = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functiona
 
 
 class OperationFlops(NamedTuple):
-    """FLOPs of one operation, and those of products that it repeats."""
+    """FLOPs of one operation, and the FLOPs of products that it computes again."""
 
     flops: int
     recomputed: int = 0
@@ -51,7 +51,7 @@ def has_formula(operation: Any) -> bool:
 
 
 def may_hide_products(operation: Any) -> bool:
-    """Return True for an operation without a formula that is not one of torch's own, such as a kernel of a library."""
+    """Return True for an operation that has no formula and is not torch's own, such as a kernel of a library."""
     name = getattr(operation, "_qualified_op_name", "")
     return bool(name) and name.partition("::")[0] not in _QUIET_NAMESPACES and not has_formula(operation)
 
@@ -84,7 +84,7 @@ def _attention_backward(
     features, out_features = query.shape[-1], value.shape[-1]
     known = flop_registry.get(operation)
     if known is not None and operation not in _DENSE_BACKWARDS:
-        total = int(known(*args, **kwargs, out_val=output))  # torch's formula counts sequences of several lengths
+        total = int(known(*args, **kwargs, out_val=output))  # torch's formula handles sequences of unequal lengths
         recomputed = total * features // (3 * features + 2 * out_features)
         return OperationFlops(total - recomputed, recomputed)
     forward = attention_flops(query.shape, key.shape, value.shape)
@@ -92,7 +92,7 @@ def _attention_backward(
 
 
 def _stored(tensor: torch.Tensor) -> int:
-    """Return the number of elements that a tensor stores: all of a strided one, the specified ones of a sparse one."""
+    """Return the number of elements that a tensor stores: all elements, or for a sparse tensor the specified ones."""
     if tensor.layout is torch.strided:
         return tensor.numel()
     return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).numel()
@@ -155,7 +155,7 @@ def _convolution_backward(
     dilation: Any, transposed: bool, *rest: Any,
 ) -> int:  # fmt: skip
     """Count the gradients of inputs and weights: each costs as much as the forward, with groups too."""
-    rows = source if transposed else upstream  # each element is multiplied with one filter
+    rows = source if transposed else upstream  # each of these elements belongs to one product with a filter
     wanted: Sequence[bool] = rest[2]
     return (wanted[0] + wanted[1]) * 2 * rows.numel() * (weight.numel() // max(1, weight.shape[0]))
 
@@ -188,7 +188,7 @@ def _triple_product(
 
 
 def _euclidean_distances(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Count the product of rows with two more elements, from which distances are computed."""
+    """Count the matrix product from which distances are computed: of rows that are extended by two elements."""
     batch: int = math.prod(torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]))
     return 2 * batch * first.shape[-2] * second.shape[-2] * (first.shape[-1] + 2)
 
@@ -217,13 +217,13 @@ def _encoder_layer(source: torch.Tensor, width: int, heads: int, qkv: torch.Tens
 
 
 def _square_attention(source: torch.Tensor, width: int) -> int:
-    if source.is_nested:  # sequences of several lengths
+    if source.is_nested:  # sequences of unequal lengths
         return sum(4 * sequence.shape[0] ** 2 * width for sequence in source.unbind())
     return 4 * source.shape[0] * source.shape[1] ** 2 * width
 
 
 def _recurrent_layer(rows: torch.Tensor, *weights: torch.Tensor) -> int:
-    """Count a fused recurrent layer, whose two matrices multiply the inputs and the states."""
+    """Return the FLOPs of a fused recurrent layer, whose first two weights multiply inputs and hidden states."""
     return 2 * (rows.numel() // rows.shape[-1]) * sum(weight.numel() for weight in weights[:2])
 
 

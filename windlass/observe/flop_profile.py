@@ -100,7 +100,7 @@ def build_profile(
 def _build_module(
     name: str, module: nn.Module, counter: FlopCounter, micro_batches: int
 ) -> tuple[ModuleProfile, dict[int, int]]:
-    """Return the profile of a module, and the elements of its parameters by id."""
+    """Return the profile of a module, and the number of elements of each parameter by its id."""
     own = counter.modules.get(name) or ModuleFlops(name)  # a module with two names is counted under the first
     found = ModuleProfile(
         name,

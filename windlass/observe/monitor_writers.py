@@ -88,7 +88,7 @@ class EventWriter(Protocol):
 class RunMonitor:
     """All writers that the configuration enables; none on ranks other than 0.
 
-    Each `write_events` flushes the files before it returns, so an interrupt loses at most their events of a running
+    Each `write_events` flushes the files before it returns, so an interrupt loses at most the events of a running
     call. A writer that fails (disk full, network) is removed with an error in the log, and training continues.
 
     Args:

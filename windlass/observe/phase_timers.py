@@ -23,7 +23,7 @@ class TimerTotal:
 class Timers:
     """Group of named timers: `with timers("forward"): ...`, or `start(name)` and `stop(name)`.
 
-    Different timers may overlap and nest. Synchronization costs the overlap of host and device, so a group that is not
+    Different timers may overlap and nest. Synchronization prevents overlap of host and device, so a group that is not
     `enabled` neither synchronizes nor measures.
 
     Args:

@@ -28,8 +28,8 @@ _NO_TENSORS: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Storage format of an elementwise state: the dtype is uint8 for 8-bit codes with scales, and signed values may be
-    negative.
+    """Storage format of an elementwise state. `dtype` is uint8 for 8-bit codes with scales; `is_signed` is True if the
+    values may be negative.
     """
 
     dtype: torch.dtype
@@ -71,12 +71,12 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
-        """Return `(name, is_signed)` for each state of a parameter of `group`; signed values may be negative."""
+        """Return `(name, is_signed)` for each state of a parameter of `group`; see `StateFormat`."""
 
     @abstractmethod
     def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> UpdateRule:
-        """Return the update rule of a parameter of `group` at its step number `step`, from 1; always 1 in a class that
-        counts no steps. `is_first` is True if the parameter's states are new.
+        """Return the update rule of a parameter of `group`. `step` is the parameter's step number, from 1; in a class
+        that counts no steps it is always 1. `is_first` is True if the parameter's states are new.
         """
 
     def state_formats(self, group: dict[str, Any]) -> dict[str, StateFormat]:

@@ -125,7 +125,7 @@ def probe_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], values:
     )
     plain = {key: False for key in ("capturable", "fused") if group.get(key)}
     if "bias_correction" in group:
-        plain["bias_correction"] = True  # OneBitAdam.step raises without it; the states are the same
+        plain["bias_correction"] = True  # for OneBitAdam, whose step raises if it is False; states are equal
     probed.param_groups = [{**group, **plain, "params": [probe]}]
     probed.step()
     state: dict[str, Any] = probed.state[probe]

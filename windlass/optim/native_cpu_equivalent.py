@@ -29,8 +29,9 @@ def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.
     """Return a `CPUAdam`, `CPUSGD`, `CPUAdagrad` or `CPULion` that steps as `optimizer` does, or None if there is none.
 
     Groups are copied with all their keys, states are shared, and defaults are those of the original. There is no
-    equivalent for other classes, `capturable`, `differentiable`, a tensor learning rate or beta, `foreach=True` or
-    `fused=False` (the user chose an implementation), complex parameters, or if the native kernels are not in use.
+    equivalent if the native kernels are not in use, for other classes, complex parameters, `capturable`,
+    `differentiable`, a tensor as learning rate or beta, or an implementation that the user chose (`foreach=True`,
+    `fused=False`).
     """
     native = _CPU_CLASSES.get(get_step_class(optimizer))
     if (

@@ -18,7 +18,7 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
     """Make an optimizer class available as `optimizer.type`, and choose the update that steps it.
 
     Call it before `windlass.initialize`, on every rank. Afterwards `"optimizer": {"type": name, "params": {...}}` of
-    the configuration constructs `optimizer(groups, **params)`. Registering them again has no effect.
+    the configuration constructs `optimizer(groups, **params)`. Repeating a registration has no effect.
 
     Args:
         name: name that no other optimizer has, ignoring case.

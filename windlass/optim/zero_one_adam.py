@@ -113,7 +113,7 @@ def kind_of_step(step: int, group: dict[str, Any]) -> StepKind:
     """Return the kind of step `step`, counted from 1; see [Note: 0/1 schedule]."""
     if step > group["var_freeze_step"]:
         return StepKind.SYNC if step % _local_interval(step, group) == 0 else StepKind.LOCAL
-    interval, last = 1, 0  # current interval, and the last step before its first one
+    interval, last = 1, 0  # current interval, and the last step of the previous interval
     while True:
         first = last // interval * interval + interval
         end = first + (group["var_update_scaler"] - 1) * interval

@@ -98,7 +98,7 @@ def sum_bytes_by_axis(volumes: Iterable[CommVolume]) -> dict[str, int]:
 
 
 def count_local_layers(layers: int, stages: int, pipeline_rank: int) -> int:
-    """Return the number of layers of a stage. The first stages have one more if `stages` does not divide `layers`."""
+    """Return the number of layers of a stage; one more on the first stages if `stages` does not divide `layers`."""
     return layers // stages + (pipeline_rank < layers % stages)
 
 

@@ -12,8 +12,8 @@ from windlass.parallel.placement import Placement, ShardBox
 
 
 def select_local_shard(full: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Return this rank's part of the full tensor: a new contiguous tensor, or `full` itself if the part is all of
-    it."""
+    """Return this rank's part of the full tensor: a new contiguous tensor, or `full` itself if it is not
+    sharded."""
     if placement.is_full:
         return full
     local = full.new_empty(placement.local_shape)

@@ -42,7 +42,7 @@ class NvmeStore:
         self.storage = storage
         self._extents: defaultdict[int, list[Any]] = defaultdict(list)
         self._used_bytes = self._peak_bytes = self._spare_bytes = 0  # bytes of extents: in use, peak in use, not in use
-        self._buffers: list[torch.Tensor] = []  # oldest first
+        self._buffers: list[torch.Tensor] = []  # spare buffers, oldest first
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:
         return

@@ -28,7 +28,7 @@ def send_heartbeats(link: PairLink, seconds: float) -> None:
             while not link.wait_closed(seconds / _BEATS):
                 link.send_heartbeat([MessageKind.ALIVE])  # blocks while the other side does not receive
         except LinkClosedError:
-            return  # the thread that serves the link reports its end, when it sends or receives
+            return  # the thread that serves the link reports this error at its next send or receive
 
     threading.Thread(target=beat, name="windlass-heartbeat", daemon=True).start()
 

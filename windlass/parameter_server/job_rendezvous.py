@@ -17,7 +17,7 @@ from windlass.comm.pair_link import PairLink
 from windlass.comm.polling_store import PollingStore
 
 _PAUSE = 0.02
-_LAST_ANSWERS = 0.5  # seconds in which other processes read from the store that the run has ended
+_LAST_ANSWERS = 0.5  # seconds for which the store still answers, so that other processes read that the run has ended
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class JobRendezvous:
                 return True
 
     def remove_replica(self, server: int, replica: int) -> None:
-        """Remove a replica that has ended from the entry of its shard."""
+        """Remove an ended replica from the entry of its shard."""
         before = self.record(server)
         while replica in before.replicas:
             if self._replace(server, before, ShardRecord(before.address, before.replicas - {replica})):
@@ -162,8 +162,8 @@ class JobRendezvous:
             before = self.record(server)
 
     def find_server(self, server: int, after: int, seconds: float) -> ServerAddress | None:
-        """Return the newest server of a shard, of a later generation than `after`; None if none is registered in
-        time."""
+        """Return the newest server of a shard, of a later generation than `after`; None if no such server is
+        registered in time."""
         until = time.monotonic() + seconds
         while True:
             address = self.record(server).address
@@ -177,7 +177,7 @@ class JobRendezvous:
         """Connect with a server, as a worker or a replica.
 
         Args:
-            wait: longest wait for the server's answer; None: `connect`, as for any process.
+            wait: longest wait for the server's answer; None: `connect` of the constructor.
 
         Raises:
             LinkClosedError: the server was replaced before it answered, has ended, or does not answer in time.
@@ -197,8 +197,8 @@ class JobRendezvous:
         self._store.set(f"over {server}", "")
 
     def await_end(self, servers: int) -> None:
-        """Wait until the run has ended for all shards, since this process serves the store that their servers use; at
-        most `connect`."""
+        """Wait, at most `connect`, until the run has ended for all shards: this process serves the store of all
+        servers."""
         until = time.monotonic() + self._connect.total_seconds()
         while time.monotonic() < until and not all(self.is_over(server) for server in range(servers)):
             time.sleep(_PAUSE)
@@ -209,7 +209,7 @@ class JobRendezvous:
         return bool(self._store.check([f"over {server}"]))
 
     def count_calls(self, here: ServerAddress) -> int:
-        """Return the number of calls of this server so far, by workers and replicas."""
+        """Return the number of calls to this server so far, from workers and replicas."""
         return int(self._store.add(f"tickets {here.server} {here.generation}", 0))
 
     def answer_call(self, here: ServerAddress, ticket: int) -> PairLink:
@@ -269,7 +269,7 @@ class JobRendezvous:
 def _open(address: str, port: int, *, serve: bool, connect: timedelta) -> Any:
     try:
         return TCPStore(address, port, is_master=serve, timeout=connect, wait_for_workers=False, multi_tenant=serve)
-    except RuntimeError as error:  # torch raises it for every failure to connect
+    except RuntimeError as error:  # torch's error for every failure to connect
         raise CommunicationError(
             f"parameter server: no store at {address}:{port}: {str(error).splitlines()[0]}; check MASTER_ADDR and "
             "MASTER_PORT"

@@ -46,7 +46,7 @@ class MessageKind(IntEnum):
     # version before the update, number of pushes in the update, number of workers; then the mean gradient, a pair
     # (worker, number of its push) for each push in the update, and a pair (worker, count of its pushes) for each worker
     UPDATE = 11
-    DONE = 12  # a replica has received the content, or made an update
+    DONE = 12  # a replica has received the content, or applied an update
     ALIVE = 13  # heartbeat of a server
 
 

@@ -438,11 +438,12 @@ class ParameterServer:
         """
         synchronous = self._settings.mode == "synchronous"
         if self._settings.mode == "asynchronous":
-            return  # nothing waits
+            return  # no pull waits for a worker
         with self._changed:
             absent = sorted(self._clock.absent)
-        # A server that was replaced may record a worker as lost that connects with this one. That would end a
-        # synchronous run, so only workers that left by `close` count there; a bounded run only has to wait once more.
+        # A server that was replaced may record a worker as lost although the worker now connects with this server. In a
+        # synchronous run a lost worker ends the run, so there only workers that left by `close` count. In a bounded run
+        # the mistake ends when the worker connects.
         left = {worker for worker in absent if self._rendezvous.has_left(worker, retired=synchronous)}
         late = set(absent) - left if is_late else set()
         with self._changed:

@@ -92,7 +92,7 @@ class ServerShard:
             nn.Parameter(part.clone().view(-1, parameter.row) if parameter.is_sparse else part.clone())
             for part, parameter in zip(parts, own_parameters, strict=True)
         ]
-        # Torch's optimizers refuse an empty list. A server has one if there are more servers than elements.
+        # Torch's optimizers refuse an empty list. A server's list is empty if there are more servers than elements.
         self._optimizer = make_optimizer(self._parameters) if self._parameters else None
         if self._optimizer is not None:
             require_elementwise(
@@ -180,7 +180,7 @@ class ServerShard:
         try:
             found = read_snapshot(path)
             same = self.has_fragments_of(found)
-        except Exception as error:  # a damaged file raises many kinds
+        except Exception as error:  # a damaged file raises exceptions of many kinds
             raise _not_a_snapshot(path, error) from error
         if not same:
             raise CheckpointError(
@@ -225,7 +225,7 @@ def read_version(path: Path) -> int:
     """
     try:
         return int(read_data(path)["version"])
-    except Exception as error:  # a damaged file raises many kinds
+    except Exception as error:  # a damaged file raises exceptions of many kinds
         raise _not_a_snapshot(path, error) from error
 
 
@@ -250,7 +250,7 @@ def check_versions(versions: Sequence[int], folder: str | Path, snapshot_every: 
             "which would begin with untrained parameters; restore the missing file, or remove all snapshots in the "
             "folder"
         )
-    if max(versions) - min(versions) > snapshot_every:  # the loss of one server costs no more updates
+    if max(versions) - min(versions) > snapshot_every:  # more than the loss of one server explains
         logger.warning(
             "%s: the snapshots of the servers are of versions %s, which differ by more than snapshot_every = %d: "
             "servers were lost in the run that wrote them, or the files are of several runs",
@@ -293,7 +293,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, splits_parameters: boo
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make new and renamed entries of a directory durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

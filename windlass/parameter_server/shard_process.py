@@ -63,7 +63,8 @@ class ShardProcess:
         Raises:
             CommunicationError: another process did not connect in time, or no server was found in time.
         """
-        self._rendezvous.remove_replica(self._server, self._replica)  # its copy ended with the process before this one
+        # an earlier process with this number may still be listed, but its copy of the shard ended with it
+        self._rendezvous.remove_replica(self._server, self._replica)
         last_contact = time.monotonic()
         while not self._rendezvous.is_over(self._server):
             record = self._rendezvous.record(self._server)

@@ -1,4 +1,4 @@
-"""Replica of a shard: makes every update of its server, and replaces a lost server ([Note: replicas of a shard])."""
+"""Replica of a shard: repeats each update of its server, and replaces a lost server ([Note: replicas of a shard])."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ShardReplica:
         return self._clock.version
 
     def follow(self, address: ServerAddress) -> TakenShard | None:
-        """Make the updates of a server until it is lost.
+        """Repeat the updates of a server until the server is lost.
 
         Returns:
             The shard, if this process has taken it over. None if another process has taken it over, if the run has

@@ -26,8 +26,8 @@ T = TypeVar("T")
 _PAUSE = 0.02
 _LEAST_WAIT = 1.0  # minimum seconds to wait for the answer to a call
 _FIRST_CALL_SHARE = 8
-"""The first call of a server waits for an eighth of `connect_seconds`; each further call waits twice as long as the one
-before, up to `connect_seconds`."""
+"""The first call to a server waits an eighth of `connect_seconds` for its answer; each further call waits twice as long
+as the previous one, up to `connect_seconds`."""
 
 
 class StalePushError(CommunicationError):
@@ -68,9 +68,9 @@ class ParameterServerWorker:
         self._links: dict[int, PairLink] = {}
         self._addresses: dict[int, ServerAddress] = {}
         self._pulled = dict.fromkeys(self._servers, 0)
-        # pushes as the server counts them; -1: this worker has not connected to it before
+        # by server: number of pushes that the server has counted; -1: not connected yet
         self._steps = dict.fromkeys(self._servers, -1)
-        # version, number and gradient of a push that is not yet in a version that was pulled
+        # last push to each server, until the next pull: version pulled before the push, its number, its gradient
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
         self._silent = set[int]()  # servers that were lost because no heartbeat came, and may still run
         self._closed_bytes, self._has_left = [0, 0], False
@@ -220,7 +220,7 @@ class ParameterServerWorker:
         self._silent.discard(server)
         last = self._last.get(server)
         if last is not None and synchronous and version <= last[0]:
-            self._push_to(server)  # only the lost server may have received this push
+            self._push_to(server)  # push again: only the lost server may have received it
 
     def _with_server(self, server: int, action: Callable[[], T]) -> T:
         """Run an exchange with a server. If the server is lost, connect with the one that replaces it, and repeat."""

@@ -122,8 +122,8 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0] in self._unmet:
                 return False
-            # No values exist: a condition reads as True, by which transformers recognizes a plain batch; a float
-            # reads as 1.0, an integer as 0.0.
+            # Tensors have no values, so `item()` returns True for a bool (transformers then recognizes a plain batch),
+            # 1.0 for a float, and 0.0 for an integer.
             return args[0].dtype == torch.bool or args[0].new_zeros(()).dtype.is_floating_point * 1.0
         if func is torch.ops.aten._grouped_mm.default:
             result = _grouped_product(*args, **(kwargs or {}))
@@ -132,7 +132,8 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten.rand.default and result.numel() == 1:
             self._draws[result] = None
         elif func in _BELOW and args[0] in self._draws:
-            self._unmet[result] = None  # reads as False: a draw below LayerDrop's probability would skip a layer
+            # `item()` returns False for this result: a draw below LayerDrop's probability would skip a layer.
+            self._unmet[result] = None
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()
@@ -435,7 +436,8 @@ def _plain_masks() -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        if hasattr(masking_utils, "is_tracing"):  # transformers 4.57 builds that mask in a run too
+        # transformers 4.57, which has no `is_tracing`, builds the full mask in a run too.
+        if hasattr(masking_utils, "is_tracing"):
             stack.enter_context(mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

@@ -110,7 +110,7 @@ class Choice:
 
     Attributes:
         walked: Rungs in the order of the ladder, up to the chosen one.
-        chosen: First rung that fits; None: none does.
+        chosen: First rung that fits; None: no rung fits.
         nearest: Rung that lacks the fewest bytes.
     """
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 _GRAIN = 16  # bytes: chunks are multiples of this
 _HEADER = 8
 _SMALLEST = 32
-_REMAINDER = 96  # bytes that glibc's search adds to a block: the alignment of 64, and the smallest chunk
+_REMAINDER = 96  # extra bytes of the hole that glibc searches for: the alignment (64) and the smallest chunk
 _CACHED = 21  # remainders that malloc caches for small objects: seven of each of three sizes
 
 BLOCK_ENDED = (0, 0)

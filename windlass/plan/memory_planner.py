@@ -65,7 +65,7 @@ class MemoryPlanner:
         self._module_buffers = sum(b.numel() * b.element_size() for b in {id(b): b for b in model.buffers()}.values())
 
     def plan(self, world_size: int, micro_batch: int, length: int) -> MemoryPlan:
-        """Return the memory of every moment."""
+        """Return the memory at each moment of a run, from `init` to `save`."""
         plan = MemoryPlan(world_size, self._layout.built_numel, micro_batch, length)
         held = self._held()
         plan.moments["init"] = self._moment({(HOST, "model as built"): self._built_bytes(self._layout.built_bytes)})
@@ -261,7 +261,7 @@ class MemoryPlanner:
                 numel = min(unit.layout.padded, settings.wire_options.reduce_chunk)
                 nbytes = (numel * wire.itemsize if casts else 0) + numel * (size - 1) // size * wire.itemsize
             if settings.keeps_quantization_errors and size > 1 and self._place(unit.state_tier) != self._device:
-                # Errors that were fetched for this reduction, and those of the last two stores.
+                # Quantization errors in transfer: fetched for this reduction, and stored by the last two.
                 nbytes += 3 * unit.layout.padded * torch.float32.itemsize
             most = max(most, nbytes)
         return most
@@ -300,7 +300,7 @@ class MemoryPlanner:
         if not any(kind == "master weights" for _, kind in held):
             own = sum(unit.nbytes // self._layout.group_size(unit) for unit in self._layout.units)
             resident, everything = resident + own, everything + own
-        if not self._layout.settings.policy.state:  # ranks with equal values divide the work
+        if not self._layout.settings.policy.state:  # each rank saves an equal part of the replicated values
             ranks = self._layout.units[0].dp_group.mesh.data.size
             resident, everything = resident // ranks, everything // ranks
         own = sum(nbytes for (_, kind), nbytes in held.items() if kind == "per-rank states")

@@ -42,7 +42,7 @@ from windlass.zero.update.whole_parameter_update import choose_owners
 
 PLANNED_RATES = TierRates(2e12, 4e10, 2.5e10, 2.5e10, 3e9, 2e9)
 """Rates by which tiers are planned: about those of a GPU of 2020 or later and its host. A run measures its own."""
-_ABSENT: Any = None  # stands for parts that only a started run has; nothing here calls them
+_ABSENT: Any = None  # placeholder for parts that only a started run has; nothing here calls it
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def batch_for(model: nn.Module) -> Callable[[int, int], Callable[[], dict[str, t
 
 
 def longest_sample(model: nn.Module) -> int | None:
-    """Return the number of learned positions of a model; None: it has none, so that samples may have any length."""
+    """Return the number of learned positions of a model; None: the model has none, so samples may have any length."""
     config: Any = getattr(model, "config", None)
     for name in ("n_positions", "max_position_embeddings"):
         most = getattr(config, name, None)

@@ -210,7 +210,7 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
     """
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
     form_constraint = None if fields.response_format is None else _form_constraint(fields.response_format)
-    if form_constraint is not None and not choice.forced:  # the form concerns text, which a forced call lacks
+    if form_constraint is not None and not choice.forced:  # the format is for text, and a forced call has none
         if choice.shown and choice.form != "none":
             schema = form_constraint.json if isinstance(form_constraint.json, Mapping) else {"type": "object"}
             grammar = answer_or_calls_grammar(schema, choice.shown, choice.form, several=choice.several)
@@ -270,7 +270,8 @@ def chat_sampling_params(fields: ChatRequest, constraint: StructuredOutputsParam
     """Return the sampling parameters of a chat.
 
     Args:
-        constraint: constraint of the text; None: `fields.sampling_params` reads that of vLLM's fields, if any.
+        constraint: constraint of the text; None: `fields.sampling_params` reads the constraint in
+            vLLM's fields, if any.
 
     Raises:
         ApiError, RequestError: a value is out of range, or fields contradict each other.

@@ -72,7 +72,7 @@ def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]
         max_tokens = max(allowed, fields.min_tokens or 0)
     values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
     if fields.echo:
-        # evaluation harnesses need only the prompt's log-probabilities (max_tokens = 0): one token is made and left out
+        # max_tokens = 0: evaluation harnesses use only the prompt's log-probabilities. One token is made, not returned.
         values["max_tokens"] = 1 if max_tokens == 0 else max_tokens
         if fields.logprobs is not None:
             values["prompt_logprobs"] = fields.logprobs
@@ -88,7 +88,7 @@ def _check(context: ServerContext, fields: CompletionRequest) -> tuple[Completio
     """Return the fields, and each prompt as text or tokens."""
     context.lora_of(fields.model)
     max_prompts, max_queued = context.settings.max_prompts, context.engine.max_queued
-    # more prompts than the queue can hold would be refused at each repetition of the request
+    # refused at once, because no retry of a request with more prompts than the queue can hold would succeed
     most = max_prompts if max_queued is None else min(max_prompts, max_queued)
     return fields, normalize_prompts(fields.prompt, "prompt", most)
 

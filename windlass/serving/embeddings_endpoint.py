@@ -68,7 +68,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 def _check(context: ServerContext, fields: EmbeddingRequest) -> tuple[EmbeddingRequest, str, list[str | list[int]]]:
-    """Return the fields, the form of the vectors, and the texts or tokens."""
+    """Return the fields, the encoding of vectors (`float` or `base64`), and the texts or token ids."""
     if context.lora_of(fields.model) is not None:
         raise ApiError(400, "embeddings of an adapter are not supported; name the base model", parameter="model")
     if fields.dimensions is not None:

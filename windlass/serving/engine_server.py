@@ -76,7 +76,7 @@ class EngineBackend:
             await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # loading may fail with the other rank's error
         ended.cancel()
         error = loading.exception() if loading.done() else None
-        # a lost connection only follows from the other rank's end; a `PeerError` has that rank's message
+        # report the other rank's end, not the lost connection that it caused; a `PeerError` has that rank's message
         is_lost = isinstance(error, CommunicationError)
         if loading.done() and (error is None or isinstance(error, WindlassError)) and not is_lost:
             return loading.result()

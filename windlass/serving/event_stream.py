@@ -61,7 +61,7 @@ class EventStream(Response):
             await until_disconnect(Request(scope, receive), self._send_events(send))
         except ClientDisconnect:
             return
-        except ApiError as error:  # the server has cut the answer before its last event
+        except ApiError as error:  # the server is stopping and ended the answer early
             await self._send_error(send, error)
 
     async def _send_events(self, send: Send) -> None:
@@ -89,7 +89,7 @@ async def start_event_stream(request: Request, events: AsyncGenerator[bytes, Non
 
     Raises:
         ClientDisconnect: the client disconnected before the first event.
-        Exception: an error occurred in place of the first event.
+        Exception: the first event could not be produced.
     """
     try:
         first = await until_disconnect(request, anext(events))
@@ -104,7 +104,7 @@ async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
 
     Raises:
         ClientDisconnect: the client disconnected.
-        ApiError: the server is stopping and has cut its answers.
+        ApiError: the server is stopping and has ended the answer early.
     """
     counter: RequestCounter = request.state.counter
     running: asyncio.Future[Result] = asyncio.ensure_future(work)

@@ -213,7 +213,7 @@ def start_generation(
 
 
 def _check_entries(params: SamplingParams, prompts: int) -> None:
-    """Raise an ApiError if the copies of a token list for several prompts have too many entries together."""
+    """Raise an ApiError if a token list, copied for each of several prompts, has too many entries in total."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
         entries = len(getattr(params, name) or ())
         if prompts > 1 and entries * prompts > _MAX_ENTRIES:
@@ -268,7 +268,7 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
     if tokenizer is None:
         raise ApiError(400, f"{NO_TOKENIZER}; send token ids", code="no_tokenizer")
     least = context.least_tokens(text)
-    if least > window:  # megabytes would occupy the tokenizer for seconds
+    if least > window:  # megabytes of text would occupy the tokenizer for seconds
         raise ApiError(
             400,
             f"the text of {len(text):,} characters has at least {least:,} tokens; this model's maximum context length "

@@ -16,7 +16,7 @@ HEAD_SECONDS = 30.0
 """Seconds that a client has for the head of a request, from the start of the connection or the end of the last answer.
 A slower connection is closed after at most twice this time."""
 
-_ANSWERING = object()  # in place of the last request, while it is being answered
+_ANSWERING = object()  # value of `_idle_since` while a request is being answered
 
 MAX_HEAD_BYTES = 2**17
 """Maximum bytes of the head of a request. uvicorn bounds them only with its parser h11."""
@@ -78,7 +78,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
     all file descriptors of the process with such connections.
     """
 
-    _idle_since: Any = None  # last request before the connection became idle, as of the last check; None: no request
+    # At the last check: the last request if the connection was idle (None before the first request), else `_ANSWERING`.
+    _idle_since: Any = None
     _head_bytes = 0
     _in_body = False
 
@@ -97,11 +98,11 @@ class TimedHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Note the end of a request's body, unless its head is parsed again."""
+        """Record the end of a request's body, unless its head is parsed again."""
         if not self.asks_for_upgrade():
             super().on_message_complete()
             self._in_body = False
-            self.headers = []  # an error from here on belongs to the next request
+            self.headers = []  # an error from here on must not be answered with this request's id
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to watch the connection."""
@@ -148,7 +149,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         idle_since = self.cycle if self._is_idle() else _ANSWERING
-        if idle_since is not _ANSWERING and idle_since is self._idle_since:  # idle since the check before
+        if idle_since is not _ANSWERING and idle_since is self._idle_since:  # idle since the previous check
             self.transport.close()
             return
         self._idle_since = idle_since

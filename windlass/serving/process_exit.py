@@ -8,7 +8,7 @@ from windlass.base.errors import WindlassError
 
 
 class WorkerExitError(WindlassError, RuntimeError):
-    """Process of a served model that has ended before its model could be served.
+    """End of a process of a served model before the model could be served.
 
     Args:
         message: cause, or where to find the cause.

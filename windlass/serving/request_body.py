@@ -116,7 +116,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
             is nested too deeply.
     """
     try:
-        text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 lets parsers ignore the mark
+        text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 lets parsers ignore a byte order mark
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8 at byte {error.start}") from error
     try:

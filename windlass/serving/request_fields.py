@@ -19,7 +19,7 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "metadata": _ANY,
     "safety_identifier": _ANY,
     "prompt_cache_key": _ANY,
-    "prompt_cache_options": _ANY,  # the engine finds equal prefixes without options
+    "prompt_cache_options": _ANY,  # the prefix cache needs no options
     "prompt_cache_retention": _ANY,
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -29,7 +29,7 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "length_penalty": (1.0, 1),
     "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,),  # a model's reasoning is part of its text
-    "guided_decoding_backend": _ANY,  # the language of a constraint is the same with any compiler
+    "guided_decoding_backend": _ANY,  # any backend allows the same texts
 }
 
 _REFUSED = {
@@ -236,7 +236,7 @@ class CommonSamplingFields(RequestModel):
 
 
 class SamplingFields(CommonSamplingFields):
-    """Fields that completions and chat completions share, those of vLLM included."""
+    """Fields that completions and chat completions share, including vLLM's fields."""
 
     stream_options: StreamOptions | None = None
 
@@ -303,7 +303,7 @@ class SamplingFields(CommonSamplingFields):
         ]
         if self.structured_outputs is not None:
             found.append(("structured_outputs", StructuredOutputsField.of(self.structured_outputs)))
-        if any(params != found[0][1] for _, params in found):  # a client may send equal ones in both forms
+        if any(params != found[0][1] for _, params in found):  # equal constraints in several fields are accepted
             names = " and ".join(name for name, _ in found)
             raise ApiError(400, f"{names} both constrain the text; keep one", parameter=found[1][0])
         return found[0][1] if found else None

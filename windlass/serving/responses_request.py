@@ -13,7 +13,7 @@ from windlass.serving.chat_request import ChatRequest, check_allowed_tools
 from windlass.serving.request_fields import CommonSamplingFields, DictField, ListField, RequestModel
 
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # a model's reasoning is part of its text
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: reasoning is a part of the text
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _SAME = (*CommonSamplingFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "top_logprobs")
@@ -58,7 +58,7 @@ class ReasoningFields(RequestModel):
 
 
 class ResponsesRequest(CommonSamplingFields):
-    """Fields of a response: OpenAI's, and those of vLLM's that chat completions have too."""
+    """Fields of a response: OpenAI's fields, and those fields of vLLM that chat completions also have."""
 
     harmless: ClassVar = {
         **RequestModel.harmless,

@@ -18,7 +18,7 @@ from windlass.base.errors import ConfigError
 from windlass.simulate.hardware_parts import DevicePart, HostPart, LinkPart
 
 AXIS_LINK = "device along "
-"""Beginning of the kind of a device's link along one axis (`HostPart.axis_links`)."""
+"""Prefix of `DirectedLink.kind` for a device's link along one axis (`HostPart.axis_links`)."""
 TOPOLOGIES = ("switch", "fat-tree", "rail", "ring", "torus", "links")
 
 

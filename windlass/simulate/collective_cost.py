@@ -4,12 +4,12 @@
 the sum over the groups that use it. Loads are counted on the links of the first hosts ([Note: folded links]) and are
 proportional to the bytes, so each pattern of ranks is analyzed once.
 
-Over n ranks and B bytes (of the full buffer; for an all-to-all of one rank's messages):
+Over n ranks and B bytes (size of the full buffer; for an all-to-all, size of all messages of one rank):
 - `ring`: each rank sends B (n - 1) / n to the next one, in n - 1 steps; an all-reduce does this twice (Patarasuk and
-  Yuan 2009). Groups with several ranks on a host run one ring for each of them, so that all network cards are used.
+  Yuan 2009). Groups with several ranks on a host run one ring for each of these ranks, to use all network cards.
 - `tree`: all-reduce over hosts in two complementary binary trees, half of B in each (Sanders et al. 2009), and a chain
   inside of each host.
-- `hierarchical`: in sequence, a collective inside each host and one between ranks with the same number on all hosts.
+- `hierarchical`: in sequence, a collective inside each host and one between ranks with the same local index.
 - `pairwise`: each rank sends each other rank's part directly, as windlass does on gloo and in every all-to-all.
 - `auto`: the fastest of `ring`, `tree` and `hierarchical` that apply, as NCCL chooses; `pairwise` for an all-to-all.
 """
@@ -82,8 +82,7 @@ class RankPattern:
     Attributes:
         axes: Axes along which ranks of a group differ.
         block: Number of neighbours in each of the smaller groups that a group is divided into; 0: not divided.
-        stride: Distance of the ranks in each of the `stride` smaller groups that a group is divided into; 1: not
-            divided.
+        stride: Number of smaller groups that a group is divided into, each with every `stride`-th rank; 1: not divided.
     """
 
     axes: tuple[str, ...]

@@ -100,8 +100,8 @@ class HostPart:
         nic: Link of one network card to the network.
         nics: Number of network cards.
         host_link: Link of each device to host memory; None: the devices compute in host memory.
-        memory_rate: Rate of host memory, for optimizer updates on the host; on devices without a memory of their own
-            for all updates.
+        memory_rate: Rate of host memory, for optimizer updates on the host; for all updates if the devices have no
+            memory of their own.
         disk_read, disk_write: Rates of all disks of the host together; 0: no disk.
         axis_links: Links of the devices in collectives and messages along one mesh axis ("tp", "sp", "ep", "pp"), where
             they differ from `device_link`: on CPUs a rate depends on the algorithm and on the number of ranks. These

@@ -1,9 +1,10 @@
 """Operations of a decoder layer, of the embedding and of the head: FLOPs, memory traffic, and their time on a device.
 
 [Note: time of an operation] An operation takes the longest of three times: its FLOPs at the rate that the device
-reaches in products, its bytes at the rate that the device reaches in copies, and the launches of its kernels. The bytes
-of a product are its inputs, weights and outputs. The bytes of other operations are every access of eager PyTorch
-(`fused=False`), or one read of each input and one write of each output (`fused=True`: torch.compile, or fused kernels).
+reaches in matrix products, its bytes at the rate that the device reaches in copies, and the launches of its kernels.
+The bytes of a product are its inputs, weights and outputs. The bytes of other operations are every access of eager
+PyTorch (`fused=False`), or one read of each input and one write of each output (`fused=True`: torch.compile, or fused
+kernels).
 
 Model FLOPs count all scores of causal attention, as the formulas of Megatron and PaLM do. The time of fused causal
 attention counts half of them.
@@ -175,7 +176,8 @@ def attention(
     rows = sizes.attended * sizes.attention_heads * width
     nbytes = size * rows * (8.0 if back else 4.0)
     if not fused:
-        nbytes += scores * size * (12 if back else 6)  # scores: written by product, softmax, dropout; read again
+        # Product, softmax and dropout each write the scores, and the next operation reads them.
+        nbytes += scores * size * (12 if back else 6)
     return Operation("attention", flops, nbytes, 3 if back else 1, style.dtype, model)
 
 

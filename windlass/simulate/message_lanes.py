@@ -1,8 +1,8 @@
 """Messages of an optimizer that reduces gradients itself, on one representative rank.
 
-[Note: bytes of messages] In a message the part of each parameter has separate scales, so the bytes follow from the
-layout of the unit and the codec's own size function. Owners have different parts of parameters, so their messages
-differ by some bytes: the traffic counts the messages of one data-parallel rank, the time is that of the longest one.
+[Note: bytes of messages] A message has separate scales for each parameter, so its bytes follow from the layout of the
+unit and the codec's own size function. Each owner rank has different fragments of parameters, so messages differ by
+some bytes: the traffic counts the messages of one data-parallel rank, and the time is that of the longest message.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from windlass.zero.update.compressed_messages import batches_of, in_kinds
 _NUMBERS = (
     3 * 8,
     4 * 8,
-)  # bytes for each parameter at stage 0, and at stages 1 and 2: float64 sums of squares (2 or 3) and a maximum
-_FLOAT = 4  # bytes of an element of a message before it is encoded
+)  # bytes per parameter: 2 (stage 0) or 3 (stages 1 and 2) float64 sums of squares, and a maximum
+_FLOAT = 4  # bytes of an unencoded element of a message
 # Memory traffic of an element in bytes: encoding reads and writes value and error, decoding reads and writes a sum.
 _ENCODE, _DECODE = 4 * _FLOAT, 2 * _FLOAT
 
@@ -35,7 +35,7 @@ class MessageLanes:
 
     Args:
         pattern: The data-parallel ranks.
-        rate: Bytes a second of the memory that has the gradients.
+        rate: Bandwidth of the memory that holds the gradients, in bytes per second.
         algorithm: Algorithm of all-gathers.
         stream: Stream of the collectives.
     """
@@ -64,7 +64,7 @@ class MessageLanes:
             self._send(batch, averages=False)
 
     def combine_parts(self, units: Sequence[SimulatedUnit]) -> None:
-        """Exchange the numbers of 1-bit LAMB's trust ratios for the parameters that are sharded along tp."""
+        """Exchange the sums and maxima for 1-bit LAMB's trust ratios of parameters that are sharded along tp."""
         parts = sum(len(unit.shapes) for unit in units if "tp" in unit.kind.sharded_axes)
         if self._work.reduces_itself == "OneBitLamb":
             self._sum_over_tp(parts * _NUMBERS[self._work.sharding_stage > 0], "trust ratios")
@@ -137,7 +137,7 @@ class MessageLanes:
                 first += shape[0] * columns if columns else shape.numel()
                 second += shape.numel() // shape[0] * columns if columns else 0
         label, numel = f"messages of {batch[0].name}", sum(unit.padded for unit in batch)
-        # Three products with few columns take the time of reading or writing the matrix.
+        # Each of the three products with a thin matrix takes as long as reading or writing the full matrix once.
         self._lanes.spend(label, numel * (_ENCODE + 3 * _FLOAT) / self._rate)
         for elements in (first, second):
             nbytes = elements * _FLOAT

@@ -26,7 +26,7 @@ def state_bytes_of_rank(work: StepWork, cluster: Cluster) -> int:
     kept_states = 1 - share if tiers.states in beside_device else 1.0
     kept_gradients = 1 - share if stage >= 2 and gradients in beside_device else 1.0
     keeps_parameters = tiers.parameters not in beside_device
-    # Parameters are their own master weights only on the tier of the states.
+    # Parameters serve as master weights only if they are on the tier of the states.
     masters = work.master_bytes or (0 if keeps_parameters else work.volumes.parameter_bytes)
     dense, experts = count_local_parameters(work.shape, grid)
     total = 0

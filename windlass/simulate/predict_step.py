@@ -17,7 +17,8 @@ from windlass.simulate.step_prediction import KindPrediction, Span, StepPredicti
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import StepWork, describe_step
 
-_CLOSE = 0.05  # allowed relative difference in parameters between a model and a decoder of its sizes
+# Allowed relative difference between the number of parameters of a model and that of a decoder of the same sizes.
+_CLOSE = 0.05
 
 
 def predict_step(
@@ -64,7 +65,7 @@ def predict_step(
 
 
 def predict_work(work: StepWork, cluster: Cluster, *, timeline: bool = False) -> StepPrediction:
-    """Predict a step that is described already, as `predict_step` does.
+    """Predict the step that `work` describes, as `predict_step` does.
 
     Raises:
         ConfigError: the cluster has fewer devices than ranks.
@@ -128,7 +129,7 @@ def _waits(tasks: list[SimulatedTask], lanes: RankLanes, seconds: float) -> dict
         if task.begin > free:
             cause = max(task.after, key=lambda one: one.end, default=None)
             _count(waits, "pipeline" if cause is None or cause.kind == COMPUTE else cause.kind, task.begin - free)
-        if task.kind != COMPUTE:  # on a CPU a collective takes the cores that compute
+        if task.kind != COMPUTE:  # on a CPU a collective occupies the cores that compute
             _count(waits, task.kind, task.end - task.begin)
         free = max(free, task.end)
     if seconds > free:

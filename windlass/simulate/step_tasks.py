@@ -21,7 +21,7 @@ from windlass.simulate.step_workload import StepWork
 from windlass.simulate.zero_lanes import ZeroLanes
 
 _FLOAT, _COUNT = 4, 8  # bytes of a loss, and of a number of rows for an expert
-_MANY_LAYERS = 3000  # layers times micro-batches, above which collectives are summed up
+_MANY_LAYERS = 3000  # layers times micro-batches; above this, blocking collectives are merged
 _TP, _SP, _EP = RankPattern(("tp",)), RankPattern(("sp",)), RankPattern(("ep",))
 
 
@@ -84,8 +84,8 @@ class StageTasks:
                 self._run(block, segments, backward=True)
             if part is not ActionKind.BACKWARD_INPUT:
                 self.zero.end_block_backward(block, is_last_micro=is_last_micro)
-            # Before this block's backward ends, the gradient of its input reaches the preceding block, whose units are
-            # unsharded then. Only the head's backward ends before that, because the head's input is a slice.
+            # The gradient of this block's input reaches the preceding block, which unshards its units, before this
+            # block's backward ends. Only the head's backward ends first, because the head's input is a slice.
             if block.kind == "head":
                 self.zero.release(block)
             if following is not None:
@@ -273,7 +273,7 @@ class StepTasks:
     """Simulation of one step: builds all tasks, and runs them.
 
     Args:
-        coarse: Sum up blocking collectives, see `RankLanes.blocking`; None: only if layers times micro-batches exceed
+        coarse: Merge blocking collectives, see `RankLanes.blocking`; None: only if layers times micro-batches exceed
             `_MANY_LAYERS`.
     """
 

@@ -298,7 +298,7 @@ def _layer_bounds(shape: ModelShape, grid: MeshShape, pipeline: PipelineConfig) 
     chunks = grid.pp * pipeline.resolved_virtual_stages
     if chunks == 1:
         return [0, shape.layers]
-    weights = [1.0] * shape.layers  # equal layers take equal times, and have one class
+    weights = [1.0] * shape.layers  # all layers have one class and take equal times
     if pipeline.partition_method == "parameters":
         weights = [float(shape.layer_numel)] * shape.layers
         weights[0] += shape.embedding_numel

@@ -163,7 +163,7 @@ class ZeroLanes:
         self, unit: SimulatedUnit, after: list[SimulatedTask | None], near: int = 0
     ) -> SimulatedTask | None:
         if self._shares_memory:
-            return None  # all ranks of the host map one buffer
+            return None  # no transfer: all ranks of the host map one buffer
         pattern, itemsize = self._patterns[unit.is_expert], self._work.volumes.parameter_bytes
         if near:
             pattern = RankPattern(pattern.axes, block=near)

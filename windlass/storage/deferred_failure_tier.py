@@ -14,17 +14,17 @@ from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_transfer import Extent
 
-_NEGATIVE_ZERO_IS_NAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # their only NaN has the bits of -0
+_NEGATIVE_ZERO_IS_NAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # their only NaN has the bit pattern of -0
 
 
 class DeferredFailureTier(DiskTier):
     """Disk tier whose failed transfers raise no error where they are awaited.
 
-    [Note: a disk that fails] Ranks issue collectives in the same order. A rank that raised between two would leave the
-    others waiting until they time out. So a failed transfer is logged at once and recorded here, a failed read fills
-    its tensor with NaN, and the rank continues to the next sync point at which all ranks exchange their state
-    (zero/update/disk_health.py): the end of a forward, the norm before a step, the end of a step, a save or a load. All
-    ranks raise at this sync point.
+    [Note: a disk that fails] Ranks issue collectives in the same order. A rank that raised between two
+    collectives would leave the other ranks waiting until they time out. So a failed transfer is logged at once and
+    recorded here, a failed read fills its tensor with NaN, and the rank continues to the next sync point at which all
+    ranks exchange their state (zero/update/disk_health.py): the end of a forward, the norm before a step, the end of a
+    step, a save or a load. All ranks raise at this sync point.
 
     A closed tier and an extent of another tier raise immediately.
 
@@ -38,7 +38,7 @@ class DeferredFailureTier(DiskTier):
         super().__init__(*arguments, **options)
         self.failure: StorageError | None = None
         self.damaged_extents: dict[Extent, StorageError] = {}
-        self._unallocated: set[Extent] = set()  # extents that found no space
+        self._unallocated: set[Extent] = set()  # extents for which the disk had no space
 
     def take_failure(self) -> StorageError | None:
         """Return the first failure since the last call and clear it."""

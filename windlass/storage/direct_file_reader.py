@@ -55,7 +55,7 @@ class FileRead:
             )
 
     def finish(self) -> None:
-        """Wait until no byte of the memory is written any more, without raising an error."""
+        """Wait until the read no longer writes to its memory. Raises no error if the read failed."""
         while not self._request.wait(0.2):  # in slices, so that Ctrl-C is handled
             pass
 
@@ -114,7 +114,7 @@ class DirectFileReader:
         """
         address, nbytes = into.data_ptr(), into.numel()
         spans = [
-            (0, offset + at, address + at, min(_BLOCK, nbytes - at), 0)  # no checksums: this engine did not write it
+            (0, offset + at, address + at, min(_BLOCK, nbytes - at), 0)  # the file has no checksums of this engine
             for at in range(0, nbytes, _BLOCK)
         ]
         request = self._engine.submit(False, spans)

@@ -24,7 +24,7 @@ class DiskSetting:
     intra_op_parallelism: int = 1
 
     def as_section(self) -> dict[str, dict[str, int | bool]]:
-        """Return the configuration section, with DeepSpeed's keys that have one right value."""
+        """Return the configuration section, including the keys of DeepSpeed to which windlass gives fixed values."""
         return {"aio": {**asdict(self), "single_submit": False, "overlap_events": True}}
 
 
@@ -77,7 +77,7 @@ def measure_runs(
         StorageError: a folder is missing, not writable or too full.
     """
     for folder in folders:
-        if not folder.is_dir():  # the disk tier would create it
+        if not folder.is_dir():  # the disk tier would create the folder
             raise StorageError(f"{folder} is not a directory; give one on the disk to measure")
     with DiskTier(
         folders,

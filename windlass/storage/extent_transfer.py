@@ -137,8 +137,8 @@ class DiskTransfer:
             self.on_finished(self)
 
     def conflicts_with(self, write: bool, first: int, last: int) -> bool:
-        """Return True if a new transfer of `[first, last)` must wait for this one: they share a page, and one
-        writes.
+        """Return True if a new transfer of `[first, last)` must wait for this one: they share a page, and at
+        least one of them writes.
         """
         shares = page_down(first) < page_up(self.last) and page_down(self.first) < page_up(last)
         return shares and (write or self.write)

@@ -50,7 +50,8 @@ class ProcessDirectory:
     def release(self) -> None:
         """Remove the directory, whose files are already unlinked. Releasing again does nothing.
 
-        A directory that has taken its place stays. A missing directory is not an error; other failures are logged.
+        Another directory that is now at the path stays. A missing directory is not an error; other failures are
+        logged.
         """
         if self._released:
             return

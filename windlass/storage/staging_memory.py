@@ -144,5 +144,5 @@ def _cgroup_available(folder: Path, limit: str, usage: str, cache: str) -> int |
             return None
         kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(most) - used + int(kept.get(cache, 0))
-    except (OSError, ValueError):  # the root group has no such file, and some containers hide it
+    except (OSError, ValueError):  # the root cgroup has no such files, and some containers hide them
         return None

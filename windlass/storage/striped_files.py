@@ -24,7 +24,7 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 
 class StripeSpan(NamedTuple):
-    """Range of one file. `start` is its offset in the requested range."""
+    """Range of one file. `start` is the offset in the requested range at which this range begins."""
 
     file: int
     offset: int

@@ -31,7 +31,7 @@ class TransferQueue:
     Attributes:
         lock: held during any change of the state.
         extents: every extent of the tier.
-        owner_pid: the only process that may use it.
+        owner_pid: the only process that may use the queue.
     """
 
     def __init__(self, stripes: StripedFiles, engine: IoEngine) -> None:
@@ -44,7 +44,7 @@ class TransferQueue:
         self._open = True
 
     def check_usable(self, extent: Extent | None = None) -> None:
-        """Raise StorageError if this process can't use the queue, it is closed, or it does not have the extent."""
+        """Raise StorageError if this process can't use the queue, the queue is closed, or it does not have `extent`."""
         if os.getpid() != self.owner_pid:
             raise StorageError(
                 f"a disk tier of process {self.owner_pid} can't be used in {os.getpid()}, forked from it; open one "
@@ -60,10 +60,10 @@ class TransferQueue:
     def start(
         self, write: bool, extent: Extent, first: int, tensor: torch.Tensor, sums: PageSums | None = None
     ) -> Pending:
-        """Start moving all bytes of `tensor` to or from the extent, starting at its byte `first`.
+        """Start moving all bytes of `tensor` to or from the extent, from byte `first` of the extent on.
 
         Args:
-            sums: checksums of all of `tensor`, which are computed and compared elsewhere; None: by the engine.
+            sums: checksums of all of `tensor`, which another module computes and compares; None: the engine does.
 
         Raises:
             StorageError: the queue cannot be used, the tensor's memory cannot be accessed, the range is not in the
@@ -185,14 +185,16 @@ class TransferQueue:
                     for edge in transfer.partial_pages:
                         edge.copy_out()
             else:
-                if transfer.write:  # its first and last page, which other transfers share, may be damaged too
+                # A failed write may also have damaged the rest of its first and last page.
+                if transfer.write:
                     extent.written_ranges.remove(page_down(transfer.first), page_up(transfer.last))
                 transfer.error = self._build_error(transfer, *failure)
                 if failure[0] != errno.ECANCELED:
                     self._failed_transfers.append(transfer)
             extent.transfers.remove(transfer)
             transfer.data, transfer.partial_pages = None, []
-            transfer.request = None  # last: a poll without the lock then finds a completely finished transfer
+            # Set last: a poll without the lock takes None for a transfer whose result is recorded.
+            transfer.request = None
 
     def _build_error(self, transfer: DiskTransfer, error: int, file: int, offset: int, done: int) -> StorageError:
         doing, names = "writing" if transfer.write else "reading", self._stripes.path_names
@@ -206,7 +208,7 @@ class TransferQueue:
         )
 
     def _describe_damaged_page(self, transfer: DiskTransfer, file: int, offset: int) -> str:
-        """Describe the contents of a page of a file, as far as its extent can name them."""
+        """Return the byte range of a damaged page, with the names of the page's contents if its extent has names."""
         extent = transfer.extent
         first = page_down(self._stripes.tier_offset(file, offset) - extent.start)
         last = min(first + PAGE, extent.nbytes)

@@ -50,7 +50,7 @@ def chrome_trace(run: RunProfile) -> dict[str, Any]:
 
 
 def _shift(one: RankProfile, first: RankProfile) -> float:
-    """Return the us to add to a rank's times for the clock of the first rank."""
+    """Return the us to add to a rank's times, to convert them to the clock of the first rank."""
     if one.host == first.host:
         return 0.0
     return (one.clock[1] - first.clock[1]) * 1e6 - (one.clock[0] - first.clock[0])

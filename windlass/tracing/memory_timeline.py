@@ -71,7 +71,7 @@ def memory_timeline(
     start: float,
     end: float,
 ) -> list[MemorySample]:
-    """Return samples of the memory from `start` to `end`, at most 2,001 and the peak among them.
+    """Return samples of the memory from `start` to `end`: at most 2,001, including the peak.
 
     Activations and temporary tensors are what torch's allocator has beyond its content at `start`, without unsharded
     parameters.
@@ -99,7 +99,7 @@ def memory_timeline(
             amounts[ACTIVATIONS] = max(0, allocated - (counted - begun))
         one, place = MemorySample(time, amounts), min(int((time - start) / width), _MAX_SAMPLES - 1)
         if place not in samples or one.total >= samples[place].total:
-            samples[place] = one  # the largest of its interval
+            samples[place] = one  # keep the largest sample of each interval
 
     sample(start)
     for time, holder, size in events:

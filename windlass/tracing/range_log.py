@@ -111,7 +111,7 @@ class RangeLog:
         thread, now = self._thread(), time.perf_counter_ns()
         stack = self._open[thread]
         if token >= len(stack):
-            return  # the range began before this log, or the end of an outer range has ended it
+            return  # the range began before this log, or ended together with an outer range
         if thread == self._main:
             self._divide(now)
         while len(stack) > token:

@@ -87,7 +87,7 @@ class CorrectedPredictions:
         self._centred = self._prior - self._prior.mean()
 
     def fit(self, measured: Sequence[int], values: Sequence[float]) -> tuple[Array, Array]:
-        """Return mean and standard deviation of the logarithm of the quantity of every candidate.
+        """Return the predicted mean and standard deviation of log(quantity), `[candidates]` each.
 
         Args:
             measured: Indices of the measured candidates; a candidate may occur several times.
@@ -134,4 +134,4 @@ class CorrectedPredictions:
         factor: Array = np.asarray(np.linalg.cholesky(covariance), dtype=float)
         weights: Array = np.asarray(np.linalg.solve(factor.T, np.linalg.solve(factor, residual)), dtype=float)
         evidence = -0.5 * float(residual @ weights) - float(np.log(np.diag(factor)).sum())
-        return scale, factor, weights, evidence - math.log(scale) ** 2  # the scale is about 1 before measurements
+        return scale, factor, weights, evidence - math.log(scale) ** 2  # prior: log-normal around 1

@@ -216,7 +216,7 @@ class CandidatePlanner:
     def _trace(
         self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape, target: Target
     ) -> ActivationTrace:
-        """Return the trace of a micro-batch, extended from those of one and two samples if these are alike."""
+        """Return the trace of a micro-batch, extrapolated from those of one and two samples if these are alike."""
         dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
         kind = (config.activation_checkpointing.enabled, dtypes, len(layout.blocks))
         run = RunShape(self._world, batch.tokens, target, make_batch=batch.make)
@@ -225,7 +225,7 @@ class CandidatePlanner:
             if (*kind, samples) not in self._traces:
                 try:
                     self._traces[*kind, samples] = trace_of(config, layout, run, samples)
-                except Exception as error:  # another candidate would fail in the same way
+                except Exception as error:  # stored: other candidates would fail in the same way
                     self._traces[*kind, samples] = error
             found = self._traces[*kind, samples]
             if isinstance(found, Exception):

@@ -9,7 +9,7 @@ from windlass.base.errors import ConfigError
 from windlass.tune.search import Measure, SearchState
 from windlass.tune.search_space import Candidate, SearchSpace
 
-_PROPOSALS = 20  # proposals for each trial of the budget: in a small space the sampler proposes candidates repeatedly
+_PROPOSALS = 20  # sampler proposals per trial of the budget: in a small space many proposals repeat earlier ones
 
 
 def import_optuna() -> Any:

@@ -72,13 +72,13 @@ class RayTrials:
             ) from error
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         self.hosts = len(alive)
-        # Two trials on one host would slow each other down. More than half of the CPUs leave no room for a second one
-        # (of the smallest host: a larger one may still take two).
+        # Two trials on one host would slow each other down. A trial therefore reserves more than half of the CPUs of
+        # the smallest host, which leaves no room for a second trial there; a larger host may still take two.
         fewest = min((int(cpus) for node in alive if (cpus := node.get("Resources", {}).get("CPU", 0))), default=0)
         self._resources = {"CPU": max(ranks, fewest // 2 + 1), **({"GPU": ranks} if has_gpu else {})}
 
     def __call__(self, calls: Sequence[TrialCall]) -> list[TrialEnd]:
-        """Run the trials, and return the end of each one in the order of `calls`."""
+        """Run the trials, and return the `TrialEnd` of each trial in the order of `calls`."""
         tune = self._ray.tune
         # One bundle: all ranks of a trial are on one host. Trials of more ranks than a host has CPUs wait forever.
         trainable = tune.with_resources(run_call, tune.PlacementGroupFactory([self._resources]))

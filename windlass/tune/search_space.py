@@ -133,7 +133,7 @@ class SearchLimits:
     Attributes:
         train_min, train_max: Range of the global batch; both None: the configuration's value.
         micro_min, micro_max: Range of the micro-batch.
-        micro_count: Largest number of micro-batches that are searched.
+        micro_count: Maximum number of micro-batch sizes that are searched.
         has_device_memory: The device has memory separate from the host's, which offloading to the host frees.
         nvme_path: Folder for the NVMe tier; None: NVMe is not searched.
         fast: Leave out bucket sizes and the reuse distance, unless the configuration has "auto" or a list there.
@@ -183,7 +183,7 @@ class SearchSpace:
     def complete(self, choice: Mapping[str, Any]) -> Candidate | None:
         """Return the candidate with the values of `choice`, without keys that have no effect.
 
-        None: the micro-batch on all data-loading ranks does not divide the global batch.
+        Return None if the micro-batch times the number of data-loading ranks does not divide the global batch.
         """
         values = {key: value for key, value in choice.items() if _matters(key, choice, self.base, self.world_size)}
         micro = values.get(MICRO, value_at_path(self.base, MICRO))
@@ -272,8 +272,8 @@ class SearchSpace:
         return {**self.first_values, **candidate.overrides}
 
     def usual_choice(self, dimension: Dimension) -> Any:
-        """Return the value of a key in the base configuration if it is a choice; else the last choice of keys whose
-        defaults are large, and the first choice of other keys."""
+        """Return the value of a key in the base configuration if that value is a choice. Otherwise return the key's
+        last choice if its default is large, else its first choice."""
         value = value_at_path(self.base, dimension.key)
         if value in dimension.choices:
             return value
@@ -297,7 +297,7 @@ class SearchSpace:
         in `candidate`, and all other keys have equal values.
 
         Tiers and the share of offloaded states have to be equal: offloading saves device memory and takes host memory,
-        and `other` may have lacked either.
+        and `other` may have run out of either kind of memory.
         """
         unknown = (one.key for one in self.dimensions if one.key not in _MEMORY_KEYS)
         # A candidate has no value for a tier without effect at its stage.
@@ -366,7 +366,7 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, sour
     elif autos & set(KEYS):
         base = override_keys(base, {key: None for key in KEYS if key in config.auto_keys})
     if not is_free and {TRAIN, MICRO} & stated.keys() and value_at_path(base, MICRO) and value_at_path(base, TRAIN):
-        base = override_keys(base, {ACCUMULATION: None})  # accumulation steps follow from the other two
+        base = override_keys(base, {ACCUMULATION: None})  # accumulation steps follow from both batch sizes
     batch = load_config(base).resolve_batch(world_size, "--nproc")
     data_ranks = batch.train // (batch.micro * batch.accumulation)
     searched = autos or (set() if stated else _usual_keys(limits, world_size))

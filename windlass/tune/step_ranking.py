@@ -55,8 +55,8 @@ class StepRanking:
         return self._seconds[candidate]
 
     def seconds_per_sample(self, candidate: Candidate) -> float:
-        """Return the predicted seconds of a step for each sample, or of the step if the candidate has no global batch;
-        infinite without a prediction.
+        """Return the predicted seconds of a step, divided by the global batch if the candidate has one; infinite
+        without a prediction.
         """
         seconds = self.seconds(candidate)
         return math.inf if seconds is None else seconds / float(candidate.get(TRAIN, 1))

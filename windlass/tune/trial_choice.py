@@ -26,7 +26,7 @@ from windlass.tune.trial_record import TrialRecord, TrialStatus
 # Assumptions before any measurement, the same for every model and machine; measurements correct their scale.
 _TIME = Deviations(level=3.0, slope=0.3, key=0.25, pair=0.15, own=0.08, noise=0.05)
 _MEMORY = Deviations(level=0.15, slope=0.1, key=0.06, pair=0.03, own=0.02, noise=0.015)
-# Deviations without predictions of memory, of a value that is -1 for a trial that fits and 1 for one that does not.
+# Without predictions of memory, the measured value is -1 for a trial that fits and 1 for one that does not.
 _FITTING = Deviations(level=1.0, slope=0.0, key=1.0, pair=0.5, own=0.2, noise=0.3)
 _ABOVE = 1.03  # assumed memory of a trial that ran out of memory, relative to the limit
 _FAILURE = math.log(2.0)  # a failed trial counts as twice as slow as the slowest trial
@@ -219,8 +219,8 @@ def _peak(record: TrialRecord) -> int:
 
 
 def _log_estimates(ranked: Sequence[Candidate], estimates: Mapping[Candidate, float]) -> list[float]:
-    """Return the logarithms of the estimates. A candidate without one gets the largest; without any estimate, values
-    follow the order."""
+    """Return the logarithms of the estimates. A candidate without an estimate gets the largest one; if no candidate
+    has an estimate, the values follow the order of the candidates."""
     known = {one: math.log(value) for one, value in estimates.items() if 0 < value < math.inf}
     if not known:
         return [_SPREAD * number / max(1, len(ranked) - 1) for number in range(len(ranked))]

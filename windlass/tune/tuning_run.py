@@ -41,7 +41,7 @@ _SLOW = 1.3  # a trial ends early once two steps took this many times the median
 _CLOSE = 0.1  # a trial slower than the best by less than this fraction is run again
 _CLOSEST = 3  # maximum number of candidates that are run again
 _SHARE = 0.25  # time of the search, as a fraction of the time that the trials of all candidates would take
-_SEARCHED = 0.8  # fraction of that time for new trials; the rest is for repeated runs of the best
+_SEARCHED = 0.8  # fraction of the search's time for new trials; the rest is for repeated runs of the best
 _COUNTED = 0.5  # default limit of trials, as a fraction of the candidates
 _FEWEST, _MOST = 8, 50
 _RESULT_KEYS = frozenset(
@@ -295,7 +295,10 @@ class TuningRun:
         return TrialChoice(self.space, ranked, facts)
 
     def _share(self) -> float | None:
-        """Return the share of the time of all candidates that the search may take; None: trials are limited instead."""
+        """Return the limit of the search's time, as a fraction of the time of the trials of all candidates.
+
+        None: the number of trials is limited instead.
+        """
         if self.settings.trials is not None:
             return None
         return max(_SHARE, min(_FEWEST, len(self.candidates)) / len(self.candidates))
@@ -348,9 +351,9 @@ class TuningRun:
         if record.measured and prepared.job.forecast and self._shares_memory_with_forecast():
             Path(call.result).unlink()
             if not self.settings.trials and self._budget > _FEWEST:
-                # The run with the forecast uses one trial of the budget, although its record is replaced. A number of
-                # trials that the user set, and the smallest budget, only count candidates, so that a small space is
-                # measured completely.
+                # The run with the forecast uses one trial of the budget, although its record is replaced. Not so if the
+                # user set the number of trials, or if the budget is the smallest one: then only candidates count, so
+                # that a small space is measured completely.
                 self._budget, self.state.budget = self._budget - 1, self.state.budget - 1
             again = self._run(candidate, ends_early=ends_early)
             return replace(again, seconds=record.seconds + again.seconds)

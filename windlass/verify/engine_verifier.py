@@ -66,7 +66,7 @@ class EngineVerifier(EngineObserver):
         self._names = [name for name, _ in engine.module.named_parameters()]
         self._trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
         self.compared_steps, self.has_deviated = 0, False
-        self._weights_were_edited = False  # the script has set parameters itself
+        self._weights_were_edited = False  # True once the script has set parameters itself
         self._reduced_gradients: dict[str, torch.Tensor | None] = {}
         self._clip: tuple[float, float] | None = None
         self._options: list[dict[str, Any]] = []

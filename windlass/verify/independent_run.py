@@ -14,16 +14,16 @@ from windlass.verify.step_recorder import StepRecord
 
 
 class IndependentRun:
-    """Plain copy that trains from the first step to the last, and takes over no weights unless the script sets or loads
-    them.
+    """Unsharded copy that trains from the first step to the last. It takes over only weights that the script sets or
+    loads.
 
-    It takes from the ranks batches, random states, optimizer options, the decisions to skip steps, and the gradients at
-    which the replayed backwards begin: those of the model's outputs, and of parameters that the loss uses directly. So
-    an error in a loss that is computed outside of the model affects both runs alike.
+    Batches, random states, optimizer options and the decisions to skip steps are those of the ranks. So are the
+    gradients at which a replayed backward begins: those of the model's outputs, and of parameters that the loss uses
+    directly. An error in a loss that is computed outside of the model therefore affects both runs alike.
 
     Args:
-        reference: the plain copy.
-        gradient_clipping: returns the maximum norm of the gradients of the current step; 0: no clipping.
+        reference: the unsharded copy.
+        gradient_clipping: function that returns the maximum gradient norm of the current step; 0: no clipping.
     """
 
     def __init__(self, reference: ReferenceModel, gradient_clipping: Callable[[], float]) -> None:

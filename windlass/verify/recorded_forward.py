@@ -42,7 +42,7 @@ class RecordedForward:
         buffers: buffers that changed since the previous forward, by name.
         buffers_after: buffers that this forward changed, by name.
         events: weights and outputs of the modules.
-        gradients: gradients of the differentiable outputs, by weight of the backward and index of the output.
+        gradients: gradients of the differentiable outputs, by weight of the backward's loss and index of the output.
         loss: index of the output that is the loss, and its value; None: the loss is computed outside the model.
     """
 

@@ -42,7 +42,7 @@ def measure_difference(
     """Compare two tensors element by element. Equal infinities count as equal, and so do two NaN.
 
     Args:
-        allowed: distance that is not a deviation, one number or one for each element.
+        allowed: largest distance that counts as equal: one number, or one for each element.
         dtype: dtype whose units in the last place are counted; for integers the unit is 1.
     """
     have, want = actual.detach().double().cpu().reshape(-1), expected.detach().double().cpu().reshape(-1)

@@ -9,8 +9,8 @@ import torch
 
 from windlass.base.dtypes import dtype_name
 
-_ROUNDINGS = 8  # roundings of one element in an operation and in the operations after it
-_SUM_FACTOR = 8  # a sum in another order may differ by this many roundings times the root of its summands
+_ROUNDINGS = 8  # roundings of an element: by an operation, and by the operations after it
+_SUM_FACTOR = 8  # a sum in another order may differ by this many roundings times the root of the number of summands
 _UPDATE_ROUNDINGS = 64  # roundings of an optimizer's rule, with its divisions and roots
 _WEIGHT_ROUNDINGS = 4  # roundings of the new weight itself
 

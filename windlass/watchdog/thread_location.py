@@ -185,7 +185,7 @@ def _read_stack(stack: list[tuple[FrameType, int]], mark: WaitScope | None) -> t
             kind = CodeOrigin.STDLIB  # generated at run time, e.g. by dataclasses
         if kind is CodeOrigin.USER and not line:
             line = _source_line(code, number)
-        # the frame imports the module and does not wait
+        # frame of a module's import, not of a wait for other ranks
         if kind is CodeOrigin.COLLECTIVE_WAIT and code.co_name == "<module>":
             waits, operation, decided = None, "", True
         if kind is CodeOrigin.COLLECTIVE_WAIT and not decided:
@@ -214,7 +214,7 @@ def _engine_call(code: CodeType) -> str:
 
 
 def _parameter_names(mark: WaitScope | None) -> tuple[str, ...]:
-    """Return the parameter names of the innermost scope that has names: an agreement may be part of an all-gather."""
+    """Return the parameter names of the innermost scope that has names. An agreement inside an all-gather has none."""
     while mark is not None and not mark.parameter_names:
         mark = mark.outer
     return tuple(mark.parameter_names) if mark is not None else ()

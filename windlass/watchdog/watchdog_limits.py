@@ -31,7 +31,7 @@ class WatchdogLimits:
 
     @property
     def deadlock_after(self) -> float:
-        """Length of waits of all ranks in different operations that proves a deadlock."""
+        """Time after which waits of all ranks, not all in the same operation, prove a deadlock."""
         return min(15.0, self.report_after / 2)
 
     @property

@@ -135,8 +135,8 @@ class WatchdogThread:
         return self._decision_event.is_set()
 
     def wait_for_decision(self) -> None:
-        """Wait, after `record_failure`, for the decision about the run, or until the other ranks have read this rank's
-        end; at most 10 s.
+        """Wait, after `record_failure`, for the decision about the run, or until the other ranks have read that this
+        rank ends; at most 10 s.
         """
         if self.failed_in_wait:
             self._decision_event.wait(min(_MAX_DECISION_WAIT_S, self.limits.report_after))

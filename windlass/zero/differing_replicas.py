@@ -1,4 +1,4 @@
-"""Parameters that differ from the master weights for some steps, with updates that publish results themselves."""
+"""Parameters that differ from the master weights for some steps, because the update publishes its results itself."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DifferingReplicas:
         self._update.publish(units)
 
     def equalize(self) -> None:
-        """Copy the master weights to the parameters of all ranks, after transfers in flight. Collective."""
+        """Copy the master weights to the parameters of all ranks, once transfers in flight have ended. Collective."""
         if self._update is not None:
             self._update.finish_transfers()
         self._write_master_weights()
@@ -96,7 +96,7 @@ class DifferingReplicas:
         """
         if self.differ:
             self.restore_local_weights()
-        elif self._keeps_local_weights:  # after `finish_update`, or a load: changes of a script are allowed there
+        elif self._keeps_local_weights:  # after `finish_update` or a load, a script may change parameters
             self._callbacks.recapture()
             self._masters.copy_all_edits(self._units)
             self.publish(self._units)
@@ -104,7 +104,7 @@ class DifferingReplicas:
 
     def restore_local_weights(self) -> None:
         """Replace common weights by local ones."""
-        if self._has_common_weights and not self.refused_edit():  # the next step refuses an edit
+        if self._has_common_weights and not self.refused_edit():  # an edit stays until the next step refuses it
             self.publish(self._units)
             self._accept_weights()
 

@@ -184,7 +184,7 @@ class ShardedModel:
         self._closer = finalize(self, _close, mesh, self.ledger, tiers.disk)
         self.disk_health.check("initialize could not write the model to disk", loses=True)
         if tiers.staging is not None:
-            tiers.staging.free_returned()  # the first step adds states to the disk records: they need larger buffers
+            tiers.staging.free_returned()  # the first step adds states to the disk records: larger buffers are needed
         self._attach(blocks)
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self._has_step_failure
@@ -197,7 +197,7 @@ class ShardedModel:
         )
         self.masters.remember_versions(self.units)
         self.script_gradients = ScriptGradients(self.reducer, callbacks.script_gradients)
-        self._gradients_consumed = False  # True after an update: a step without a backward has no gradients
+        self._gradients_consumed = False  # True after an update: until the next backward, a step has no gradients
         parameter_registry.register(self)
         self._forget_properties = parameter_properties.install(self)
 
@@ -345,7 +345,7 @@ class ShardedModel:
         return {extent for extent in extents if extent is not None}
 
     def discard_disk_state(self) -> None:
-        """Discard all data of this rank on disk after some were lost. A load must write all of them again."""
+        """Discard all data of this rank on disk after a part was lost. A load must write all of the data again."""
         self.reducer.reset()
         for unit in self.units:
             if unit.shard_slot is not None:
@@ -574,7 +574,7 @@ class ShardedModel:
             # From here on, an update with local gradients changes states before it yields its first batch.
             self.update.has_stepped = self.update.takes_local_gradients
         except Exception as error:
-            # A hook of the optimizer raised. The other ranks update and wait for this one, so raise only after the
+            # A hook of the optimizer raised. The other ranks update and wait for this rank, so raise only after the
             # collectives of `_publish_update`.
             batches = _raised(error)
         if delay and self.delayed_update is not None:
@@ -783,7 +783,7 @@ class ShardedModel:
         try:
             self.finish_update()
         except StorageError:
-            if not was_lost:  # else an earlier call has raised it, and `_undo` logs it
+            if not was_lost:  # else the loss was raised before, and `_undo` logs it
                 raise
         finally:
             self._undo(keeps_mesh)
@@ -967,7 +967,7 @@ class ShardedModel:
         written: list[Pending] = []
         failed: Exception | None = None
         assert self.update is not None
-        # Read both before the update runs, because it may change them for the next step.
+        # Read before the update runs, because the update may change both properties for the next step.
         publishes, communicates = self.update.publishes_itself, self.update.takes_local_gradients
         try:
             for batch in batches:

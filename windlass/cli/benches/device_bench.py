@@ -32,7 +32,7 @@ class DeviceRates:
 
     Attributes:
         flops: FLOP/s of a matrix product by dtype.
-        attention_share: FLOP/s of attention divided by those of a product, in the first dtype; at most 1.
+        attention_share: FLOP/s of attention divided by the FLOP/s of a matrix product, in the first dtype; at most 1.
         memory_rate: Bytes a second of a copy, reads and writes together.
         launch_seconds: Time of an addition to one element, as the cost of a launch.
         memory: Bytes of the device's memory.

@@ -41,8 +41,8 @@ _GAPS = {
     6: 4,
     4: 6,
     2: 12,
-}  # longest gap between tokens at small scale for each rate, as a multiple of the gap without load
-_FIRST_TOKEN = 8  # longest time to the first token at small scale, as a multiple of the time without load
+}  # for each rate, the longest gap between tokens at scaled levels, as a multiple of the gap without load
+_FIRST_TOKEN = 8  # longest time to the first token at scaled levels, as a multiple of the time without load
 _ORIGINAL_TOKENS = 512  # prompt tokens for each second that the first token may take
 _SOLO_RUNS = 3
 
@@ -91,7 +91,7 @@ class FastgenRun:
         return len(self.times) / self.seconds if self.seconds else 0.0
 
     def share(self, level: Level) -> float:
-        """Return the fraction of the requests that met a level."""
+        """Return the fraction of the requests that met a service level."""
         return sum(level.is_met_by(times) for times in self.times) / len(self.times) if self.times else 0.0
 
     def gaps(self) -> tuple[float, float]:
@@ -107,7 +107,7 @@ class FastgenResult:
     Attributes:
         levels: level for each of FastGen's rates, in tokens per second.
         prompt_rate, solo_gap: prefill tokens per second, and seconds between tokens, of a single request.
-        unlimited: requests per second without a level at the largest number of clients, by policy.
+        unlimited: requests per second at the largest number of clients if requests declare no service level, by policy.
         different: number of requests whose tokens differ from those of the first run with the same seed.
     """
 

@@ -33,7 +33,7 @@ from windlass.cli.training.run_folder import export_directory_of
 _LONG_PROMPT = 10_000
 _SHORT_PROMPT, _SHORT_ANSWER = 128, 8
 _LONGEST_ANSWER = 48
-_SMALLEST_WINDOW = 1024  # holds a short prompt and a cancelled answer of 400 tokens
+_SMALLEST_WINDOW = 1024  # enough tokens for a short prompt and a cancelled answer of 400 tokens
 _FLAT_BYTES = 32 << 20  # growth of resident memory that counts as flat
 _GOAL_WAIT = 3.0
 _START_SECONDS = 120
@@ -211,7 +211,8 @@ async def _short(client: Any, seed: int, vocabulary: int) -> float:
 async def _timed_short(client: Any, seed: int, vocabulary: int, progress: Progress, task: Any) -> float:
     first = await _short(client, seed, vocabulary)
     progress.advance(task)
-    await asyncio.sleep(random.Random(seed).random() * 0.05)  # requests then arrive at any moment of a step
+    # a pause of random length, so that requests arrive at any moment of a step
+    await asyncio.sleep(random.Random(seed).random() * 0.05)
     return first
 
 

@@ -68,7 +68,7 @@ def run_offload_bench(
     env = {"WINDLASS_EMULATE_DEVICE": device_bytes} if emulated else {}
     with TemporaryDirectory(prefix="windlass-offload-", dir=folder) as place:
         ours = dict(_windlass_configs(sizes, bf16, place, pins=(True, False) if cuda else (True,)))
-        # ranks of "none" train float32, which is not comparable with bf16
+        # the engine "none" trains in float32, which is not comparable with bf16
         floor = {} if bf16 else {COMPUTE_ONLY: {"engine": "none"}}
         theirs, notes = (
             _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: left out by --no-rivals"])
@@ -134,7 +134,7 @@ def _describe_device(cuda: bool, device_bytes: str) -> str:
 
 
 def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) -> tuple[list[str], bool]:
-    """Return sentences about losses and step times, and True if all losses are within `bound` of the first."""
+    """Return sentences about losses and step times, and True if all are within `bound` of the first loss."""
     against = next(iter(rows))
     floor = statistics.median(rows[against].seconds)
     engines = {label: row for label, row in rows.items() if label != COMPUTE_ONLY}
@@ -172,7 +172,7 @@ def _windlass_configs(
 
 
 def _deepspeed_configs(sizes: BenchSizes, bf16: bool, folder: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the configurations that DeepSpeed can run here, and for each of the others a note with the reason."""
+    """Return the configurations that DeepSpeed can run here, and for each other one a note with the reason."""
     bench_console().print("loading DeepSpeed's operators; the first run builds them", style="dim")
     reasons = deepspeed_baseline.unavailable_operators(
         deepspeed_baseline.CPU_OPTIMIZER_BUILDER, deepspeed_baseline.ASYNC_IO_BUILDER

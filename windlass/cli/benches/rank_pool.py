@@ -121,7 +121,7 @@ class RankPool:
 
 def _serve(connection: Connection, make_worker: Callable[[int, str], Any], rank: int, init_method: str) -> None:
     """Run one rank: execute commands until the other end of the connection is closed or a command fails."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the pool's process too, which ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the pool's process, and the pool ends the ranks
     try:
         worker = make_worker(rank, init_method)
         while True:

@@ -103,7 +103,7 @@ def disk_rates(folder: Path) -> dict[str, Any]:
     """
     from windlass.storage import DiskTier, inspect_disk_path
 
-    if not folder.is_dir():  # the disk tier would create it
+    if not folder.is_dir():  # the disk tier would create the folder
         raise StorageError(f"{folder} is not a directory; give one on the disk to measure")
     prospect = inspect_disk_path(folder)
     with DiskTier([folder], label="windlass-env") as tier:

@@ -78,7 +78,7 @@ def read_run(path: Path) -> RunData:
     if record.is_file():
         _add_record(run, record)
     if is_trained:
-        _add_training(run, path)  # last: the record has the loss of rank 0, metrics.csv the mean of all ranks
+        _add_training(run, path)  # last, to replace the record's loss of rank 0 by the mean of all ranks
     run.curves = {name: run.curves[name] for name in CURVES if run.curves.get(name)}
     return run
 
@@ -114,7 +114,7 @@ def _add_training(run: RunData, folder: Path) -> None:
             run.curves["memory"] = [(step, nbytes / 2**20) for step, nbytes in _curve(memory)]
     if result.is_file():
         found_result = _read_object(result)
-        run.facts["end"] = "finished"  # `windlass train` removes the file when it starts, and writes it last
+        run.facts["end"] = "finished"  # `windlass train` removes result.json at its start, and writes it last
         for name, key in (("held-out bits per byte before", "bits_before"), ("after", "bits_after")):
             number = _number(found_result.get(key))
             if number is not None:

@@ -15,7 +15,7 @@ class TrainingRunError(WindlassError, RuntimeError):
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """Return one message with the problem, its place and the fix."""
-    from windlass.engine.out_of_memory import is_out_of_memory  # imports torch, which a rank has anyway
+    from windlass.engine.out_of_memory import is_out_of_memory  # imported here: it imports torch, which only ranks need
 
     if is_out_of_memory(error):
         hint = "try a smaller micro-batch, a shorter --seq-len or a higher ZeRO stage"
@@ -50,6 +50,6 @@ def read_failure(path: Path) -> str | None:
 def stopped_marker_path(path: Path) -> Path:
     """Return the path of the marker file that ranks create after they saved and stopped as requested.
 
-    The launcher's exit code does not show that, because a launcher that was interrupted too returns another code.
+    The launcher's exit code does not show this: a launcher that is itself interrupted returns a different code.
     """
     return path.with_name("stopped")

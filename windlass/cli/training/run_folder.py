@@ -25,7 +25,7 @@ def export_directory_of(directory: Path) -> Path:
 def model_file_folders(checkpoint: Path) -> tuple[Path, ...]:
     """Return the folders of the same run that contain the model's configuration and tokenizer; none outside a run."""
     here = checkpoint.absolute()
-    for inner in (here, here.parent):  # a directory of checkpoints, or one of them
+    for inner in (here, here.parent):  # `checkpoint` is the folder of all checkpoints, or one in it
         if inner.name == CHECKPOINT_FOLDER and (inner.parent / PLAN_FILE).is_file():
             return (inner.parent / EXPORT_FOLDER, inner.parent / TOKENIZER_FOLDER)
     return ()

@@ -95,7 +95,7 @@ def _load_engine(section: Any, raw: dict[str, Any], *, trust_remote_code: bool) 
     if section.teacher_device != "none":
         zero["offload_param"] = {"device": section.teacher_device}
     config = {key: raw[key] for key in _SHARED_SECTIONS if key in raw} | {"zero_optimization": zero}
-    config.setdefault("train_micro_batch_size_per_gpu", 1)  # a configuration needs one; evaluation ignores it
+    config.setdefault("train_micro_batch_size_per_gpu", 1)  # required in every configuration; evaluation ignores it
     options = {"attn_implementation": "eager"} if section.attention and not is_packed_directory(section.teacher) else {}
     teacher = windlass.from_pretrained(
         AutoModelForCausalLM, section.teacher, config=config, trust_remote_code=trust_remote_code, **options

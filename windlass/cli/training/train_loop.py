@@ -57,7 +57,7 @@ def _evaluate_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor | None:
 
 
 _SEED_FACTOR = 1_000_003
-_SEED_MODULUS = 2**63  # a date as a seed, multiplied by the factor twice, exceeds the range of torch's seeds
+_SEED_MODULUS = 2**63  # keeps seeds in torch's range, which 20240131 as a seed, multiplied twice by the factor, exceeds
 
 
 class TrainLoop:

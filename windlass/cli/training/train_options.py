@@ -179,7 +179,7 @@ def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
         changed["config"] = _config_with_axes(changed.get("config", old.config), options)
     if steps > old.steps and options.config is None:
         _warn_schedule_ends_early(old.config, steps)
-    # The folder may have been moved since; a tokenizer inside it has moved with it.
+    # The folder may have been moved since the earlier run, together with a tokenizer inside it.
     own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
     tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
     _require_same_tokenizer(Path(tokenizer), header)

@@ -22,7 +22,7 @@ class TrainingPlan:
     """Settings of a run, and the paths in its folder."""
 
     out: str
-    config: dict[str, Any]  # the ds_config, complete
+    config: dict[str, Any]  # the full ds_config
     model: str  # "tiny", "tiny-moe", a Hugging Face config file or directory, or hub:NAME
     data: list[str]
     tokenizer: str

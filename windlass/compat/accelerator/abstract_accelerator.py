@@ -226,7 +226,7 @@ class DeepSpeedAccelerator(ABC):
         """Return a copy of `tensor` in page-locked host memory; on the CPU accelerator, return `tensor` itself.
 
         With `DS_PIN_MEMORY_BACKEND=native`, `locked_memory` locks the copy on every accelerator. Without `make_copy`,
-        return memory with undefined values: of the tensor's shape, or without `match_shape` of one dimension.
+        return memory with undefined values, of the tensor's shape or, without `match_shape`, flat.
         """
         native = get_active_native_pinned_memory()
         if native is not None:
@@ -259,7 +259,7 @@ class DeepSpeedAccelerator(ABC):
         return tensor.is_pinned() if native is None else native.is_pinned(tensor)
 
     def unpin_memory(self, tensor: torch.Tensor) -> bool | None:
-        """Unlock memory of `DS_PIN_MEMORY_BACKEND=native`. Do nothing for torch's, which is freed with its tensor."""
+        """Unlock memory of `DS_PIN_MEMORY_BACKEND=native`. Memory that torch pinned stays locked until freed."""
         native = get_active_native_pinned_memory()
         return None if native is None else native.unpin(tensor)
 

@@ -147,7 +147,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def available_memory(self, device_index: int | str | None = None) -> int:
-        """Return the bytes that Linux reports as available without swapping; elsewhere, those of free pages."""
+        """Return the bytes that Linux reports as available without swapping; on other systems, the free bytes."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]

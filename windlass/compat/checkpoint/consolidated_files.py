@@ -143,7 +143,8 @@ def _write_torch(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dty
 def _iter_parts(weight: StoredWeight) -> Iterator[torch.Tensor]:
     with weight.stored:
         for part in weight.stored.iter_parts(weight.stored_name):
-            yield part.to(weight.dtype)  # first to the dtype that `read_full` returns, then by the writer to the file's
+            # rounded to this dtype first, as by `read_full`; the writer then casts to the dtype of the file
+            yield part.to(weight.dtype)
 
 
 def _nbytes(weight: StoredWeight, dtype: torch.dtype) -> int:

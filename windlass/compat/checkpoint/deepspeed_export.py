@@ -259,8 +259,8 @@ class _DeepSpeedExport:
     def _stage_0_optimizer(self) -> dict[str, Any]:
         """Return the optimizer state of stage 0: torch's `state_dict()`.
 
-        With 16-bit parameters, it is inside a dictionary of DeepSpeed's that also has the master weights and the loss
-        scale (not for bf16 in flat groups).
+        With 16-bit parameters, this state is inside a dictionary of DeepSpeed's that also has the master weights and
+        the loss scale (no loss scale for bf16 in flat groups).
         """
         target, stored = self._target, self._stored
         if target.low_precision and target.flat_optimizer:

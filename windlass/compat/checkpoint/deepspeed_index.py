@@ -2,7 +2,7 @@
 
 [Note: DeepSpeed's files] The files are read without DeepSpeed, and not copied. Stages 0 to 2 write the full module in
 `mp_rank_00_model_states.pt`; stage 3 writes one such file per rank, with frozen parameters divided over ranks and
-without trained ones. Stages 1 to 3 write one `..._optim_states.pt` per rank with master weights and moments. In it each
+without trained ones. Stages 1 to 3 write one `..._optim_states.pt` per rank with master weights and moments. There each
 optimizer group is flat: at stages 1 and 2 its parameters are concatenated and divided into equal parts; at stage 3 each
 parameter is divided into equal parts, and a rank's parts are concatenated. Padding is at the ends. So every tensor is a
 few flat ranges, and each range is a few boxes of the parameter, as in windlass' files. Stage 0 stores optimizer states
@@ -48,7 +48,7 @@ def read_deepspeed_index(path: Path, parameter_order: ParameterOrder | None = No
             optimizer states and master weights of DeepSpeed's stage 0 are left out.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or of an unsupported kind.
+        CheckpointError: the checkpoint is missing, damaged, or of an unsupported kind.
     """
     try:
         index = _DeepSpeedDirectory(path, parameter_order).build_index()
@@ -362,7 +362,7 @@ class _DeepSpeedDirectory:
 
 
 def _files_by_rank(path: Path, pattern: str) -> list[Path]:
-    """Return the files whose names match, ordered by the rank in them. Raise CheckpointError if a rank is missing."""
+    """Return the files with matching names, by the rank in their names. Raise CheckpointError if a rank is missing."""
     found = {int(match[1]): child for child in path.iterdir() if (match := re.match(pattern, child.name))}
     absent = sorted(set(range(len(found))) - set(found))
     if absent:

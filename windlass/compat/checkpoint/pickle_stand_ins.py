@@ -24,7 +24,8 @@ class PickleStandIn:
         self.attributes: dict[str, Any] = {}
 
     def set_state(self, state: Any) -> None:
-        """Set the state from a pickle: a dictionary of attributes, or a tuple of one for attributes and one for slots.
+        """Set the state from a pickle: a dictionary of attributes, or a tuple of two dictionaries, of attributes and
+        of slots, each of which may be None.
 
         Raises:
             ValueError: the value is not a state.

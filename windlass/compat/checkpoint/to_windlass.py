@@ -107,7 +107,8 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy the regular files of a checkpoint. Skip hidden files and, with a warning, links out of it and other files.
+    """Copy the regular files of a checkpoint. Skip hidden files and, with a warning, links that lead
+    out of the checkpoint and files that are not regular.
 
     Raises:
         CheckpointError: a file cannot be read or written.

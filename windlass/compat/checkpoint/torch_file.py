@@ -104,7 +104,7 @@ def read_torch_file(path: Path, root: Path | None = None) -> Any:
     Memory: some megabytes and at most five times the size of the file (reached with tensors of a few elements).
 
     Args:
-        root: the checkpoint's directory, by default the file's. Links out of it are refused.
+        root: the checkpoint's directory, by default the file's. Links that lead out of it are refused.
 
     Raises:
         CheckpointError: the file cannot be read, is not one of `torch.save`, is damaged, or names a function or class
@@ -328,7 +328,7 @@ def _text(budget: MemoryBudget, *parts: Any) -> str:
 
 def _dictionary(budget: MemoryBudget, items: Any = ()) -> dict[Any, Any]:
     if items != () and items != []:
-        raise TypeError("an ordered dictionary made from arguments")  # pickles set their items one by one
+        raise TypeError("an ordered dictionary made from arguments")  # a pickle sets the items later, one by one
     budget.charge(64)
     return {}
 

@@ -308,7 +308,7 @@ def reduce_scatter_tensor(
 ) -> Any:
     """Reduce-scatter: rank i's `output_tensor` receives the reduction of part i of every rank's `tensor`.
 
-    The parts are equal.
+    All parts have the same size.
     """
     return _start(
         "reduce_scatter_tensor",
@@ -403,7 +403,7 @@ def recv(
     log_name: str = "recv",
     debug: Any = None,
 ) -> int:
-    """Receive from rank `src`, or from any rank if it is None and the backend supports that (gloo, MPI).
+    """Receive from rank `src`, or from any rank if `src` is None and the backend supports that (gloo, MPI).
 
     Returns:
         The sender's rank; -1 on a rank outside the group.
@@ -473,7 +473,7 @@ def _start(name: str, group: Any, async_op: bool, call: Callable[[], CollectiveW
 
 
 def _combine_works(works: list[CollectiveWork]) -> CollectiveWork:
-    """Combine several works into one."""
+    """Combine several work objects into one."""
 
     def finish() -> None:
         for work in works:

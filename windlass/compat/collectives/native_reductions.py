@@ -60,7 +60,7 @@ def _premultiply(dtype: torch.dtype, operator: ReduceOperator) -> Callable[[torc
 
 
 _NATIVE_ACCUMULATION_DTYPES = {**ACCUMULATION_DTYPES, torch.int16: torch.int32}
-# Native operator that gives the same result on zeros and ones, the dtype of these, and the postprocessing step.
+# Native operator with the same result on zeros and ones, dtype of the zeros and ones, and postprocessing step.
 _LOGICAL_REDUCTIONS: dict[ReduceOp, tuple[ReduceOp, torch.dtype, _Postprocess | None]] = {
     ReduceOp.LAND: (ReduceOp.MIN, torch.uint8, None),
     ReduceOp.LOR: (ReduceOp.MAX, torch.uint8, None),

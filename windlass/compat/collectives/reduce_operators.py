@@ -61,7 +61,7 @@ def premul_sum(factor: float | torch.Tensor | None) -> ReduceOperator:
     """Return the operator that sums each rank's elements multiplied by that rank's `factor`.
 
     Args:
-        factor: a number, or a tensor of one element; None if the factor is unknown, for which reductions raise.
+        factor: a number, or a tensor of one element; None if the factor is unknown: reductions then raise.
 
     Raises:
         CommunicationError: `factor` is a tensor of more elements.

@@ -122,7 +122,7 @@ class TimedWork:
         return found
 
     def get_future(self) -> Any:
-        return self._work.get_future().then(self._stop_timer)  # the returned future completes after the record
+        return self._work.get_future().then(self._stop_timer)  # the returned future completes once the call is recorded
 
     def _stop_timer(self, future: torch.futures.Future[Any]) -> Any:
         self._timer.stop()

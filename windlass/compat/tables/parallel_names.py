@@ -1,4 +1,4 @@
-"""Table of expert, sequence, tensor and pipeline parallelism."""
+"""Table of DeepSpeed's names for expert, sequence, tensor and pipeline parallelism."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 

@@ -23,9 +23,9 @@ from windlass.kernels.reference.stochastic_rounding import NOISE_BITS, NOISE_MAS
 from windlass.kernels.update_tensors import SCALE_BLOCK, count_scales
 
 _MIN_SIGNED_VALUE = 1.125 * 2.0**-15  # value of code 1
-_SIGNED_SPAN, _UNSIGNED_SPAN = 15, 31  # number of exponents of the codes below that of the scale
-# Biased exponents of the smallest scales. With them code 1, and for signed codes its product with a noise, is a normal
-# number. Blocks of smaller values use these scales.
+_SIGNED_SPAN, _UNSIGNED_SPAN = 15, 31  # number of exponents of codes below the exponent of the scale
+# Biased exponents of the smallest scales, which blocks of smaller values use too. With these scales, code 1 (for signed
+# codes: also its product with a noise) decodes to a normal number.
 _MIN_SIGNED_EXPONENT, _MIN_UNSIGNED_EXPONENT = 64, 32
 _INFINITE_EXPONENT = 255
 

@@ -1,7 +1,7 @@
 """Reference update: decode stored tensors to fp32, apply the rule, and encode them again.
 
-The rules of Adam, Adagrad and SGD have the order of operations of torch's fused CPU step, those of Lion and LAMB that
-of `windlass.optim`, so that the results have the same bits.
+The rules of Adam, Adagrad and SGD have the order of operations of torch's fused CPU step, and the rules of Lion and
+LAMB have the order of `windlass.optim`, so that the results have the same bits.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ _CUDA_SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_
 
 
 def backend_availability() -> dict[str, dict[str, Any]]:
-    """Return, by backend, if it can be used here, its version (None: none), and the reason if it cannot be used.
+    """Return the availability of each backend here: its version (None: none), and the reason if it is unavailable.
 
     The keys are `available`, `version`, `why`, and for an available mpi `cuda_aware`.
     """
@@ -172,7 +172,7 @@ def collective_support() -> dict[str, dict[str, bool]]:
 
 
 def operator_support() -> dict[str, dict[str, bool]]:
-    """Return, by reduction operator, whether each backend supports it. gloo's AVG counts from torch 2.13 on."""
+    """Return, by reduction operator, whether each backend supports it; gloo supports AVG from torch 2.13 on."""
     import torch
 
     found = _support_table(OPERATORS)

@@ -192,7 +192,7 @@ class MachineLimits:
     """Limits of this machine and process that `find_low_limits` checks.
 
     Attributes:
-        num_gpus: number of GPUs that torch sees.
+        num_gpus: number of GPUs visible to torch.
         has_infiniband: True if there is an InfiniBand device.
         locked_bytes, open_files: limits of this process; None: unlimited.
         shared_bytes: size of /dev/shm; None: it does not exist.

@@ -69,7 +69,7 @@ def reorder_rows(rows: torch.Tensor, permutation: torch.Tensor, inverse: torch.T
 
 
 class _PermuteTokens(torch.autograd.Function):
-    """Gather whose backward gathers too. Without atomic additions the sums are deterministic."""
+    """Gather whose backward is a gather too: it needs no atomic additions, so the sums are deterministic."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, slots: torch.Tensor, slot_positions: torch.Tensor) -> torch.Tensor:

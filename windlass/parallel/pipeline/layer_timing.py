@@ -23,7 +23,7 @@ def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[flo
     first layer, the time after them for the last.
 
     Args:
-        model: a full model with values that can be split.
+        model: a full model that can be split, with values (not on the meta device).
         repeats: number of measurements after one warm-up run; the shortest is used.
 
     Raises:

@@ -34,8 +34,8 @@ class ExecutorCallbacks:
         call_module: calls the module for a forward.
         keep_unsharded: returns a context manager for the whole schedule. Parameters stay unsharded inside the context,
             so that they are all-gathered once.
-        run_backward: called with a function that runs a backward, and with True if it is the last one that computes
-            gradients of parameters, after which all of them are complete.
+        run_backward: called with a function that runs a backward, and with True if this backward is the last one
+            that computes gradients of parameters, so that all gradients are complete after it.
         on_weight_backward: called inside a backward that computes only gradients of weights, before any computation.
         loss_factor: returns the factor by which a micro-batch's loss is multiplied before its backward.
         to_device: moves a micro-batch from the loader to the device.
@@ -184,7 +184,7 @@ class _ScheduleRunner:
             case ActionKind.RECEIVE_GRADIENT:
                 passing.receive_gradient(stage, micro)
             case ActionKind.SEND_GRADIENT:
-                # Last use of the state: this stage's backward has run, and its gradients are in the leaves.
+                # Last use of the state: this stage's backward has stored the gradients in the input leaves.
                 passing.send_gradient(stage, micro, self._backward_states.pop((stage, micro)).input_leaves)
             case ActionKind.FORWARD:
                 self._forward(stage, micro)
@@ -312,7 +312,7 @@ class _ScheduleRunner:
             )
 
     def _take_batch(self, micro_batch: int) -> Any:
-        """Return the micro-batch on the device, and drop this object's reference at its last forward on this rank."""
+        """Return the micro-batch on the device. At its last forward on this rank, drop the stored reference."""
         if micro_batch not in self._device_batches:
             self._device_batches[micro_batch] = self._callbacks.to_device(self._batches[micro_batch])
         self._remaining_uses[micro_batch] -= 1

@@ -115,7 +115,7 @@ class SplitBackward:
             on_start: called inside the backward, before any computation.
         """
         anchor = torch.zeros((), requires_grad=True)
-        # Grad mode may be off here, and the anchor's backward must exist to call the groups.
+        # Grad mode may be off here, and without it `root.backward()` could not run the groups.
         with torch.enable_grad():
             root = _SingleBackward.apply(partial(self._run_groups, on_start), anchor)
         root.backward()

@@ -24,7 +24,7 @@ _SENDS_IN_FLIGHT = 2
 
 
 class PeerStageFailed(Exception):
-    """Use of a transfer that its sender marked as failed: the sender failed, or had received such a transfer itself."""
+    """Use of a transfer that its sender marked as failed: the sender failed, or received a failed transfer itself."""
 
 
 @dataclass
@@ -98,8 +98,8 @@ class StageTransfers:
 
     def __init__(self, axis: MeshAxis, device: torch.device, *, has_dynamic_shapes: bool = False) -> None:
         self._axis, self._device, self.has_dynamic_shapes = axis, device, has_dynamic_shapes
-        self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # keys: stage, key of the shapes
-        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # the same keys; skeletons are pickled
+        self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # keys: stage, key (see the class)
+        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # the same keys; pickled skeletons
         # Layouts of unfinished micro-batches. Keys: kind, stage, micro-batch. The kind _ACTIVATION is for the output
         # that the stage sends, _GRADIENT for the input whose gradients the stage returns.
         self._active_layouts: dict[tuple[int, int, int], MessageLayout] = {}
@@ -374,7 +374,7 @@ class StageTransfers:
         works = [w for t in (length, text) for w in self._start([t], stage + 1, _tag(_HEADER, stage), sends=True)]
         going = self._sending.setdefault((_HEADER, stage), {})
         going[max(going, default=0) + 1] = _InFlightTransfer([length, text], works)
-        # No gradient shows that a header arrived, so limit the headers in flight here.
+        # An activation has arrived when its gradient returns. Headers have no gradient, so limit the headers in flight.
         self._limit_in_flight(_HEADER, stage)
 
     def _receive_header(self, stage: int) -> MessageLayout | None:

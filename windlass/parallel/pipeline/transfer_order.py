@@ -72,7 +72,7 @@ def _merge_transfers(actions: RankActions, halves: list[tuple[Action, Action]]) 
     for half, action in reversed(halves):
         latest = min(latest, places[action] + half.kind.is_send)
         limits.append(latest)
-    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action, then after all
+    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action; last: after all
     at = 0
     for (half, action), limit in zip(halves, reversed(limits), strict=True):
         position = places[action] + 1 if half.kind.is_send else places[action] - 1

@@ -212,8 +212,8 @@ def apply_sequence_parallel(
         pre_sharded: True if batches contain this rank's tokens only. A batch with `SHARD_KEY` counts as sharded in any
             case.
         only_training: True if every rank computes full sequences in eval mode.
-        rng_stream: number of the random stream for dropout. Ranks that compute other heads of the same tokens (tp) need
-            different numbers.
+        rng_stream: number of the random stream for dropout. Ranks that compute different heads of the same tokens (tp)
+            need different numbers.
 
     Raises:
         ConfigError: the mode is unknown, or the degree does not divide the number of ranks or contradicts the mode.
@@ -273,7 +273,7 @@ def sequence_parallel_of(model: Any) -> SequenceParallel | None:
 
 
 def _output_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss in a model's output, which is first in a tuple; None if that value is not a scalar tensor."""
+    """Return `output.loss`, or the first element of a tuple; None if that is not a scalar tensor."""
     found = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
     return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
 

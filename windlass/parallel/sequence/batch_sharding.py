@@ -22,7 +22,7 @@ SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attenti
 """Keys of tensors `[samples, tokens, ...]`, which are sharded along dimension 1."""
 
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keys that describe packed documents for other attention kernels. They are dropped: documents are read from
+"""Keys that describe packed documents for other attention kernels. They are dropped: the documents follow from
 `position_ids`.
 """
 
@@ -128,7 +128,7 @@ def mark_sharded_batch(
         positions = axis.all_gather(positions.contiguous(), 1, sizes)
     if mask is not None:
         mask = axis.all_gather(mask.contiguous(), 1, sizes)
-        mask = None if bool((mask != 0).all()) else mask  # a mask of ones counts as none: positions separate documents
+        mask = None if bool((mask != 0).all()) else mask  # without padding, only positions separate documents
     if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
         full = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
         positions = None if bool((full == positions).all()) else positions

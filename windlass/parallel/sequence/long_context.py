@@ -29,7 +29,7 @@ def apply_long_context(
 ) -> None:
     """Reduce the memory for each token of an unmodified transformers model, in place. Results stay the same.
 
-    Apply tensor and sequence parallelism before.
+    Apply tensor and sequence parallelism before this call.
 
     Args:
         tiled_mlp: number of tokens that an MLP computes at a time; True: the number of features of a token; False: MLPs

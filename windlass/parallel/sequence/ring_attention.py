@@ -151,7 +151,7 @@ class _RingAttention(torch.autograd.Function):
                 to_query[rows, :, q0:q1] += dq
                 to_key[rows, :, k0:k1] += ring_context.sum_kv_gradients(dk.to(to_key.dtype), key.shape[1])
                 to_value[rows, :, k0:k1] += ring_context.sum_kv_gradients(dv.to(to_value.dtype), key.shape[1])
-            if transfer is not None:  # gradients of the same block, from the ranks before this one
+            if transfer is not None:  # gradients of the same block, summed over the previous ranks
                 before = transfer.wait()
                 to_key, to_value = to_key.add_(before[0]), to_value.add_(before[1])
             arrived = [to_key, to_value]
@@ -172,10 +172,10 @@ def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor,
     """Compute the attention of this rank's queries to the keys of all ranks of the ring. Collective along the ring.
 
     Args:
-        query: `[samples, heads, local tokens, features]`; key and value the same with as many heads or fewer.
+        query: `[samples, heads, local tokens, features]`; key and value the same, with as many heads or fewer.
 
     Returns:
-        `[samples, heads, local tokens, value features]`; 0 for queries that see no key.
+        `[samples, heads, local tokens, value features]`; 0 for queries that attend to no key.
     """
     # Fused kernels need contiguous features: without them torch's CPU kernel computes wrong values and raises no error.
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))

@@ -1,7 +1,7 @@
 """Attention backends of sequence parallelism: `"ulysses"`, `"ring"` and `"ulysses+ring"`.
 
-`use_shard` makes the backend of a batch's shard active for a forward. A backend that is active around
-`use_shard` computes the local heads of Ulysses (`local_backend_attention`).
+`use_shard` makes the backend of a batch's shard active for a forward. If another backend is active
+around `use_shard`, it computes the local heads of Ulysses (`local_backend_attention`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def describe_full_mask(shard: SequenceShard, band: MaskBand, device: torch.devic
     for rows in shard.mask:
         for number, seen in enumerate(rows.visible_ranges):
             padding[rows.start : rows.stop, slice(*seen.keys)] = True
-            if seen.queries == seen.keys:  # a document; otherwise all queries see the keys
+            if seen.queries == seen.keys:  # one document; otherwise all queries of the row see these keys
                 documents[rows.start : rows.stop, slice(*seen.keys)] = number
     has_documents = any(seen.queries != (0, length) for rows in shard.mask for seen in rows.visible_ranges)
     return AttentionMask(
@@ -85,7 +85,7 @@ def local_backend_attention(
             mask.local.backend,
             module,
             query,
-            key.index_select(1, key_heads),  # one key head for each query head: local groups may be uneven
+            key.index_select(1, key_heads),  # one per query head: key heads may serve unequal numbers of them
             value.index_select(1, key_heads),
             mask.local.mask,
             scaling=scaling,
@@ -121,7 +121,7 @@ class SequenceBackend(AttentionBackend):
         check_sequence_support(unwrap_peft(model), self.shard.axis)
 
     def make_mask(self, mask: AttentionMask) -> SequenceMask:
-        """Return the mask of full sequences. `mask` gives the pattern and the device, the shard padding and documents.
+        """Return the mask of full sequences: pattern and device from `mask`, padding and documents from the shard.
 
         Raises:
             ModelError: the pattern is not a band, or another active backend cannot be combined with this one.
@@ -141,7 +141,8 @@ class SequenceBackend(AttentionBackend):
             ModelError: the mode is not "ulysses", or the backend cannot compute local heads.
         """
         local = get_active_backend()
-        if local is None or isinstance(local, SequenceBackend):  # an outer forward on sequences of another model
+        # a `SequenceBackend` here belongs to an outer forward of another model
+        if local is None or isinstance(local, SequenceBackend):
             return None
         if self.name != "ulysses" or not local.computes_local_heads:
             raise ModelError(

@@ -18,7 +18,7 @@ class SequenceShard:
     """This rank's part of the sequences of one batch.
 
     It holds no tensors and has no `__dict__`, so that searches for tensors in arguments do not descend into it. So a
-    mask may refer to it.
+    mask may refer to a shard.
 
     Args:
         sharding: tokens of each rank.

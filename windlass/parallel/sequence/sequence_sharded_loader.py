@@ -110,7 +110,7 @@ def _describe(value: Any) -> Any:
 
 
 def _clone_if_view(value: Any) -> Any:
-    """Clone a view: it would keep the whole batch in memory."""
+    """Clone a view, because a view would keep the full batch in memory."""
     if not isinstance(value, torch.Tensor):
         return value
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()

@@ -3,9 +3,10 @@
 [Note: positions of tokens] A rank's tokens are one or two ranges of the sequence, in local order. In attention,
 `ulysses_degree` neighbouring ranks swap tokens for heads. Each of them then holds all tokens of this group of ranks,
 for some of the heads. The groups form a ring and pass keys and values round. If a causal sequence were split into equal
-parts, the last group would see all keys and the first only its own. To balance the work, the sequence is split into
-twice as many parts as there are groups, and each group gets one part from either end (zig-zag, as in Llama 3, arXiv
-2407.21783, section 3.3.2). Only this file computes the distribution; other files use a `SequenceSharding`.
+parts, the last group would attend to all keys, and the first group only to its own. To balance the work, the sequence
+is split into twice as many parts as there are groups, and each group gets one part from either end (zig-zag, as in
+Llama 3, arXiv 2407.21783, section 3.3.2). Only this file computes the distribution; other files use a
+`SequenceSharding`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class SequenceSharding:
         ]
 
     def local_shard(self, tensor: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """Return the part that belongs to `rank` of a tensor that has the full sequence along `dim`."""
+        """Return the part of `rank` from a tensor that has the full sequence along `dim`."""
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -158,7 +159,7 @@ def merge_ranges(ranges: object) -> tuple[TokenRange, ...]:
 
 
 def select_range(ranges: Sequence[TokenRange], part: TokenRange) -> tuple[TokenRange, ...]:
-    """Return the ranges of the tokens at indices `[part)` of the concatenation of `ranges`."""
+    """Concatenate `ranges`, and return the ranges of the tokens at indices `[part[0], part[1])` of the result."""
     found, at = [], 0
     for start, stop in ranges:
         first, last = max(part[0] - at, 0), min(part[1] - at, stop - start)

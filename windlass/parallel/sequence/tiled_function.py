@@ -33,7 +33,7 @@ class ReplayContext:
     def autocast(self) -> Iterator[None]:
         """Restore autocast, with its cache of casts disabled.
 
-        A cached cast of a forward without a graph would disconnect the graph of the next use of the same weight.
+        A cast that a forward without a graph has cached would cut the next use of that weight from its graph.
         """
         with torch.autocast(self._device.type, enabled=self._autocast, dtype=self._dtype, cache_enabled=False):
             yield

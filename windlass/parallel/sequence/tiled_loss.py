@@ -205,8 +205,11 @@ class TiledLossHead:
         self._argument_names: list[str] = []
 
     def install(self, model: nn.Module, names: list[str]) -> None:
-        """Replace the forward of the head. `names` are the arguments, in order, of the forward of the transformers
-        model, which `model` is or wraps.
+        """Replace the forward of the head.
+
+        Args:
+            model: the transformers model, or a wrapper of it.
+            names: argument names of the transformers model's forward, in order.
         """
         self._argument_names = names
         held: Any = self._head
@@ -260,7 +263,7 @@ class TiledLossHead:
         return found
 
     def _record_input(self, head: nn.Module, args: tuple[Any, ...]) -> None:
-        """Record the hidden states before other hooks of the head change them, because those run in both calls."""
+        """Record the hidden states before other hooks of the head change them; these hooks run in both calls."""
         self._raw_hidden = args[0] if self._is_deferring and self._compute_sum is None else None
 
     def _pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

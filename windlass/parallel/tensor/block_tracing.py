@@ -50,8 +50,8 @@ def trace_block(name: str, block: nn.Module, covered: Collection[str], hidden_si
     """Return the plan entries of a block, except for the modules in `covered`.
 
     Args:
-        hidden_size: number of features between blocks, if known; otherwise the layer registered last that fits ends a
-            chain.
+        hidden_size: number of features between blocks, and so of the output of each chain; None: unknown, the last
+            registered layer whose sizes fit ends a chain.
 
     Raises:
         ModelError: the role of a linear layer or a matrix is unknown. The message shows the table entry to write.
@@ -130,8 +130,8 @@ def _trace_attention(layers: Sequence[LinearLayer], name: str) -> Iterator[list[
 def _trace_latent_attention(layers: Sequence[LinearLayer]) -> list[PlanEntry]:
     """Return the entries of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    The layers that expand the latents are sharded. The layers that compute the latents, and with them the rotary part
-    of the keys, which all heads use, are replicated.
+    The layers that expand the latents are sharded. The layers that compute the latents and the rotary part of the keys
+    are replicated, because all heads use their outputs.
     """
     by_leaf = {layer.leaf_name: layer.name for layer in layers}
     query = by_leaf.get("q_b_proj", by_leaf.get("q_proj"))

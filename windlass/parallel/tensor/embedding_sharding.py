@@ -26,7 +26,7 @@ def shard_embedding(module: nn.Embedding, shard: ModuleShard, axis: MeshAxis) ->
 class VocabShardLookup:
     """Hooks around the forward of an embedding that holds the tokens `[start, stop)` of `size`.
 
-    Other tokens are looked up in its first row and their vectors set to zero, so their gradient is zero too.
+    Other tokens are looked up in the first row and their vectors are set to zero, so their gradient is zero too.
     """
 
     def __init__(self, axis: MeshAxis, start: int, stop: int, size: int) -> None:

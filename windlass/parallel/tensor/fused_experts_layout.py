@@ -12,8 +12,8 @@ class FusedExpertsLayout:
     """Layout of the weights of an expert module.
 
     Attributes:
-        up_name: name of the parameter that computes the intermediate features, gate and up, or up: `[experts, features,
-            hidden]`, or transposed `[experts, hidden, features]`.
+        up_name: name of the parameter that computes the intermediate features (gate and up, or only up): `[experts,
+            features, hidden]`, or transposed `[experts, hidden, features]`.
         down_name: name of the parameter that maps intermediate features to outputs: `[experts, hidden, intermediate]`,
             or transposed `[experts, intermediate, hidden]`.
         intermediate_size: number of intermediate features of one expert.

@@ -43,8 +43,8 @@ def count_heads(
 ) -> tuple[int, int]:
     """Return the numbers of query heads and key heads of the attention module `name`.
 
-    The module's own attributes take precedence over the sizes of its layers, and these over the configuration, which
-    describes all layers at once.
+    The module's own attributes take precedence over the sizes of its layers, and the sizes over the configuration,
+    which describes all layers at once.
 
     Raises:
         ModelError: the counts are unknown, or do not match the sizes.

@@ -49,8 +49,8 @@ class HeadPartition:
     def local_counts(self, rank: int) -> tuple[int, int]:
         """Return the numbers of query and key heads in this rank's attention.
 
-        The key heads are those of `key_range` if each serves the same number of local query heads; otherwise there is
-        one for each query head.
+        The key heads are those of `key_range` if each of them serves the same number of local query heads; otherwise
+        there is one key head for each query head.
         """
         start, stop = self.query_ranges[rank]
         order = self.repeated_keys(rank)

@@ -19,7 +19,8 @@ class LayerStack:
     Attributes:
         layers: names of the layers.
         full_sequence_modules: modules in these layers that receive full sequences and compute the same on all ranks.
-        chains: chains whose columns all-gather the sequence and whose row reduce-scatters it.
+        chains: names of chains of column layers and a row layer; the columns all-gather the sequence, and the row
+            reduce-scatters it.
         partial_parameters: parameters that are applied to a part of the sequence only.
     """
 
@@ -39,8 +40,8 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
     sharding. Any other module with a matrix (a router and its experts, replicated attention) receives full sequences.
 
     Raises:
-        ModelError: the model has no module list with sharded layers, the first or the last layer of a list is in it
-            again, or a chain extends beyond its module.
+        ModelError: the model has no module list with sharded layers, the first or the last layer of a list occurs
+            in the list again, or a chain extends beyond its module.
     """
     stacks: list[LayerStack] = []
     list_before: str | None = None  # name of the list whose element was added last
@@ -64,7 +65,7 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
 
 
 def _check_ends(model: nn.Module, stack: LayerStack) -> None:
-    """Raise a ModelError if the hooks of the first and the last layer would run in the middle of the stack too."""
+    """Raise a ModelError if the first or last layer occurs in its list again, since its hooks would run there too."""
     layers = [model.get_submodule(name) for name in stack.layers]
     first, last = layers[0], layers[-1]
     holder = stack.layers[0].rpartition(".")[0]

@@ -144,8 +144,10 @@ def is_stub(module: nn.Module) -> bool:
 
 
 def find_local_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name, without the stubs of other pipeline stages and the modules inside them:
-    these hold parameters of local modules under second names."""
+    """Return the modules of a model by name, without the stubs of other pipeline stages and the modules inside stubs.
+
+    Stubs hold parameters of local modules under second names.
+    """
     modules = dict(model.named_modules())
     stubs = {name for name, module in modules.items() if is_stub(module)}
     return {

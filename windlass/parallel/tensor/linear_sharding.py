@@ -177,7 +177,7 @@ class ColumnGatherHook:
 
 class ColumnRngHook:
     """Forward hook of a column layer: switch to rank-specific random numbers until the row layer of the chain. No
-    effect after the first column of the chain.
+    effect after the first column layer of the chain.
     """
 
     def __init__(self, input_hook: ChainInputHook) -> None:

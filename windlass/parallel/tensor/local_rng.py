@@ -8,9 +8,9 @@ Therefore:
 
 - All ranks of the axis use generators in the same state. `sync_rng_states` copies the first rank's state, for every
   model, because no attribute shows that a router draws random numbers. Seeds of ranks along other axes may differ.
-- Between the first column of a chain and its row, numbers come from a generator seeded with one number of the shared
-  generator and the rank's index. A caller that restores the shared generator (activation checkpointing before a
-  recomputation) thus gets the same numbers again. No other state is saved.
+- Between the first column layer of a chain and the chain's row layer, numbers come from a generator seeded with one
+  number of the shared generator and the rank's index. A caller that restores the shared generator (activation
+  checkpointing before a recomputation) thus gets the same numbers again. No other state is saved.
 - If a module between sequence-sharded layers receives full sequences, the shared number is recovered from the rank's
   own seed (`compute_shared_seed`), also in a recomputation.
 - A user's own layers draw inside `windlass.parallel.rng_tracker.rng_tracker.fork()`, after `seed_rng_tracker`.

@@ -27,7 +27,8 @@ from windlass.parallel.tensor.rank_ranges import count_elements
 Cuts = tuple[tuple[str, int, Ranges], ...]  # packed tensor, its dimension and the ranges that are kept, in elements
 
 _WHOLE = "weight_shape"  # packed tensor whose values are the sizes of the full matrix; replicated
-_MANY = 64  # number of equal parts in a test: they take 64 times the words of one only if a part fills its last word
+# Factor of a test: 64 parts take exactly 64 times the words of one part only if a part fills its last word.
+_MANY = 64
 
 
 def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis: str) -> None:
@@ -98,7 +99,7 @@ def _find_cuts(
 
 
 def _place(form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, along: int, edge: int) -> int:
-    """Return the position in a packed tensor of the boundary between two ranks."""
+    """Return the position of the boundary between two ranks in a packed tensor: the index along dimension `along`."""
     size = sizes[dim]
     if edge in (0, size):
         return 0 if edge == 0 else _shape(form, sizes, part, dim, size)[along]

@@ -80,7 +80,7 @@ def build_tensor_parallel_plan(
 def collect_plan_entries(
     model: nn.Module, tensor_table: Mapping[str, str] | None = None
 ) -> tuple[dict[str, PlanEntry], list[str]]:
-    """Return the plan entries of a model, and their origins in words; see `build_tensor_parallel_plan`.
+    """Return the plan entries of a model, and texts that name their origins; see `build_tensor_parallel_plan`.
 
     Raises:
         ConfigError: the table is invalid.
@@ -158,7 +158,7 @@ def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, stri
             for layer in find_linear_layers(block, name)
             if any(is_inside(layer.name, one) for one in taken if entries[one].is_from_user)
         }
-        # Modules that another block has under another name: they are sharded there.
+        # Modules that another block has under another name are sharded in that block.
         taken |= {inner for inner, _ in block.named_modules(prefix=name) if inner not in local}
         found = trace_block(name, block, taken, hidden) if strict else trace_known_layers(name, block, taken)
         entries.update({entry.name: entry for entry in found if entry.name not in entries})

@@ -53,7 +53,8 @@ class ModuleShard:
         rank_ranges: for each rank, the ranges of these elements that the rank holds, or needs (`COLUMN_SHARED`); empty
             if nothing is sharded.
         description: the sharding in words.
-        chain: name of the chain's last layer, whose outputs are summed, for all shards of a chain; empty: no chain.
+        chain: chain of dependent layers that the shard belongs to, by the name of its last layer, whose outputs are
+            summed; empty: no chain.
         dim: sharded dimension of a single parameter.
         repeated_ranges: for `COLUMN_SHARED` only: for each rank, the ranges of its computed features that make up the
             input of its attention, in order.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 BLOCK_CHARACTERS = 64
-"""Characters of a block of a prompt; about as many as a KV block of 16 tokens has."""
+"""Characters in a block of a prompt: about the text of one KV block of 16 tokens."""
 
 _MAX_BLOCKS = 4096
 _MAX_ENTRIES = 2**16
@@ -17,7 +17,7 @@ _RUNNING_CHARACTERS = 64
 
 
 def routing_text(data: Any) -> str:
-    """Return a text for a request. Prompts with a common prefix have texts with a common prefix.
+    """Return the text by which a request is routed. Prompts with a common prefix have texts with a common prefix.
 
     Args:
         data: JSON object of a request. Anything else gives an empty text: the replica then answers with the error.
@@ -86,7 +86,7 @@ class ReplicaLoad:
         return len(hashes)
 
     def insert(self, hashes: Iterable[int]) -> None:
-        """Add the prefixes of a prompt. The least recently used entries are dropped."""
+        """Add the prefixes of a prompt. Beyond a fixed number, the least recently used prefixes are dropped."""
         # from long to short, so that short prefixes, without which the long ones are unreachable, are dropped last
         for known in reversed(list(hashes)):
             self._hashes[known] = None
@@ -103,9 +103,10 @@ def choose_replica(loads: Sequence[ReplicaLoad], length: int, hashes: Sequence[i
     """Return the index of the replica that can begin the answer first, and the number of characters that it has to
     compute.
 
-    The cost of a replica is the number of characters that are computed before the first token: those of waiting
-    prompts, those of this prompt that are not cached there, and a share for each running answer. Among equal costs the
-    replica with the fewest requests is chosen, then that with the fewest cached blocks, so that conversations spread.
+    The cost of a replica is the number of characters that are computed before the first token: the waiting
+    prompts, the part of this prompt that is not cached there, and `_RUNNING_CHARACTERS` for each running answer. Among
+    equal costs the replica with the fewest requests is chosen, then the one with the fewest cached blocks, so that
+    conversations are distributed.
 
     Raises:
         ValueError: `loads` is empty.

@@ -206,7 +206,7 @@ class ReplicaSupervisor:
 
 
 async def _read_answer(stdout: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the answer of a process to its start; an empty one if the process ended before the end of the line.
+    """Return the JSON line that a started process writes; empty if the process ended before the end of the line.
 
     Raises:
         ValueError: the line is not JSON, or has more than `_MAX_ANSWER_BYTES`.

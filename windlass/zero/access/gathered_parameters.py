@@ -67,7 +67,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
-        # transformers 4.57 takes the parameters from a `state_dict()`, which has stubs for them.
+        # transformers 4.57 passes values of a `state_dict()`, which has stubs for sharded parameters.
         given = [one.parameter if isinstance(one, StateDictStub) else one for one in given]
         unique = {id(p): p for p in given}.values() if enabled else []
         self._places = [(p, place) for p in unique if (place := find(p)) is not None]

@@ -8,13 +8,14 @@ Autograd writes the attribute in C++ and bypasses the properties. The hot path b
 `put_grad` and `put_data`. For parameters without an engine the properties behave like the original attributes.
 
 - Setting `.grad` to None drops the parameter's gradient of the current step. All of torch's ways to drop gradients
-  (`Optimizer.zero_grad`, `Module.zero_grad`) are loops over this.
+  (`Optimizer.zero_grad`, `Module.zero_grad`) set the `.grad` of each parameter to None.
 - Reading `.grad` returns a `ShardedGradient` if the step has a gradient. It has shape and dtype and can be zeroed.
   Reading or changing its values raises an error that names the function to use instead.
 - Setting `.grad` of a trainable parameter to a tensor raises. Engines of `import deepspeed` drop the tensor with a
   warning instead.
 - Reading `.data` is recorded if the unit is resharded, or if the master weights are separate memory from the parameter.
-  A change through `.data` does not increment the parameter's version, so the next reshard or step compares values.
+  A change through `.data` does not increment the parameter's version, so the next reshard or step compares the
+  values with a copy or with the master weights.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ _users = 0
 
 
 def install(model: object) -> finalize[[], object]:
-    """Make `.grad` and `.data` properties while `model` exists. The returned finalizer ends this earlier."""
+    """Make `.grad` and `.data` properties while `model` exists, or until the returned finalizer is called."""
     global _users
     # Several engines share the properties, which are removed with the last of these engines.
     _users += 1

@@ -65,7 +65,7 @@ class ScriptGradients:
         self._gradients.drop_gradient(number, place.index, zero=zero)
 
     def drop_all(self, parameters: Iterable[nn.Parameter], *, zero: bool) -> None:
-        """Drop or zero the gradients of `parameters`, of any engine or none, and their `.grad`."""
+        """Drop or zero the gradients and `.grad` of `parameters`, which may belong to any engine or to none."""
         for parameter in parameters:
             raw = raw_grad(parameter)
             if raw is not None and zero:

@@ -89,7 +89,7 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if facts[0] > 0 or not slot.has_reduced:
         requested = [other is slot for other in model.slots]
         model.reducer.reduce_units(requested)
-    if model.reducer.keeps_local_gradients:  # their mean over ranks is the reduced gradient
+    if model.reducer.keeps_local_gradients:  # the mean of the local gradients is the reduced gradient
         mean = place.unit.parameter_view(slot.read(), place.index) / group.size
         return group.all_reduce(mean).div_(model.callbacks.loss_scale())
     part = model.agreement.local_part(place.unit, slot.read())
@@ -201,9 +201,9 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     assert number is not None
     slot = place.model.slots[number]
     flat, gradient = value.detach().reshape(-1), slot.read()
-    # The step sums the gradient over the extra groups, so each of their ranks stores an equal fraction of `value`.
+    # The step sums the gradient over `extra_reduce_groups`, so each of their ranks stores an equal fraction of `value`.
     factor = place.model.callbacks.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
-    if place.model.reducer.keeps_local_gradients:  # equal on all ranks, so their mean over ranks is `value` too
+    if place.model.reducer.keeps_local_gradients:  # equal on all ranks, so the mean of the local gradients is `value`
         place.unit.parameter_view(gradient, place.index).copy_(value).mul_(factor)
         slot.write(gradient)
         return

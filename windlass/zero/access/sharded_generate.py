@@ -101,7 +101,7 @@ def attach_generation(model: nn.Module, sharded: ShardedModel) -> list[ShardedGe
 
     Returns:
         A list with the replacement, whose `remove` restores the method. Empty if the model has no method `generate`, or
-        if that of the instance is replaced already.
+        if the instance already has a replacement.
     """
     if not callable(getattr(type(model), "generate", None)) or "generate" in vars(model):
         return []

@@ -58,7 +58,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     slots = [GradientSlot(unit) for unit in units]
     chunks = _take_space(model, slots)
     for parameter in requested.values():
-        put_grad(parameter, None)  # left by an earlier backward that no hook handled
+        put_grad(parameter, None)  # left by an earlier backward, before the parameter had a hook
     _bring_buffers(model, slots)
     assert model.update is not None
     for unit in units:

@@ -66,7 +66,7 @@ class SyncPoint(Enum):
 
 
 _SYNC_POINTS = tuple(SyncPoint)
-_REMEMBERED = 64  # phases of one kind per step with a list of their own; later ones share one list
+_REMEMBERED = 64  # phases of a kind in a step that have separate lists; later phases share one list
 _LATEST = -1
 
 
@@ -166,7 +166,7 @@ class CollectiveScheduler:
             return
         self.end_phase()
         self._interrupted_kind = ""
-        # Evaluations may have thousands of similar forwards: all but the first share one list.
+        # Evaluations may have thousands of similar forwards: all but the first share one list of collectives.
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), _NOTHING))
@@ -260,7 +260,7 @@ class CollectiveScheduler:
         if unit.shard_state is ShardState.SHARDED:
             for joined in self._finish_begin():
                 self._start(joined)
-            # Start all collectives of the list up to this unit's gather, or all of them if it has none.
+            # Start all collectives of the list up to this unit's gather, or the full list if this gather is not on it.
             for joined in self._next_codes(self._position_of(unit)):
                 self._start(joined, wanted=_unit_of(joined) == unit.index)
             if unit.shard_state is ShardState.SHARDED:

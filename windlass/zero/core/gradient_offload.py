@@ -114,7 +114,7 @@ class GradientOffload:
         if device_has_own_memory(self._device):
             staged = empty_host_tensor(out.numel(), out.dtype, pin=True)
             arrival = copy_to_host(staged, out)
-        slot.norm_squares = None  # drop the sum of squares of this part; the step computes that of the total
+        slot.norm_squares = None  # squares of this sum alone; the step computes those of the total gradient
         self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(storage, staged)), out))
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ more. Every rank zeroes its own shard, so all ranks that shard a gradient must d
 reductions. At the agreement before a step, they compare a hash of the order of these events, which costs no extra
 message. Each replica (MiCS) reduces and drops independently, before the sums of all replicas are added.
 
-[Note: gradients that stay] As in plain PyTorch, a step leaves the gradient of a parameter that requires a gradient and
+[Note: gradients that stay] As in plain PyTorch, a step does not drop the gradient of a parameter that requires one and
 is in no group of the optimizer. The gradient accumulates until a script drops it. These parameters have separate units
 (`Unit.unstepped`), whose slots the step neither reads nor resets. The norm does not include their gradients. A step
 that fails or is skipped drops all gradients. A parameter that joins a group later is stepped with all that has been
@@ -632,7 +632,7 @@ class GradientReducer:
 
     def _keep_local(self, slot: GradientSlot, flat: torch.Tensor) -> None:
         """Count the unit's own gradient `[padded]` as reduced, without communication."""
-        if slot.has_reduced:  # a second time in this step: the first part is in separate memory
+        if slot.has_reduced:  # reduced before in this step: `shard` has the sum so far, in separate memory
             assert slot.shard is not None
             slot.shard.add_(flat)
         else:

@@ -46,7 +46,7 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
             runtime.begin_model_forward()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if in_transform():  # a transform of the whole model, e.g. for per-sample gradients
+        if in_transform():  # torch.func transforms the full model, e.g. for per-sample gradients
             with outside_transforms():
                 runtime.end_model_forward()
             return
@@ -138,7 +138,8 @@ def register_block_hooks(
         call = runtime.post_forward(block, output)
         if call is not None and call.leaves:
             old = {id(through): leaf for through, leaf in call.leaves}
-            # A hook of the script may have copied the caller's containers, so restore the originals (`call.given`) too.
+            # Put the caller's tensors back, also into the original containers (`call.given`): hooks of the script may
+            # have copied them.
             args, kwargs, _ = replace_tensors((args, kwargs, call.given), old, in_place=True)
             call.leaves, call.given = [], None
         if call is not None and torch.is_grad_enabled():

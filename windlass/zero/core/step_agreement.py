@@ -54,11 +54,13 @@ class StepAgreement:
         self._norm_vector = NormVector(mesh, device)
         # Over all ranks, so that either all of them repeat the exchange or none does.
         self._has_replicas = any(mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units)))
-        self._replicas_summed = False  # this step's gradients are summed over replicas already
+        self._replicas_summed = False  # True once this step's gradients are summed over replicas
         self._warned_uneven = False
 
     def agree(self, flags: list[float]) -> StepStatus:
-        """Reduce the remaining gradients, sum replicas, and return the exchanged status. Collective over all ranks.
+        """Reduce the remaining gradients, sum them over replicas of parameters, and return the exchanged status.
+
+        Collective over all ranks.
 
         Args:
             flags: Numbers to sum over ranks in the same exchange. `StepStatus.flags` has their sums, then the number of
@@ -190,7 +192,7 @@ class StepAgreement:
         return min((bad for bads in of_ranks for bad in bads), default=(0, 0, 0, ""))[-1]
 
     def refuse_unused(self, used: list[list[bool]]) -> None:
-        """Raise if a parameter had no gradient. Collective over all ranks if the mesh has more than data-parallel axes.
+        """Raise if a parameter had no gradient. Collective over all ranks if the mesh has a model-parallel axis.
 
         Args:
             used: `StepStatus.used`.
@@ -222,7 +224,7 @@ class StepAgreement:
         return status
 
     def _merge_stage_usage(self, status: StepStatus) -> None:
-        """Mark a parameter that several pipeline stages share as used if any of the stages used it.
+        """Mark each parameter shared by several pipeline stages as used if any of these stages used it.
 
         Collective over these stages.
         """
@@ -238,7 +240,7 @@ class StepAgreement:
 
     def _sum_in_place(self, slot: GradientSlot) -> None:
         values, traffic = slot.read(), slot.unit.transport.traffic
-        local = self._gradients.keeps_local_gradients  # then each data rank has a full gradient
+        local = self._gradients.keeps_local_gradients  # True: each data rank has a full gradient
         part = self.sum_replicas(slot.unit, values if local else self.local_part(slot.unit, values))
         slot.write(values)
         for group in slot.unit.extra_reduce_groups:

@@ -119,7 +119,7 @@ class Unit:
         self.gradient_tier = Tier.DEVICE
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
-        # Copies of the values of parameters when a script first read their `.data` since the unshard, by index.
+        # Copies of parameters, by index, made when a script first read their `.data` after the unshard.
         self.data_snapshots: dict[int, torch.Tensor] = {}
         self.lost_edit_name = ""  # first parameter that a script changed through `.data` before its reshard
         self.privately_held: set[int] = set()  # indices of parameters with a private copy inside GatheredParameters
@@ -259,7 +259,7 @@ class Unit:
         # This rank joins the collective again, so its own gather in flight has to end first.
         if self.shard_state is not ShardState.SHARDED:
             self.wait_for_unshard()
-        here = self.shard_state is ShardState.UNSHARDED  # then the gather receives the same values again
+        here = self.shard_state is ShardState.UNSHARDED  # if so, the gather receives the same values again
         if self.shard_slot is None:
             # Shared buffer: `full` is always allocated; the gather only waits until its owners have published it.
             self._pending = self.transport.all_gather(self.buffer, elements=self.numel)
@@ -275,7 +275,7 @@ class Unit:
             self._pending = self._callbacks.enqueue(gather)
             if trace_ranges.recorder is not None:
                 trace_ranges.recorder.begin_flight(("gather", id(self)), "gather", self.names[0])
-        if not here:  # set afterwards: if allocation fails, the state stays as it was
+        if not here:  # set last, so that the state is unchanged if the allocation fails
             self.shard_state = ShardState.UNSHARDING
 
     def gather_exact(self) -> list[torch.Tensor]:

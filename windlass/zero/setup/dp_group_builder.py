@@ -16,7 +16,7 @@ REPLICA_AXES = ("tp",)
 
 
 def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
-    """Return the weight of the squares of this rank's shard in the norm.
+    """Return the weight of this rank's shard in the sum of squares of the gradient norm.
 
     A parameter with copies outside its data-parallel group counts once in total.
     """

@@ -1,4 +1,4 @@
-"""States that an optimizer has before `initialize`, of parameters that tp or ep has sharded since."""
+"""Optimizer states from before `initialize`, for parameters that tp or ep has sharded after the states were made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Model consistency checks: all ranks have the same model and train the same parameters, which no forward changes on
-one rank alone; or all ranks raise.
+"""Model consistency checks, which pass or raise on all ranks together: all ranks have the same model and train the same
+parameters, and no forward changes a parameter on one rank alone.
 """
 
 from __future__ import annotations

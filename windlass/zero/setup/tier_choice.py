@@ -1,11 +1,11 @@
 """Choice of a tier for the parameters, the gradients and the optimizer states of each unit. Pure arithmetic.
 
 [Note: choice of tiers] In model order, the first units are on NVMe, the next ones in host memory and the last ones on
-the device, with one pair of bounds for parameters and one for master weights and states. Gradients are on the tier of
-their states; those of states on NVMe may be in host memory too. All placements of that form are compared, so the result
-is the fastest of them that fits, every uniform setting is among them, and more memory never makes a step slower. A
-model of many units is divided into at most `_MOST_GROUPS` groups of neighbours, each placed as a whole. Placements with
-a single bound, such as a `ratio` of the states, are compared with the bound at every unit.
+the device, with one pair of bounds for parameters and one for master weights and states. A unit's gradients are on the
+tier of its states; if that is NVMe, they may be in host memory instead. All placements of that form, including all
+uniform ones, are compared. So the result is the fastest one that fits, and more memory never makes a step slower. A
+model of many units is divided into at most `_MOST_GROUPS` groups of neighbours, and all units of a group have the same
+tiers. Placements with a single bound, such as a `ratio` of the states, are compared with the bound at every unit.
 
 The time of a placement is computed from the measured rates: the slowest of the transfers during forward and backward,
 plus the update on the device, plus the slowest other part of the update. A share of every transfer is added, because no
@@ -38,7 +38,7 @@ class UnitBytes:
         masters: Master weights; 0 for a frozen unit.
         states: Optimizer states.
         can_move: The parameters are resharded, so that they can be on any tier; else they count in `FixedBytes`.
-        shares_masters: Parameters on the tier of the states serve as master weights, unless that is NVMe.
+        shares_masters: Parameters also serve as master weights if they are on the tier of the states, except on NVMe.
     """
 
     parameters: int
@@ -91,7 +91,7 @@ class TierMemory:
     disk: int | None = None
 
     def smallest(self, other: TierMemory) -> TierMemory:
-        """Return the smaller value of each tier; None for a tier that is None in either."""
+        """Return the smaller limit of each tier; None if either limit is None."""
         return TierMemory(min(self.device, other.device), _least(self.host, other.host), _least(self.disk, other.disk))
 
 
@@ -174,7 +174,7 @@ class _Compared:
 
     Attributes:
         row: Row of the fastest placement that fits; if none fits, of the placement that lacks the fewest bytes.
-        key: Bytes that the placement of `row` lacks, and its seconds.
+        key: Bytes that the placement of `row` lacks, and the seconds of its step.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class _Groups:
         self.gradient = self._sums([one.gradient for one in units])
         self.state = self._sums([one.states for one in units])
         self.masters = self._sums([one.masters for one in units])
-        # Parameters that an update writes, and master weights that parameters on the same tier replace.
+        # `new`: parameters that an update writes; `shared`: master weights that parameters on the same tier replace.
         self.moving_new = self._sums([one.parameters if one.is_trained else 0 for one in moving])
         self.fixed_new = self._sums([one.parameters if one.is_trained and not one.can_move else 0 for one in units])
         self.moving_shared = self._sums([one.masters if one.shares_masters else 0 for one in moving])
@@ -311,7 +311,7 @@ class _Groups:
             repeats * 3 * reduced / rates.host,  # gradients of later micro-batches are added in host memory
             _disk(read, traffic.reductions * on_disk, rates),
         ]
-        # New parameters are transferred if either only they or only the states are on the device.
+        # Updated parameters are transferred if the parameters or the states are on the device, but not both.
         down = self.moving_new[at.state_host] - self.moving_new[torch.minimum(at.param_host, at.state_host)]
         down = down + self.fixed_new[at.state_host]
         up = self.moving_new[at.param_host] - self.moving_new[torch.minimum(at.param_host, at.state_host)]
@@ -346,7 +346,7 @@ def _tier(number: int, ends: list[int]) -> Tier:
 
 
 def _pairs(count: int, memory: TierMemory) -> torch.Tensor:
-    """Return `[n, 2]` ends of the groups on NVMe and of those off the device."""
+    """Return `[n, 2]`: the end of the groups on NVMe, and the end of all groups that are not on the device."""
     found = [
         (disk, host)
         for host in range(count + 1)
@@ -363,7 +363,7 @@ def _disk(read: torch.Tensor, written: torch.Tensor, rates: TierRates) -> torch.
 
 
 def _group_ends(sizes: list[int], most: int) -> list[int]:
-    """Return the end of each group of neighbouring units. A group is one unit, or about an equal share of the bytes."""
+    """Return the ends of groups of neighbouring units: each unit alone, or at most `most` groups of similar bytes."""
     if len(sizes) <= most:
         return list(range(1, len(sizes) + 1))
     total, so_far, ends = sum(sizes), 0, list[int]()

@@ -102,7 +102,7 @@ def tier_sizes(
     temporary = max(widths) * settings.reduce_dtype.itemsize if casts else 0
     if accumulate < 4:
         temporary += 4 * max(spans)  # the optimizer receives float32 gradients
-    # A reduction and the last two stores each have the errors of one unit on the device.
+    # The device holds the errors of three units: one in a reduction, two whose transfers to their tier may run.
     fetched_errors = 3 * max(error_widths) * torch.float32.itemsize
     param_width = max((unit.dtype.itemsize for unit in units), default=4)
     unsharded = (_LIVE + _BEYOND) * block

@@ -67,7 +67,7 @@ def make_units(
     offloaded_numel = 0  # number of trained elements with offloaded states
     units = []
     for number, plan in enumerate(plans):
-        # Frozen values in a quantised format keep it. A trained parameter needs a dtype that an update can write.
+        # Frozen values in a quantised format keep the format. A trained parameter needs a dtype that updates can write.
         casts = is_castable(plan.dtype) or (plan.dtype.is_floating_point and plan.trainable and trains)
         compute = settings.param_dtype if settings.param_dtype is not None and casts else plan.dtype
         dp_group = dp_groups[-1] if plan.kind.is_expert else dp_groups[0]

@@ -107,7 +107,7 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     plans: dict[tuple[object, ...], UnitPlan] = {}
     kept_elements = 0
     for name, parameter in model.named_parameters():
-        # Both are equal on all ranks, however the parameter is sharded.
+        # Key and number of elements are equal on all ranks, however the parameter is sharded.
         kind, numel = get_placement(parameter).key, get_global_numel(parameter)
         kept = numel < rules.persistence_threshold and kept_elements + numel <= rules.max_persistent_numel
         # Experts are not counted: ranks may hold different numbers of them, and must make the same choice.

@@ -194,7 +194,7 @@ class Init:
     def shard_parameters(self) -> None:
         """Shard and cast all parameters of the modules constructed in the context so far. Collective.
 
-        The end of the context does this itself.
+        At its end, the context calls this method itself.
         """
         self._pack_remaining()
         modules = self._shard_now()

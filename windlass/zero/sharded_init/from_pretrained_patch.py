@@ -1,7 +1,7 @@
 """Patch of transformers, so that `from_pretrained` inside `zero.Init` reads only the bytes of this rank's shards.
 
 transformers constructs the model on the meta device and then fills it from the files, tensor by tensor, with `setattr`
-on the modules. The patch passes deferred tensors (deferred.py) to it instead of the tensors of the files. Each becomes
+on the modules. The patch gives transformers deferred tensors (deferred.py) in place of the files' tensors. Each becomes
 a sharded parameter as soon as it is set on a module. Only tensors that transformers converts are read in full, by rank
 0. The patch also disables the path of transformers for DeepSpeed's ZeRO-3, which reads every file on every rank.
 """

@@ -24,7 +24,7 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
 
     Args:
         remote_device: None, "none", "cpu" or "nvme". None: `offload_param.device` of the configuration, or host memory
-            if `offload` chooses tiers later, or the device without a configuration.
+            if `offload` chooses tiers later; without a configuration, the device.
         pin_memory: Pin host memory, if there is an accelerator.
         config: A `Config`, or None.
 

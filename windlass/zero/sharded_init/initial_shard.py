@@ -36,7 +36,7 @@ class ShardInMemory:
 
     Args:
         shard: Flat shard.
-        device: Device to which it is copied. None: it stays on its device.
+        device: Device to which the shard is copied; None: no copy.
     """
 
     def __init__(self, shard: torch.Tensor, device: torch.device | None = None) -> None:
@@ -198,7 +198,7 @@ def unshard_parameter(parameter: nn.Parameter, init_shard: ShardedInit) -> None:
 
 
 def finish_parameter(parameter: nn.Parameter) -> None:
-    """Free the shard of `parameter`, which gets a unit or full values. The caller sets its data."""
+    """Free the shard of `parameter`, which becomes part of a unit or gets full values. The caller sets its data."""
     del _sharded_inits[id(parameter)]
     mark_unsharded(parameter)
 

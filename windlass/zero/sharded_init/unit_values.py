@@ -31,7 +31,7 @@ def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch
     Other parameters are skipped.
 
     Args:
-        places: One tensor of its shape for each parameter, which becomes the parameter's data.
+        places: One tensor for each parameter, in the parameter's shape. It becomes the parameter's data.
     """
     for parameter, place in zip(parameters, places, strict=True):
         init_shard = initial_shard.find(parameter)

@@ -74,7 +74,7 @@ class CompressedMessages:
         self._lists: CompressedLists | None = None
 
     def lists(self, device: torch.device) -> CompressedLists:
-        """Return the collectives for tensors on `device`. The first call for a group creates them: collective."""
+        """Return the collectives for tensors on `device`. The first call for a group creates them and is collective."""
         if self._lists is None:
             requested = "auto" if self.group.size == 1 else self._transport
             channel = choose_channel(

@@ -83,7 +83,7 @@ class CompressedPhase:
         self._messages.use_codec(codec)
 
     def set_key(self, key: str, *, kept: bool) -> None:
-        """Add a per-rank state, with zeros, or remove it. Does nothing if `kept` does not change."""
+        """Add the per-rank state `key`, with zeros, if `kept`, else remove it. No effect if nothing changes."""
         if kept == (key in self._keys):
             return
         self._keys = (*self._keys, key) if kept else tuple(one for one in self._keys if one != key)

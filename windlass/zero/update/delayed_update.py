@@ -96,7 +96,7 @@ class DelayedUpdate:
             batches: performs the update while it is iterated; yields each batch of chunks once it is updated.
         """
         assert self._running is None
-        # The next backward overwrites the gradients, so the copies must end here. All start before the first wait.
+        # The next backward overwrites the gradients, so wait for the copies here, after all were started.
         for moving in [slot.hand_over() for slot in self._slots]:
             moving.wait()
         self._waits = 0.0

@@ -56,7 +56,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     @classmethod
     def codec_of(cls, optimizer: torch.optim.Optimizer) -> str:
-        """Return the name of the codec of changes."""
+        """Return the name of the codec that encodes the changes sent by outer steps."""
         return str(optimizer.param_groups[0]["codec"])
 
     @classmethod
@@ -96,7 +96,9 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         self._publish_local(units)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """See `Update.run`. Collective in steps that send or receive changes, and in the first with `overlap_steps`."""
+        """See `Update.run`. Collective in steps that send or receive changes; with `overlap_steps` also in the first
+        call.
+        """
         # A load may have changed these options since the construction.
         self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
         if self._overlap:
@@ -109,7 +111,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def _step_exactly(
         self, segment: ParameterSegment, values: torch.Tensor, gradient: torch.Tensor, options: Options
     ) -> None:
-        """Take a step of AdamW with an averaged gradient: the master weights take the change at once."""
+        """Take a step of AdamW with an averaged gradient, and apply the change to the master weights at once."""
         self._inner_step(segment, gradient.float(), options)
         change = self._own(LOCAL_CHANGE, segment)
         values.sub_(change)
@@ -177,7 +179,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         steps = float(state["step"])
         own = (self._own(key, segment) for key in (MOMENT, VARIANCE, LOCAL_CHANGE))
         parts = (tensor.split(PART) for tensor in (gradient, self._master(segment), *own))
-        for part, master, moment, variance, change in zip(*parts, strict=True):  # each part stays in the cache
+        for part, master, moment, variance, change in zip(*parts, strict=True):  # parts that fit in the CPU cache
             moment.lerp_(part, 1 - beta1)
             variance.mul_(beta2).addcmul_(part, part, value=1 - beta2)
             root = (variance / (1 - beta2**steps)).sqrt_().add_(given["eps"])
@@ -186,7 +188,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
             change.addcdiv_(moment, root, value=lr / (1 - beta1**steps))
 
     def _create_states(self, segment: ParameterSegment, state: dict[str, torch.Tensor]) -> None:
-        """Create the states of a fragment. Moments begin with those of a checkpoint of AdamW, if one was loaded."""
+        """Create the states of a fragment. Moments start from those of AdamW if a checkpoint of it was loaded."""
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
         state[OUTER] = torch.zeros_like(self._master(segment), dtype=segment.chunk.state_dtype)
         for common, own in (("exp_avg", MOMENT), ("exp_avg_sq", VARIANCE)):
@@ -248,8 +250,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
-        self.finish_transfers()  # collective: every rank loads, so all ranks call it
-        self._phase.set_key(IN_FLIGHT, kept=IN_FLIGHT in saved)  # the saved overlap_steps is loaded after the states
+        self.finish_transfers()  # collective; every rank loads a checkpoint, so all ranks get here
+        self._phase.set_key(IN_FLIGHT, kept=IN_FLIGHT in saved)  # `overlap_steps` itself is loaded later
         return super().open_rank_states(saved)
 
     def _changed(self, unit: Unit, flat: torch.Tensor, options: Options) -> UnitMessage:

@@ -57,8 +57,8 @@ class DiskHealth:
         self.update_changed_nothing = False
 
     def has_local_failure(self) -> float:
-        """Return 1 if this rank has lost data, or has a failed transfer or partial update that not all ranks have
-        received yet; else 0.
+        """Return 1 if this rank has lost data, or if not all ranks have received the error of its failed transfer or
+        partial update yet; else 0.
         """
         if self.update_error is not None and not self.update_changed_nothing:
             return 1.0
@@ -113,7 +113,8 @@ class DiskHealth:
             f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(reports) if words
         )
         if updates:
-            self.frozen_are_intact = self.frozen_are_intact or not self.loss_reason  # an update changes none of them
+            # An update does not change frozen parameters.
+            self.frozen_are_intact = self.frozen_are_intact or not self.loss_reason
             self.loss_reason = f"the update of the previous step was applied in part ({updates})"
             if not failures:
                 raise UpdateError(f"{what}: {self.loss_reason}. State of the model: {HALF_UPDATED}") from error

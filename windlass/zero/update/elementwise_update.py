@@ -71,7 +71,7 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same class with the same attributes, but without states, groups and step hooks."""
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)  # a scheduler may have set a wrapper here, which would step the original
+    clone.__dict__.pop("step", None)  # a scheduler may have wrapped it, and the wrapper steps the original optimizer
     # The hooks run once a step with the original optimizer, see `OptimizerStepSession`.
     clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     clone.state = defaultdict(dict)
@@ -109,7 +109,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         self._page_sums: list[PageSums] = []
         self.add_chunks(chunks)
         for chunk in chunks:
-            # A chunk on NVMe is stored again with the states that it gets here.
+            # `resident` writes a chunk on NVMe back, with the states that are added here.
             with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
@@ -180,12 +180,12 @@ class ElementwiseUpdate(OrdinaryUpdate):
             scales = self._scales[id(inner)] and all(chunk.state_dtype != torch.float64 for chunk in batch)
             widened: list[tuple[UpdateChunk, torch.Tensor]] = []
             for chunk in batch:
-                self._masters.drop_lowered_params(chunk)  # a failed step may have left them
+                self._masters.drop_lowered_params(chunk)  # a failed step may have left lowered parameters
                 if chunk.gradient is None:  # the unit has no gradient in this step
                     continue
                 gradient, values = self._gradient(chunk, chunk.gradient, 1.0 if scales else divisor), chunk.values()
                 if _widened(chunk):
-                    self.state_offload.compare_pages(chunk)  # the narrow master weights are changed below
+                    self.state_offload.compare_pages(chunk)  # verify the narrow weights before they are overwritten
                     values = values.to(chunk.state_dtype)
                     widened.append((chunk, values))
                 if (sums := self.state_offload.page_sums(chunk)) is not None:
@@ -194,14 +194,14 @@ class ElementwiseUpdate(OrdinaryUpdate):
                 for segment in self._of_chunk[id(chunk)]:
                     group = group_of.get(id(segment.parameter))
                     if group is not None and used[chunk.unit.index][segment.piece.index]:
-                        # These values are at another address in every step. Other tensors are views since construction.
+                        # The address of these values differs in each step; other segments are views since construction.
                         if chunk.tier is Tier.NVME or values is not chunk.master:
                             segment.point_to(values)
                         segment.take_gradient(gradient)
                         chosen[group].append(segment)
                     else:
                         skipped = True
-                # The kernel writes only stepped segments, so a skipped one would leave a gap in the 16-bit copy.
+                # The kernel writes only segments that are stepped: a skipped segment would leave a gap in the copy.
                 if not skipped and values is chunk.master:
                     self._lower(inner, chunk)
             self._step(session, inner, chosen, divisor if scales else 1.0)
@@ -274,7 +274,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         if divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-            # `GradScaler` sets both attributes. Zero: the engine has decided already that the step is applied.
+            # The attributes that `GradScaler` sets. `found_inf` is 0: the engine has already decided to apply the step.
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         if self._page_sums:
             inner.page_sums = self._page_sums  # type: ignore[attr-defined]

@@ -491,7 +491,7 @@ class MasterWeights:
 
 
 def _copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
-    """Set those `masters` to `values` that differ from these after rounding to the dtype of `values`."""
+    """Copy `values` to `masters`, except where `masters` are equal to `values` after rounding to their dtype."""
     wide = values.to(masters.device, masters.dtype)
     torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)
 

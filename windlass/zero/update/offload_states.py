@@ -114,7 +114,7 @@ class StateOffloader:
     def _of(self, kind: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Yield ledger entry and tensors of each slot of this kind that has device memory of its own."""
         if kind == "parameters":
-            # Units without a shard slot keep their shard inside the full buffer, which stays.
+            # Units without a shard slot keep their shard inside the full buffer, which stays on the device.
             for unit in self._units:
                 shard_slot = unit.shard_slot
                 if shard_slot is None or shard_slot.tensor is None or shard_slot.tier is not Tier.DEVICE:
@@ -127,7 +127,7 @@ class StateOffloader:
                 if full is not None and unit.state_tier is Tier.DEVICE:
                     yield f"master weights of {unit.names[0]}", [full]
         elif kind == "gradients":
-            # With a buffer, the shard may be a view of it, which cannot be freed separately.
+            # If the slot has a buffer, the shard may be a view of the buffer, and cannot be freed separately.
             for slot in self._slots:
                 if slot.shard is not None and slot.buffer is None:
                     yield f"gradient of {slot.unit.names[0]}", [slot.shard]

@@ -253,7 +253,8 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         variance changes; on other tiers it is always True.
         """
         variance = self._inner.state[segment.tensor]["exp_avg_sq"]
-        if segment.chunk.tier is not Tier.DEVICE:  # its memory is refilled without a change of address or version
+        # On other tiers the variance's memory is refilled without a change of address or version.
+        if segment.chunk.tier is not Tier.DEVICE:
             return True
         known = variance.data_ptr(), variance._version
         if segment not in self._zeros or self._zeros[segment][0] != known:

@@ -90,7 +90,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
     @torch.no_grad()
     def _step_batch(self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options) -> None:
         """Update the parameters of a batch in two passes, with `combine_parts` between them."""
-        # Parameters that are not stepped have a row too, so that ranks with other parts of them exchange equal rows.
+        # Parameters that are not stepped have a row too, so that all ranks exchange equal numbers of rows.
         parts = [owned for chunk in batch for owned in self._of_chunk[id(chunk)]]
         numbers = torch.zeros(len(parts), 3, dtype=torch.float64, device=batch[0].device)
         for row, owned in enumerate(parts):
@@ -156,6 +156,6 @@ def combine_parts(
     """
     for name in sorted({axis for placement in placements for axis in placement.sharded_axes}):
         rows = [row for row, placement in enumerate(placements) if name in placement.sharded_axes]
-        device = chunks[0].unit.full.device  # the mesh axes communicate on it, for any tier of the states
+        device = chunks[0].unit.full.device  # device of the collectives, whatever the tier of the states
         sums[rows] = axes[name].all_reduce(sums[rows].to(device)).to(sums.device)
         largest[rows] = axes[name].all_reduce(largest[rows].to(device), dist.ReduceOp.MAX).to(largest.device)

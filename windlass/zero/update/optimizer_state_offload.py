@@ -127,10 +127,10 @@ class _FetchedChunk:
 
 @dataclass(frozen=True)
 class StateRecordOnDisk:
-    """Current record of a chunk on NVMe, for a thread that reads it before it is overwritten.
+    """Handle of a chunk's current record on NVMe, for a thread that reads the record before it is overwritten.
 
     Attributes:
-        extent: its location.
+        extent: location of the record.
     """
 
     extent: Extent
@@ -225,7 +225,7 @@ class OptimizerStateOffload:
         before = self._record_bytes(batches)
         ahead = 0  # number of batches whose transfer has started
         for number, batch in enumerate(batches):
-            # The next batch is always read during the update of this one, later batches only if there is room.
+            # The next batch is always read during the update of the current batch, later batches only if there is room.
             while ahead < len(batches) and (ahead < number + 2 or self._has_room(batches[ahead])):
                 for chunk in batches[ahead]:
                     self._start_fetch(chunk)
@@ -260,7 +260,7 @@ class OptimizerStateOffload:
             on_resident: called when all chunks are in memory. If it raises, no data is written to disk.
             room: minimum bytes of the staging buffer for a chunk on NVMe.
         """
-        offloaded = [chunk for chunk in chunks if chunk.master is None]  # the others stay in memory afterwards
+        offloaded = [chunk for chunk in chunks if chunk.master is None]  # chunks that are already in memory stay there
         for chunk in offloaded:
             self._start_fetch(chunk, room=room)
         for chunk in chunks:
@@ -369,7 +369,7 @@ class OptimizerStateOffload:
         Records that are only being read, e.g. ahead of this step, equal the contents on NVMe and stay in flight.
         """
         for visit in list(self._fetched.values()):
-            if visit.chunk.tier is Tier.NVME and visit.chunk.master is None:  # not unpacked, so not changed
+            if visit.chunk.tier is Tier.NVME and visit.chunk.master is None:  # not unpacked, so unchanged
                 self._drop_gradient(visit)
             else:
                 self._start_store(visit.chunk)
@@ -519,7 +519,7 @@ class OptimizerStateOffload:
                 del self.states[entry.state_key][entry.key]  # a view of the buffer, which will be reused
         if buffer is not None and target is not buffer:
             self._staging.release(buffer)
-        # Checksums are void for a new buffer, or one that torch has changed: the I/O engine computes new ones.
+        # Checksums are invalid if the buffer is new or torch has changed it: the I/O engine computes new checksums.
         if sums is not None and not (target is buffer and nbytes == sums.memory.numel() and sums.is_current):
             sums = None
         chunk.master = None
@@ -612,7 +612,7 @@ def _same_form(value: torch.Tensor, like: torch.Tensor | None) -> bool:
 
 
 def _record_end(laid: list[_RecordEntry]) -> int:
-    """Return the size of a record in bytes, rounded up to full pages, because checksums are those of full pages."""
+    """Return the size of a record in bytes, rounded up to full pages, because a checksum covers a full page."""
     return page_up(laid[-1].offset + laid[-1].nbytes)
 
 

@@ -49,8 +49,8 @@ class OptimizerStepSession:
         self._own = _without(optimizer.__dict__, _NOT_SHARED)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
-        # Plain values after a part with parameters, and keys whose values changed: an entry for each group, and a last
-        # entry for the optimizer's attributes.
+        # Plain values after the first part that had parameters, and the keys whose values a part changed. Both have an
+        # entry for each group, and a last entry for the optimizer's attributes.
         self._after: list[dict[str, Any]] = [{} for _ in range(len(self._options) + 1)]
         self._moved: list[set[str]] = [set() for _ in self._after]
 
@@ -69,7 +69,7 @@ class OptimizerStepSession:
             ModelError: parts change an option or attribute to different values.
         """
         # Undo changes of the previous part, so that every part starts from the values before the step.
-        shares_attributes = type(inner) is type(self._optimizer)  # another class has other attributes
+        shares_attributes = type(inner) is type(self._optimizer)  # another class has different attributes
         own = self._own if shares_attributes else {}
         inner.__dict__.update(own)
         inner.param_groups = [{**options, "params": tensors.get(n, [])} for n, options in enumerate(self._options)]

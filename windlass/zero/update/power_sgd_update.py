@@ -99,7 +99,7 @@ class PowerSGDUpdate(ElementwiseUpdate):
         for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
             if self._phase.group.size > 1:
                 self._average(messages, groups)
-            else:  # adds the errors that a checkpoint from several ranks contains
+            else:  # no message: only add errors that a checkpoint of several ranks may contain
                 add_errors(messages, [self._phase.state(WORKER_ERROR, one.unit) for one in messages])
         yield from batches  # the update reads the approximations in the gradient slots
 

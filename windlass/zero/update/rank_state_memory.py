@@ -44,9 +44,10 @@ class RankStateMemory:
         self._slots: dict[tuple[str, int], Slot] = {}
         self._stored: set[tuple[str, int]] = set()  # slots that have contents; the others are zeros
         self._stores: list[_Store] = []
-        self._failed_reads: dict[tuple[str, int], int] = {}  # count of failed reads of each slot, at its last read here
+        # count of failed reads of each slot that `fetch` must not report again
+        self._failed_reads: dict[tuple[str, int], int] = {}
         self._unread: set[tuple[str, int]] = set()  # states whose last fetch failed, until their `put`
-        self._factors: dict[tuple[str, int], list[float]] = {}  # factors of the contents of slots, oldest first
+        self._factors: dict[tuple[str, int], list[float]] = {}  # pending `rescale` factors by state, oldest first
 
     def is_offloaded(self, unit: Unit) -> bool:
         """Return True if a unit's states are not in the memory in which the device computes."""
@@ -132,7 +133,7 @@ class RankStateMemory:
         values, slot = empty_host_tensor(numel, torch.float32, pin=False), self._slots[state]
         before = slot.failed_reads
         slot.load(values, start).wait()
-        # Leave out failures of this read in the next `fetch`, but not those of a read that was prefetched for it.
+        # The next `fetch` must ignore failures of this read, but not failures of a read that was prefetched for it.
         self._failed_reads[state] = self._failed_reads.get(state, 0) + slot.failed_reads - before
         return self._scaled(state, values)
 

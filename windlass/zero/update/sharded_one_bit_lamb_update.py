@@ -132,7 +132,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
-        state.setdefault(COEFFICIENT, torch.zeros((), dtype=torch.float32))  # states of `Lamb` have none
+        state.setdefault(COEFFICIENT, torch.zeros((), dtype=torch.float32))  # states of `Lamb` have no coefficient
         state["step"] += 1
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

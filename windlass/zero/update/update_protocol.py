@@ -173,7 +173,7 @@ class Update(Protocol):
         ...
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """Update batch after batch and yield each batch once its master weights are new.
+        """Update batch after batch, and yield each batch once its master weights are updated.
 
         The `gradient` of a chunk in the batch stays until the next batch; it is None if the chunk was not updated.
 

@@ -45,7 +45,7 @@ class OwnedParameter:
         chunk: chunk of the parameter's unit.
         index: index of the parameter in the unit.
         owner: index in `group` of the rank that updates the parameter.
-        tensor: key of the optimizer's `state`. On the owner it has the parameter's values during a step, else it is
+        tensor: key of the optimizer's `state`. Holds the parameter's values on the owner during a step; otherwise
             empty.
     """
 
@@ -66,7 +66,7 @@ class OwnedParameter:
     def stepped_shape(self) -> torch.Size:
         """Shape of the parameter, or of its local part, in a step: `[1]` for a scalar, else unchanged.
 
-        A state with one value per element of a scalar would otherwise have the shape of a step count.
+        With shape `[]`, a state with one value per element could not be distinguished from a step count.
         """
         return self.chunk.unit.shapes[self.index] or torch.Size([1])
 
@@ -106,7 +106,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         self._inner = clone_optimizer(optimizer)
         self.state_offload = state_offload
         state_offload.states = self._inner.state
-        self._whole = not context.shards_states  # then every rank owns all parameters, and no fragments are sent
+        self._whole = not context.shards_states  # True: every rank owns all parameters, and no fragments are sent
         self._max_update_numel = context.max_update_numel
         self.owned: list[OwnedParameter] = []
         self._of_chunk: dict[int, list[OwnedParameter]] = defaultdict(list)
@@ -201,14 +201,14 @@ class WholeParameterUpdate(OrdinaryUpdate):
         """Return the size of a chunk for `batch_chunks`: elements of its full parameters per data-parallel rank.
 
         The size is equal on all ranks of a pipeline stage, so that they form the same batches. A unit of experts that
-        are not sharded has size 0, because other ranks have other experts in its place.
+        are not sharded has size 0, because other ranks have units of other experts.
         """
         unit = chunk.unit
         is_equal_on_all = not unit.kind.is_expert or all(not placement.is_full for placement in unit.placements)
         return sum(map(get_global_numel, unit.parameters)) // unit.dp_group.group.size if is_equal_on_all else 0
 
     def _wanted(self, used: dict[int, list[bool]], group_of: dict[int, int]) -> set[int]:
-        """Return the ids of the `OwnedParameter`s to update: those that have a gradient, for this part or another.
+        """Return the ids of the `OwnedParameter`s to update: this rank's part or another part has a gradient.
 
         Collective if parameters are sharded over tp or ep.
         """
@@ -232,7 +232,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         """Return the full tensor, given this rank's part of it. Collective over the owners of the parts."""
         if owned.placement.is_full:
             return part
-        device = owned.chunk.unit.full.device  # the mesh axes communicate on it, for any tier of the part
+        device = owned.chunk.unit.full.device  # the mesh axes communicate on this device, whichever tier the part is on
         return gather_full(part.to(device), owned.placement, self._axes).to(part.device)
 
     def _join_states(self, owned: OwnedParameter) -> None:
@@ -347,14 +347,14 @@ def choose_owners(units: Sequence[Unit], loads: dict[int, list[int]], *, shards_
     """Choose the owner of each parameter, the largest parameter first: the rank with the fewest elements so far.
 
     Args:
-        loads: elements that each rank owns, by id of the data-parallel group; those of `units` are added in place.
+        loads: elements that each rank owns, by id of the data-parallel group; elements of `units` are added in place.
         shards_states: False where every rank owns all parameters.
 
     Returns:
         For each unit and each of its parameters the owner, as an index in the unit's group.
     """
     parameters = [
-        (get_global_numel(parameter), number, index)  # full size: all parts of a parameter get the same index
+        (get_global_numel(parameter), number, index)  # full size: gives all tp shards of a parameter the same owner
         for number, unit in enumerate(units)
         for index, parameter in enumerate(unit.parameters)
     ]

@@ -45,9 +45,9 @@ _GATHERED = (StepKind.LOCAL, StepKind.SYNC)
 class ZeroOneAdamUpdate(OneBitAdamUpdate):
     """Update of `ZeroOneAdam`; see [Note: 0/1 schedule] and [Note: local steps].
 
-    States in addition to those of `OneBitAdam`: for each rank at stage 0 `local_change` and `local_momentum`, else
-    `summed`; and at stage 0 `summed_rates` and `summed_decay`, the sum of the learning rates and the fraction of the
-    master weights that decayed since the last synchronization.
+    States in addition to those of `OneBitAdam`: on each rank `local_change` and `local_momentum` at stage 0, `summed`
+    at stages 1 and 2. At stage 0 also `summed_rates`, the sum of the learning rates since the last synchronization, and
+    `summed_decay`, the fraction by which the master weights decayed since then.
     """
 
     _lacks_changes = False
@@ -111,7 +111,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         yield from self._step_chunks(used, options)
 
     def _run_summed(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
-        """Sum the gradients of this rank, and in a synchronization exchange their mean and step. Stages 1 and 2."""
+        """Sum this rank's gradients; in a synchronization, exchange the mean and take the step. Stages 1 and 2."""
         syncs = self.kind is StepKind.SYNC
         steps = steps_since_sync(applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0])
         fetched = (SUMMED, WORKER_ERROR) if syncs else (SUMMED,)
@@ -163,7 +163,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     @torch.no_grad()
     def _moved(self, messages: Batch, options: Options, *, syncs: bool) -> Batch:
-        """Take a local step with each gradient; in a synchronization the messages become the changes to send."""
+        """Take a local step with each gradient; in a synchronization, replace the gradient by the message to send."""
         for segment, gradient in self._chosen(messages):
             self._take_local_step(segment, gradient, options, syncs=syncs)
         return messages
@@ -229,7 +229,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
-        self._lacks_changes = LOCAL_CHANGE not in saved  # then the loaded rates have no changes, and `run` resets them
+        # True: the rates are loaded without their changes, so `run` resets them.
+        self._lacks_changes = LOCAL_CHANGE not in saved
         return super().open_rank_states(saved)
 
     def _begin_changes(self) -> None:
