@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _world as torch_groups
 
 from windlass.base.errors import CommunicationError
 from windlass.comm.peer_owners import require_own_peers
@@ -73,7 +73,7 @@ def _discard_default_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()  # resets the number too
     else:
-        distributed_c10d._world.group_count = 0
+        torch_groups.group_count = 0
 
 
 def _wait_for_all_checks(group: Any) -> None:
