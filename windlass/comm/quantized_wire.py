@@ -128,7 +128,7 @@ class QuantizedReduction:
         self._second = False
         self._start_inside()
         if eager:
-            self._turn()
+            self._start_second_hop()
         self._step = FinishingPending(self._ready, lambda: None, self._finish)
 
     def poll(self) -> bool:
@@ -141,7 +141,7 @@ class QuantizedReduction:
         if all(work.is_completed() for work in self._works):
             if self._second:
                 return True
-            self._turn()
+            self._start_second_hop()
         return False
 
     @property
@@ -165,7 +165,7 @@ class QuantizedReduction:
         self._kept = list(sends.values())
         self._works = start_exchange(group, sends, receives, self._tags[0])
 
-    def _turn(self) -> None:
+    def _start_second_hop(self) -> None:
         """Wait for the first hop, sum its parts, and start the second: send each counterpart the sum for its shard."""
         _wait(self._works)
         activity.progress_count += 1
@@ -196,7 +196,7 @@ class QuantizedReduction:
 
     def _finish(self) -> None:
         if not self._second:
-            self._turn()
+            self._start_second_hop()
         _wait(self._works)
         group, codec = self._group, get_codec(self._options.across)
         total = torch.zeros(self._out.numel(), device=self._flat.device)

@@ -237,8 +237,10 @@ class HostMemoryPeak:
         """Context without samples. Memory that it leaves allocated is subtracted from later samples."""
         with self._sampling:
             before = proportional_bytes() or 0
-            yield
-            self._left_out += max(0, (proportional_bytes() or 0) - before)
+            try:
+                yield
+            finally:
+                self._left_out += max(0, (proportional_bytes() or 0) - before)
 
     def _sample(self) -> None:
         while not self._over.wait(_SAMPLING_S):

@@ -245,8 +245,8 @@ def _fit_batch(cost: StepCost, options: EngineOptions, streamed: StreamedModules
     )
     if options.max_gap_ms is not None and options.max_gap_ms < cost.weight_seconds * 1e3:
         logger.warning(
-            "max_gap_ms is %g, and a step reads weights for %.0f ms: prompts wait for max_wait_seconds beside running "
-            "answers; raise max_gap_ms to %.0f",
+            "max_gap_ms is %g, and a step reads weights for %.0f ms: while answers run, prompts get no time until "
+            "max_wait_seconds; raise max_gap_ms to %.0f",
             options.max_gap_ms,
             cost.weight_seconds * 1e3,
             cost.weight_seconds * 2e3,

@@ -142,15 +142,12 @@ class RunMonitor:
             except Exception as error:  # wandb and comet_ml raise exceptions of their own
                 logger.error(f"{name}: cannot write ({error}); nothing more is written there in this run")
                 del self._writers[name]
+                _close(name, writer)
 
     def close(self) -> None:
         """Close every writer. May be called twice."""
         while self._writers:
-            name, writer = self._writers.popitem()
-            try:
-                writer.close()
-            except Exception as error:
-                logger.error(f"{name}: the last events may be missing ({error})")
+            _close(*self._writers.popitem())
 
     def __enter__(self) -> RunMonitor:
         return self
@@ -318,3 +315,10 @@ def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0") or 0)
+
+
+def _close(name: str, writer: EventWriter) -> None:
+    try:
+        writer.close()
+    except Exception as error:  # wandb and comet_ml raise exceptions of their own
+        logger.error(f"{name}: the last events may be missing ({error})")

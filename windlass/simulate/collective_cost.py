@@ -182,7 +182,7 @@ class CollectiveCosts:
                 raise ConfigError(f"algorithm 'tree' does not apply to {operation}; write auto")
             return CollectiveCost(algorithm, (self._tree(pattern, both_ways=operation == "all_reduce"),))
         if algorithm == "pairwise":
-            return CollectiveCost(algorithm, (_often(self._pairwise(pattern), 2 if operation == "all_reduce" else 1),))
+            return CollectiveCost(algorithm, (_times(self._pairwise(pattern), 2 if operation == "all_reduce" else 1),))
         if operation == "pass_on":
             return CollectiveCost(algorithm, (self._ring(pattern, 1.0, steps=1, channels=False),))
         if operation == "all_to_all":
@@ -190,7 +190,7 @@ class CollectiveCosts:
         one = self._ring(pattern, share, steps=n - 1)
         if operation == "broadcast":
             return CollectiveCost(algorithm, (Phase(one.latency, {k: v / share for k, v in one.loads.items()}),))
-        return CollectiveCost(algorithm, (_often(one, 2 if operation == "all_reduce" else 1),))
+        return CollectiveCost(algorithm, (_times(one, 2 if operation == "all_reduce" else 1),))
 
     def _sample(self, pattern: RankPattern) -> Iterator[list[int]]:
         """Yield the groups that have ranks on the first hosts, each once."""
@@ -321,7 +321,7 @@ def _largest(loads: dict[DirectedLink, float]) -> Loads:
     return found
 
 
-def _often(one: Phase, often: int) -> Phase:
+def _times(one: Phase, often: int) -> Phase:
     return Phase(often * one.latency, {kind: often * nbytes for kind, nbytes in one.loads.items()})
 
 

@@ -188,7 +188,7 @@ class ZeroLanes:
         for unit in (unit for unit in block.units if unit.trainable):
             unit.backwards += 1
             unit.last_backwards += is_last_micro
-            if self._often:
+            if self._reduces_each_micro_batch:
                 if unit.backwards == unit.uses:
                     self._reduce_now(unit, computed)
             elif unit.last_backwards == unit.uses:
@@ -197,14 +197,14 @@ class ZeroLanes:
     def end_chunk_backward(self) -> None:
         """End a backward: reduce gradients of units whose other blocks are in other chunks, and reshard everything."""
         for unit in self._units:
-            if self._often and unit.backwards:
+            if self._reduces_each_micro_batch and unit.backwards:
                 self._reduce_now(unit, self._lanes.flush())
             if self._reshards:
                 unit.shard_state, unit.gathered = ShardState.SHARDED, None
         self._had_backward = True
 
     @property
-    def _often(self) -> bool:
+    def _reduces_each_micro_batch(self) -> bool:
         """True if each micro-batch reduces its gradients."""
         return self._stage >= 2 and not self._once
 

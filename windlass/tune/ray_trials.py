@@ -55,7 +55,8 @@ class RayTrials:
         hosts: Number of hosts of the cluster.
 
     Raises:
-        ConfigError: Ray Tune is not installed, or there is no cluster at the address.
+        ConfigError: Ray Tune is not installed, there is no cluster at the address, or no host has as many CPUs as a
+            trial has ranks.
     """
 
     def __init__(
@@ -74,13 +75,19 @@ class RayTrials:
         self.hosts = len(alive)
         # Two trials on one host would slow each other down. A trial therefore reserves more than half of the CPUs of
         # the smallest host, which leaves no room for a second trial there; a larger host may still take two.
-        fewest = min((int(cpus) for node in alive if (cpus := node.get("Resources", {}).get("CPU", 0))), default=0)
+        counts = [int(cpus) for node in alive if (cpus := node.get("Resources", {}).get("CPU", 0))]
+        fewest, most = min(counts, default=0), max(counts, default=0)
+        if ranks > most:
+            raise ConfigError(
+                f"--ray {address}: a trial has {ranks} ranks, all on one host, and the largest host of the cluster has "
+                f"{most} CPUs, so no trial would ever start; lower --nproc, or leave --ray out"
+            )
         self._resources = {"CPU": max(ranks, fewest // 2 + 1), **({"GPU": ranks} if has_gpu else {})}
 
     def __call__(self, calls: Sequence[TrialCall]) -> list[TrialEnd]:
         """Run the trials, and return the `TrialEnd` of each trial in the order of `calls`."""
         tune = self._ray.tune
-        # One bundle: all ranks of a trial are on one host. Trials of more ranks than a host has CPUs wait forever.
+        # one bundle: all ranks of a trial are on one host
         trainable = tune.with_resources(run_call, tune.PlacementGroupFactory([self._resources]))
         tuner = tune.Tuner(
             trainable,

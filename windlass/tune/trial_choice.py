@@ -109,7 +109,7 @@ class TrialChoice:
         chosen: list[ChosenTrial] = []
         assumed: dict[int, float] = {}
         while len(chosen) < count and is_open.any():
-            forecast = self._look(records, assumed)
+            forecast = self._corrected(records, assumed)
             gains = self._gains(forecast)
             worth = np.where(gains > NEGLIGIBLE, gains, _LAST * gains) / forecast.seconds
             number = int(np.where(is_open, worth, -1.0).argmax())
@@ -123,11 +123,11 @@ class TrialChoice:
 
     def exhaustive_seconds(self, records: Mapping[Candidate, TrialRecord]) -> float:
         """Return the expected duration of the trials of all candidates."""
-        return float(self._look(records, {}).seconds.sum())
+        return float(self._corrected(records, {}).seconds.sum())
 
     def seconds(self, candidate: Candidate, records: Mapping[Candidate, TrialRecord]) -> float:
         """Return the expected duration of a trial."""
-        return float(self._look(records, {}).seconds[self._place[candidate]])
+        return float(self._corrected(records, {}).seconds[self._place[candidate]])
 
     def _neighbours(
         self, records: Mapping[Candidate, TrialRecord], forecast: _TrialForecast, is_open: Array
@@ -142,7 +142,7 @@ class TrialChoice:
             return np.asarray(forecast.fits**_CAUTION * np.exp(forecast.mean.min() - forecast.mean))
         return np.asarray(forecast.fits * _expected_improvement(forecast.best, forecast.mean, forecast.deviation))
 
-    def _look(self, records: Mapping[Candidate, TrialRecord], assumed: Mapping[int, float]) -> _TrialForecast:
+    def _corrected(self, records: Mapping[Candidate, TrialRecord], assumed: Mapping[int, float]) -> _TrialForecast:
         """Return the corrected predictions, which are computed anew after each run. Discarded trials change nothing."""
         ran = [one for one in records.values() if one.ran and one.candidate in self._place]
         state = ran, dict(assumed)

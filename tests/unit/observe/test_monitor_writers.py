@@ -195,6 +195,8 @@ def test_failing_writer_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(CsvWriter, "write", full)
+    closed: list[CsvWriter] = []
+    monkeypatch.setattr(CsvWriter, "close", closed.append)
     lines: list[str] = []
 
     class Handler(logging.Handler):
@@ -209,6 +211,7 @@ def test_failing_writer_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: p
     finally:
         logger.removeHandler(handler)
     assert len(lines) == 1 and "csv_monitor" in lines[0] and "No space left" in lines[0]
+    assert len(closed) == 1
     assert [entry[0] for entry in wandb.said if isinstance(entry, tuple)] == [1, 2]
 
 

@@ -257,6 +257,11 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 
+def test_trials_of_more_ranks_than_a_host_of_ray_has_cpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--ray auto: a trial has 17 ranks.* has 16 CPUs"):
+        RayTrials("auto", 17, load=lambda: RayModule(hosts=2))
+
+
 @pytest.mark.peer
 @pytest.mark.filterwarnings("default")
 def test_optuna_proposes_every_good_configuration(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _identity(folder: Path, record: Path) -> str:
 def _read_record(record: Path) -> dict[str, Any]:
     try:
         found = parse_json(record.read_bytes())
-    except (FileNotFoundError, ValueError):  # without a record all files are read again
+    except (OSError, ValueError):  # a record that cannot be read only saves no time: all files are read again
         return {}
     return found if isinstance(found, dict) else {}
 
