@@ -196,7 +196,7 @@ def test_failing_writer_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(CsvWriter, "write", full)
     closed: list[CsvWriter] = []
-    monkeypatch.setattr(CsvWriter, "close", closed.append)
+    monkeypatch.setattr(CsvWriter, "close", lambda self: closed.append(self))
     lines: list[str] = []
 
     class Handler(logging.Handler):
