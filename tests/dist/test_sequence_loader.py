@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -347,6 +349,35 @@ def test_tiled_computations_under_deepspeed_names() -> None:
         same(actual, loss(layer, hidden, labels))
         arguments = ["x", "y"], ["self"], "x", parameters, 0, "mean", hidden, labels, layer
         same(SequenceTiledCompute.apply(loss, 9, shards, *arguments), loss(layer, hidden, labels) / shards)
+
+
+@pytest.mark.parametrize("form", ["weight", "closure", "partial", "list", "object", "method", "experts"])
+def test_parameters_of_tiled_functions_are_found(form: str) -> None:
+    from windlass.compat.tiled_compute import sequence_tiled_compute
+
+    torch.manual_seed(0)
+    layer, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    x = torch.randn(2, 9, 6)
+    functions: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+        "weight": (lambda x, w: functional.linear(x, w), {"w": layer.weight}),
+        "closure": (lambda x: layer(x), {}),
+        "partial": (partial(lambda layer, x: layer(x), layer), {}),
+        "list": (lambda x, layers: layers[0](x), {"layers": [layer]}),
+        "object": (lambda x, holder: holder.head(x), {"holder": SimpleNamespace(head=layer)}),
+        "method": (layer.forward, {}),
+        "experts": (lambda x, layers: layers[int(x.shape[1] < 5)](x), {"layers": [layer, second]}),
+    }
+    function, passed = functions[form]
+    name = "input" if form == "method" else "x"
+    sequence_tiled_compute(function, 9, 2, {name: x}, passed, name, None, 1, "sum").backward()
+    actual = layer.weight.grad
+    assert actual is not None
+    layer.weight.grad = None
+    if form == "experts":
+        layer(x[:, :5]).sum().backward()
+    else:
+        layer(x).sum().backward()
+    torch.testing.assert_close(actual, layer.weight.grad)
 
 
 def wrong() -> list[str]:

@@ -171,20 +171,29 @@ def test_whitespace_and_properties_of_json_can_be_limited() -> None:
 
 
 def test_branches_of_all_of_stay_open_together() -> None:
-    """A branch that was closed by itself would refuse the properties that the other requires."""
+    """A branch that was closed by itself would refuse the properties that another branch requires."""
     tokenizer = byte_level_tokenizer()
-    flag = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    item = {"type": "object", "properties": {"c": {"type": "boolean"}}, "required": ["c"]}
-    other = {"type": "object", "properties": {"b": item}, "required": ["b"]}
-    structure = StructuredOutputsParams(
-        json={"allOf": [flag, other]}, disable_additional_properties=True, disable_any_whitespace=True
-    )
-    params = SamplingParams(n=3, seed=2, temperature=2.0, max_tokens=300, structured_outputs=structure)
-    with LLM(text_model(tokenizer), tokenizer=tokenizer) as llm:
-        for answer in llm.generate("a", params)[0].outputs:
-            if answer.finish_reason == "stop":
-                found = json.loads(answer.text)
-                assert found.keys() >= {"a", "b"} and found["b"].keys() == {"c"}
+    compiler = StructuredOutputCompiler(tokenizer, len(tokenizer))
+    compiler.load()
+
+    def accepts(schema: dict[str, Any], text: str) -> bool:
+        structure = StructuredOutputsParams(json=schema, disable_additional_properties=True)
+        constraint = compiler.compile(structure)
+        for token in tokenizer.encode(text):
+            if not constraint.allowed()[token]:
+                return False
+            constraint.accept(token)
+        return bool(constraint.is_complete())
+
+    inner = {"type": "object", "properties": {"c": {"type": "boolean"}}, "required": ["c"]}
+    a = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    b = {"type": "object", "properties": {"b": inner}, "required": ["b"]}
+    both, more = '{"a":true,"b":{"c":true}}', '{"a":true,"b":{"c":true,"d":1}}'
+    definitions = {"$defs": {"A": a}, "allOf": [{"$ref": "#/$defs/A"}, b]}
+    for joined in ({"allOf": [a, b]}, {**a, "allOf": [b]}, definitions, {"allOf": [{"anyOf": [a, inner]}, b]}):
+        assert accepts(joined, both) and not accepts(joined, more), joined
+    for alone in ({"allOf": [a]}, {**a, "allOf": [{"required": ["a"]}]}, {"anyOf": [a, inner]}):
+        assert accepts(alone, '{"a":true}') and not accepts(alone, '{"a":true,"z":1}'), alone
 
 
 def test_complete_structure_ends_despite_min_tokens_and_ignore_eos() -> None:

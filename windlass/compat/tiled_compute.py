@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import getclosurevars
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 
 from windlass.base.errors import ConfigError
 from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
+
+_MAX_DEPTH = 5  # of references from a function to its parameters: a partial's arguments, a list, an object, a module
 
 
 def sequence_tiled_compute(
@@ -32,8 +36,8 @@ def sequence_tiled_compute(
         kwargs_to_shard: tensors `[samples, tokens, ...]`; each call gets a part of the tokens.
         kwargs_to_pass: arguments that each call gets unchanged.
         grad_requiring_tensor_key: the key of `kwargs_to_shard` whose tensor gets a gradient.
-        compute_params: parameters that `fn` uses; parameters that are not listed get no gradients. None: those of
-            the modules among `kwargs_to_pass`, and of `fn` if it is a module or a method of one.
+        compute_params: parameters that `fn` uses; parameters that are not listed get no gradients. None: those in
+            `kwargs_to_pass`, and those that `fn` refers to, also in modules, containers and enclosing scopes.
         output_unshard_dimension: dimension along which the outputs are concatenated; 0: each output is a scalar, and
             the scalars are stacked.
         output_reduction: reduction of the concatenated outputs: "mean", "sum" or None.
@@ -59,9 +63,7 @@ def sequence_tiled_compute(
         tensor if name == grad_requiring_tensor_key else tensor.detach() for name, tensor in kwargs_to_shard.items()
     ]
     tiling = Tiling(of_part, -(-seqlen // shards), dim=1, out_dim=output_unshard_dimension, preserve_rng_state=True)
-    owner = getattr(fn, "__self__", None)
-    parameters = _trained_parameters(compute_params, fn, owner, *kwargs_to_pass.values())
-    output = run_tiled(tiling, tensors, parameters)
+    output = run_tiled(tiling, tensors, _trained_parameters(compute_params, fn, kwargs_to_pass))
     return output if output_reduction is None else getattr(output, output_reduction)()
 
 
@@ -110,13 +112,13 @@ class TiledMLP:
         """Compute `fn(self, part of x)` and concatenate the parts along the tokens of `x`, `[..., tokens, features]`.
 
         Args:
-            compute_params: parameters that `fn` uses; None: the parameters of `self`.
+            compute_params: parameters that `fn` uses; None: those that `self` and `fn` refer to.
         """
         along = x.dim() - 2
         tiling = Tiling(
             partial(fn, self), -(-x.shape[along] // shards), dim=along, out_dim=along, preserve_rng_state=True
         )
-        return run_tiled(tiling, [x], _trained_parameters(compute_params, self))
+        return run_tiled(tiling, [x], _trained_parameters(compute_params, fn, self))
 
 
 class TiledFusedLogitsLoss:
@@ -139,7 +141,7 @@ class TiledFusedLogitsLoss:
             x: hidden states `[samples, tokens, features]`.
             y: labels `[samples, tokens]`.
             mask: `[samples, tokens, ...]` or None.
-            compute_params: parameters that `fn` uses; None: the parameters of `self`.
+            compute_params: parameters that `fn` uses; None: those that `self` and `fn` refer to.
 
         Raises:
             ConfigError: the reduction is unknown, or the samples or tokens of the tensors differ.
@@ -162,8 +164,38 @@ class TiledFusedLogitsLoss:
 
 
 def _trained_parameters(stated: Sequence[torch.Tensor] | None, *holders: Any) -> list[torch.Tensor]:
-    """Return the parameters that get gradients: the stated ones, or those of the modules among `holders`."""
+    """Return the parameters that get gradients: the stated ones, or those that `holders` refer to."""
     if stated is None:
-        modules = [one for one in holders if isinstance(one, nn.Module)]
-        stated = list({id(parameter): parameter for one in modules for parameter in one.parameters()}.values())
+        found: dict[int, torch.Tensor] = {}
+        _find_leaves(holders, found, set(), _MAX_DEPTH)
+        stated = list(found.values())
     return [parameter for parameter in stated if parameter.requires_grad]
+
+
+def _find_leaves(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
+    """Add the leaf tensors that a value refers to: modules, containers, functions with what they enclose, objects."""
+    if not depth or id(value) in seen or isinstance(value, (str, bytes, int, float, type, ModuleType)):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if value.is_leaf:
+            found[id(value)] = value
+        return
+    if isinstance(value, nn.Module):
+        more: Any = list(value.parameters())
+    elif isinstance(value, Mapping):
+        more = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        more = value
+    elif isinstance(value, partial):
+        more = (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        more = (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        names = getclosurevars(value)
+        more = (names.nonlocals, names.globals, value.__defaults__, value.__kwdefaults__)
+    else:
+        more = getattr(value, "__dict__", ())
+        more = more.values() if isinstance(more, Mapping) else ()
+    for one in list(more or ()):
+        _find_leaves(one, found, seen, depth - 1)

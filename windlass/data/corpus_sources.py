@@ -144,7 +144,7 @@ def _readable_sources(paths: Sequence[Path], text_field: str) -> list[CorpusSour
     kept = [CorpusSource(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
     if len(kept) < len(kinds):
         logger.debug("skipped %d files that are not text", len(kinds) - len(kept))
-    settings = [path for path, kind in kinds if kind == "text" and detect_format(path) == "json"]
+    settings = [one.location for one in kept if one.format == "text" and detect_format(Path(one.location)) == "json"]
     if settings:
         logger.warning(
             "%d .json files have no records with the field %r and are read as text with their keys, such as %s; if "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -141,28 +141,62 @@ def _make_grammar(llguidance: Any, params: StructuredOutputsParams) -> str:
 
 
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_JOINS = ("allOf", "anyOf", "oneOf", "if", "then", "else")
 _VALUES = ("enum", "const", "default", "examples")
 
 
-def _closed(schema: Any, *, is_branch: bool = False) -> Any:
-    """Return a copy of a JSON Schema in which objects with `properties` or `patternProperties` allow no others, unless
-    they have `additionalProperties` or `allOf`.
+def _closed(schema: Any, open_ones: frozenset[str] | None = None, *, is_branch: bool = False) -> Any:
+    """Return a copy of a JSON Schema in which an object with `properties` or `patternProperties` allows no other keys,
+    unless the schema sets `additionalProperties`.
+
+    Schemas that an `allOf` joins stay open if several of them name properties: each would refuse those of the others.
 
     Args:
-        is_branch: the schema is a branch of an `allOf`. Its object stays open, because other branches name properties.
+        open_ones: the references to definitions that an `allOf` joins; None: `schema` is the full schema.
+        is_branch: an `allOf` joins this schema with others that name properties.
     """
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(one, open_ones, is_branch=is_branch) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if open_ones is None:
+        open_ones = frozenset(_joined_references(schema))
+    branches = schema.get("allOf")
+    joins = isinstance(branches, list) and sum(map(_may_name_properties, [{**schema, "allOf": []}, *branches])) > 1
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            found[key] = {name: _closed(one) for name, one in value.items()}
+            found[key] = {
+                name: _closed(one, open_ones, is_branch=f"#/{key}/{name}" in open_ones) for name, one in value.items()
+            }
+        elif key in _JOINS:
+            found[key] = _closed(value, open_ones, is_branch=is_branch or joins)
         else:
-            found[key] = value if key in _VALUES else _closed(value)
-    if isinstance(branches := schema.get("allOf"), list):
-        found["allOf"] = [_closed(one, is_branch=True) for one in branches]
-    elif not is_branch and ("properties" in schema or "patternProperties" in schema):
+            found[key] = value if key in _VALUES else _closed(value, open_ones)
+    if not (is_branch or joins) and ("properties" in schema or "patternProperties" in schema):
         found.setdefault("additionalProperties", False)
     return found
+
+
+def _may_name_properties(schema: Any) -> bool:
+    keys = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "if", "then", "else")
+    return isinstance(schema, Mapping) and (
+        any(key in schema for key in keys) or any(map(_may_name_properties, schema.get("allOf", ())))
+    )
+
+
+def _joined_references(schema: Any, *, is_branch: bool = False) -> Iterator[str]:
+    """Yield the `$ref` of every schema that an `allOf` joins with others."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _joined_references(one, is_branch=is_branch)
+    elif isinstance(schema, Mapping):
+        branches = schema.get("allOf")
+        joins = isinstance(branches, list) and sum(map(_may_name_properties, [{**schema, "allOf": []}, *branches])) > 1
+        for key, value in schema.items():
+            if key == "$ref" and (is_branch or joins):
+                yield str(value)
+            elif key not in _VALUES:
+                named = key in _NAMED_SCHEMAS and isinstance(value, Mapping)
+                inner = list(value.values()) if named else value
+                yield from _joined_references(inner, is_branch=key in _JOINS and (is_branch or joins))

@@ -12,7 +12,7 @@ import torch
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.native_memory import native_access_problem
-from windlass.kernels.kernel_dispatch import REFERENCE_PATH, check_path_name
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH, check_path_name, why_native_is_missing
 
 _ENVIRONMENT_VARIABLE = "WINDLASS_KERNELS"
 
@@ -89,7 +89,7 @@ def _resolve_variable(wanted: str) -> InferencePath:
 @lru_cache(maxsize=8)
 def _find_path(name: str) -> InferencePath:
     names = list_inference_paths()
-    check_path_name(name, names)
+    check_path_name(name, names, why_native_is_missing())
     if name == REFERENCE_PATH:
         return InferencePath(name)
     return InferencePath(name, _native_module(), names.index(name))

@@ -77,6 +77,12 @@ def check_path_name(name: str, available: Sequence[str], missing: str = "") -> N
     raise ConfigError(f"there is no kernel path {name!r} on this machine{reason}; use one of {', '.join(available)}")
 
 
+def why_native_is_missing() -> str:
+    """Return the reason for which no native code can run; empty: it can run."""
+    module, why = _native_module()
+    return "" if module is not None else why
+
+
 def apply_updates(
     rule: UpdateRule,
     updates: Iterable[UpdateTensors],
@@ -100,8 +106,7 @@ def apply_updates(
         ModelError: tensors do not match, have no memory, or overlap. The message names them.
     """
     if path is not None:
-        module, why = _native_module()
-        check_path_name(path, list_kernel_paths(), "" if module is not None else why)
+        check_path_name(path, list_kernel_paths(), why_native_is_missing())
     groups: dict[tuple[torch.dtype | None, ...], list[UpdateTensors]] = defaultdict(list)
     for piece in updates:
         piece.check(len(rule.signed_states))

@@ -178,10 +178,10 @@ def all_reduce_coalesced(
     """All-reduce several tensors, with one work object for all."""
 
     def start() -> CollectiveWork:
-        operator = to_reduce_operator(op)
-        for one in tensors:
+        operator, ones = to_reduce_operator(op), list(tensors)
+        for one in ones:
             reductions.check_all_reduce(one, operator, group)
-        return _combine_works([reductions.all_reduce(one, operator, group) for one in tensors])
+        return _combine_works([reductions.all_reduce(one, operator, group) for one in ones])
 
     return _start("all_reduce_coalesced", group, async_op, start)
 
@@ -242,12 +242,13 @@ def all_gather_coalesced(
     """Call `all_gather_into_tensor` for several pairs of tensors, with one work object for all."""
 
     def start() -> CollectiveWork:
-        if len(output_tensors) != len(input_tensors):
+        outputs, inputs = list(output_tensors), list(input_tensors)
+        if len(outputs) != len(inputs):
             raise CommunicationError(
-                f"all_gather_coalesced: got {len(output_tensors)} output_tensors and {len(input_tensors)} "
-                "input_tensors; pass one output for each input"
+                f"all_gather_coalesced: got {len(outputs)} output_tensors and {len(inputs)} input_tensors; pass one "
+                "output for each input"
             )
-        pairs = list(zip(output_tensors, input_tensors, strict=True))
+        pairs = list(zip(outputs, inputs, strict=True))
         for out, own in pairs:
             byte_collectives.check_all_gather_into_tensor(out, own, group)
         return _combine_works([byte_collectives.all_gather_into_tensor(out, own, group) for out, own in pairs])
