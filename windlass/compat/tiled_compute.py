@@ -14,7 +14,7 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 
-_MAX_DEPTH = 5  # of references from a function to its parameters: a partial's arguments, a list, an object, a module
+_MAX_DEPTH = 5  # maximum references from a function to a parameter, through arguments, containers and modules
 
 
 def sequence_tiled_compute(
