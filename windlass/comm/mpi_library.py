@@ -9,6 +9,7 @@ a waiting thread never prevents another thread from starting the operation for w
 from __future__ import annotations
 
 import sys
+import time
 import threading
 from types import TracebackType
 from typing import Any
@@ -79,6 +80,7 @@ def abort_on_exception(mpi: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if mpi.COMM_WORLD.Get_size() > 1 and not mpi.Is_finalized():
+            time.sleep(1)  # mpirun drops output that it has not forwarded when a rank aborts
             mpi.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook
