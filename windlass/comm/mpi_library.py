@@ -8,8 +8,8 @@ a waiting thread never prevents another thread from starting the operation for w
 
 from __future__ import annotations
 
+import io
 import sys
-import time
 import threading
 from types import TracebackType
 from typing import Any
@@ -80,7 +80,10 @@ def abort_on_exception(mpi: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if mpi.COMM_WORLD.Get_size() > 1 and not mpi.Is_finalized():
-            time.sleep(1)  # mpirun drops output that it has not forwarded when a rank aborts
+            # torch's hook, if it calls this one, collects the text and would print it afterwards
+            if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+                sys.__stderr__.write(sys.stderr.getvalue())
+                sys.__stderr__.flush()
             mpi.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook
