@@ -161,8 +161,7 @@ def _closed(schema: Any, open_ones: frozenset[str] | None = None, *, is_branch: 
         return schema
     if open_ones is None:
         open_ones = frozenset(_joined_references(schema))
-    branches = schema.get("allOf")
-    joins = isinstance(branches, list) and sum(map(_may_name_properties, [{**schema, "allOf": []}, *branches])) > 1
+    joins = _joins_properties(schema)
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
@@ -178,6 +177,12 @@ def _closed(schema: Any, open_ones: frozenset[str] | None = None, *, is_branch: 
     return found
 
 
+def _joins_properties(schema: Mapping[str, Any]) -> bool:
+    """Return True if the `allOf` of a schema joins several schemas that may name properties."""
+    branches = schema.get("allOf")
+    return isinstance(branches, list) and sum(map(_may_name_properties, [{**schema, "allOf": []}, *branches])) > 1
+
+
 def _may_name_properties(schema: Any) -> bool:
     keys = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "if", "then", "else")
     return isinstance(schema, Mapping) and (
@@ -191,8 +196,7 @@ def _joined_references(schema: Any, *, is_branch: bool = False) -> Iterator[str]
         for one in schema:
             yield from _joined_references(one, is_branch=is_branch)
     elif isinstance(schema, Mapping):
-        branches = schema.get("allOf")
-        joins = isinstance(branches, list) and sum(map(_may_name_properties, [{**schema, "allOf": []}, *branches])) > 1
+        joins = _joins_properties(schema)
         for key, value in schema.items():
             if key == "$ref" and (is_branch or joins):
                 yield str(value)
