@@ -68,7 +68,7 @@ class MemoryPlanner:
         """Return the memory at each moment of a run, from `init` to `save`."""
         plan = MemoryPlan(world_size, self._layout.built_numel, micro_batch, length)
         held = self._held()
-        plan.moments["init"] = self._moment({(HOST, "model as built"): self._built_bytes(self._layout.built_bytes)})
+        plan.moments["init"] = self._moment({(HOST, "model as built"): self._built_bytes()})
         plan.moments["load"] = self._load()
         plan.moments[FORWARD] = self._traced(held, FORWARD)
         plan.moments[BACKWARD] = self._traced(held, BACKWARD)
@@ -167,13 +167,16 @@ class MemoryPlanner:
         place = state_place if settings.policy.state else self._device
         yield place, "per-rank states", sum(of_keys) * torch.float32.itemsize
 
-    def _built_bytes(self, total: int) -> int:
-        """Return the bytes that a rank holds of a model of `total` bytes once it is built: all of them; with sharded
-        init, the rank's shards and one full unit."""
-        if self._sharded_init:
-            largest = max((unit.numel * plan.dtype.itemsize for unit, plan in self._pairs()), default=0)
-            return largest + total // max(self._layout.group_size(u) for u in self._layout.units)
-        return total
+    def _built_bytes(self) -> int:
+        """Return the bytes that a rank holds of the model as it is built: all of them; with sharded init, the rank's
+        shards and one full unit, or the largest parameter of the full model if that is more."""
+        layout = self._layout
+        if not self._sharded_init:
+            return layout.built_bytes
+        return max(self._largest_unit(), layout.built_parameter) + layout.built_bytes // layout.mesh.grid.world
+
+    def _largest_unit(self) -> int:
+        return max((unit.numel * plan.dtype.itemsize for unit, plan in self._pairs()), default=0)
 
     def _pairs(self) -> Iterator[tuple[Unit, UnitPlan]]:
         return zip(self._layout.units, self._layout.original, strict=True)
@@ -182,13 +185,20 @@ class MemoryPlanner:
         """Return the peak of `initialize`: units are filled in turn, and the originals of each are freed."""
         layout = self._layout
         local = sum(p.numel() * p.element_size() for p in self._model.parameters()) + self._module_buffers
-        waiting = self._built_bytes(local)
+        waiting, parts = local, layout.mesh.grid.size("pp", "ep", "tp")
+        stays_sharded = self._sharded_init and parts == 1
+        if stays_sharded:
+            waiting = self._largest_unit() + local // layout.mesh.grid.world
         done: Held = defaultdict(int)
         if layout.target.has_own_memory:  # on a CPU, pages of buffers are allocated once they are written
             for (place, kind), nbytes in self._held().items():
                 if kind in ("gradient ring", "gradients", "gradient output buffers"):
                     done[place, kind] += nbytes
         worst, peak, on_disk = MomentMemory(), -1, 0
+        if self._sharded_init and not stays_sharded:
+            # Partitioning gathers one parameter after the other, and the rank keeps its part of each.
+            worst = self._moment({**done, (HOST, "model as built"): local + layout.built_parameter})
+            peak = worst.total(DEVICE) + worst.total(HOST)
         for unit, plan in self._pairs():
             filled = [
                 (place, kind, nbytes)
@@ -213,7 +223,7 @@ class MemoryPlanner:
             total = found.total(DEVICE) + found.total(HOST)
             if total > peak:
                 worst, peak = found, total
-            waiting -= unit.numel * plan.dtype.itemsize if not self._sharded_init else 0
+            waiting -= unit.numel * plan.dtype.itemsize if not stays_sharded else 0
             for key, nbytes in own.items():
                 done[key] += nbytes
             on_disk += stored

@@ -88,6 +88,7 @@ class PlannedLayout:
         mesh: The rank's mesh. Its groups cannot communicate.
         built_numel: Elements of the parameters of the full model.
         built_bytes: Bytes of the parameters and buffers of the full model, as the script builds it.
+        built_parameter: Bytes of the largest parameter of the full model.
         unshards_per_step: A pipeline keeps parameters and gradients unsharded from its first forward to its last
             backward.
     """
@@ -109,6 +110,7 @@ class PlannedLayout:
     mesh: Mesh
     built_numel: int
     built_bytes: int
+    built_parameter: int
     unshards_per_step: bool
     choice: TierChoice | None = None
 
@@ -185,6 +187,7 @@ def plan_layout(
     built = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     built_bytes = sum(tensor.numel() * tensor.element_size() for tensor in built)
     built_numel = sum(parameter.numel() for parameter in model.parameters())
+    built_parameter = max((tensor.numel() * tensor.element_size() for tensor in model.parameters()), default=0)
     model = _local_model(model, mesh, config)
     _add_stage_axes(model, mesh)
     is_on_disk = any(
@@ -239,6 +242,7 @@ def plan_layout(
         mesh=mesh,
         built_numel=built_numel,
         built_bytes=built_bytes,
+        built_parameter=built_parameter,
         unshards_per_step=grid.pp > 1 and config.pipeline.unshard_per == "step",
         choice=choice,
     )

@@ -373,6 +373,19 @@ def test_experts_over_ranks_need_less_memory() -> None:
     assert 0.7 < spread.moments[FORWARD].host["activations"] / alone.moments[FORWARD].host["activations"] < 1.4
 
 
+@pytest.mark.parametrize("axis", ["ep", "tp"])
+def test_a_rank_holds_its_part_of_a_model_from_sharded_init_that_is_partitioned(axis: str) -> None:
+    """Partitioning leaves a rank its part of each parameter in full; the units shard them one after the other."""
+    model = build_on_meta(lambda: build("mixtral", output_router_logits=False), "mixtral")
+    config = load_config({**settings(3), "parallel": {axis: 2}})
+    found = plan_memory(model, config, RunShape(4, 16, sharded_init=True))
+    part = sum(p.numel() * p.element_size() for p in plan_layout(model, config, 4, Target()).model.parameters())
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    assert found.moments["load"].total(HOST) >= part + largest
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert whole // 4 + largest <= found.moments["init"].host["model as built"] < whole
+
+
 def test_a_merged_unit_stays_unsharded_between_its_blocks() -> None:
     """The backward of a block begins before the backward of the next block has ended."""
     model = llama(num_hidden_layers=4, vocab_size=16)
