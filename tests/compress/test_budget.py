@@ -350,6 +350,28 @@ def test_measured_speed_overrides_the_predicted_one(wide: Any) -> None:
         choose(wide, "speed=1000", time_formats=lambda formats: 1e-3 * 1.03, **given)
 
 
+def test_nearest_time_is_that_of_a_choice_within_the_size(wide: Any) -> None:
+    def is_fast(name: str | None) -> bool:
+        return name == "int8"  # the fastest format has too many bytes
+
+    given: dict[str, Any] = {
+        "times": TokenTimes(1.0, 0.5),
+        "measure": lambda rows, columns, name: rows * columns * (1e-10 if is_fast(name) else 1e-9),
+        "time_formats": lambda formats: 1e-3 if all(map(is_fast, formats.values())) else 5e-3,
+    }
+    with pytest.raises(ConfigError, match=r"speed=1000 cannot be met: the nearest is latency=5ms, speed=200; "):
+        choose(wide, "size=0.25,speed=1000", **given)
+
+
+def test_the_tighter_limit_of_time_is_the_one_that_is_refused(wide: Any) -> None:
+    given: dict[str, Any] = {"times": TokenTimes(1.0, 0.5), "measure": Machine(wide).product}
+    given["time_formats"] = lambda formats: 0.4
+    with pytest.raises(ConfigError, match=r"latency=300ms cannot be met: the nearest is latency=400ms, speed=2\.5; "):
+        choose(wide, "speed=2,latency=300ms", **given)
+    with pytest.raises(ConfigError, match=r"speed=5 cannot be met: the nearest is latency=400ms, speed=2\.5; "):
+        choose(wide, "speed=5,latency=300ms", **given)
+
+
 @pytest.mark.parametrize(("name", "quantizes"), [("int4_g32", True), ("int8", True), ("int8_g32", False)])
 def test_the_time_of_a_product_is_measured(name: str, quantizes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is the time of one product in the fastest round. Each product of a round has its own weight copy."""

@@ -285,7 +285,7 @@ def test_a_cache_computes_each_sequence_once(tmp_path: Path) -> None:
 def test_ranks_with_the_same_sequences_store_them_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     ids, logits = torch.randint(0, 50, (4, 6)), torch.randn(4, 6, 50)
-    one, two = (TeacherCache(tmp_path, top_k=5, rank=rank) for rank in range(2))
+    one, two, reader = (TeacherCache(tmp_path, top_k=5, rank=rank) for rank in range(3))
     one.add(ids[[0, 1, 1]], logits[[0, 1, 1]])
     assert two.has(ids[:2]) and not two.has(ids)  # written after `two` was opened
     for cache in (two, one):
@@ -294,6 +294,7 @@ def test_ranks_with_the_same_sequences_store_them_once(tmp_path: Path) -> None:
     records = {path.name: path.stat().st_size // (20 + 6 * 5 * 4) for path in tmp_path.glob("rank*.bin")}
     assert records == {"rank0.bin": 2, "rank1.bin": 2} and one.has(ids)
     assert torch.equal(one.read(ids).values, two.read(ids).values)
+    assert torch.equal(reader.read(ids).values, one.read(ids).values)  # all were written after `reader` was opened
 
 
 def test_cache_after_a_failed_write_has_no_incomplete_record(tmp_path: Path) -> None:

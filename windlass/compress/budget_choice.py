@@ -439,11 +439,9 @@ class _Solver:
         if error.resource == "seconds":
             token = min(self._seconds.values(), default=self.products.token_seconds(error.nearest)) or 0.0
             wide = self.products.wide or token
-            asked = (
-                f"speed={self.budget.speed:g}"
-                if self.budget.speed is not None
-                else (f"latency={1e3 * (self.budget.latency or 0):g}ms")
-            )
+            speed, latency = self.budget.speed, self.budget.latency
+            is_speed = speed is not None and (latency is None or wide / speed <= latency)
+            asked = f"speed={speed:g}" if is_speed else f"latency={1e3 * (latency or 0):g}ms"
             return ConfigError(
                 f"budget (--budget) {asked} cannot be met: the nearest is latency={1e3 * token:.3g}ms, "
                 f"speed={wide / token:.3g}; allow it, or prune the model too (--prune)"

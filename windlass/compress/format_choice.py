@@ -61,7 +61,8 @@ class UnmetLimitError(ValueError):
 
     Attributes:
         resource: nbytes, loss or seconds.
-        nearest: least sum of the resource, over all choices or over those within the other limits.
+        nearest: least sum of the resource, over all choices, or for seconds and loss over those within the other
+            limits.
         places: a choice with this sum.
     """
 
@@ -115,8 +116,10 @@ def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dic
     bounds = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in bounds.items():
         places = [min(range(len(one)), key=lambda place: getattr(one[place], name)) for one in groups]  # noqa: B023
-        if (least := total(groups, places, name)) > limit:
-            raise UnmetLimitError(name, least, places)
+        if total(groups, places, name) > limit:
+            if name != (first := next(iter(bounds))):  # the nearest choice must be within the first limit too
+                places = _least(groups, name, {first: bounds[first]}).places
+            raise UnmetLimitError(name, total(groups, places, name), places)
     costs = [np.array([getattr(option, objective) for option in options], dtype=np.float64) for options in groups]
     counted = [_count(groups, name, limit) for name, limit in bounds.items()]
     resources = [np.stack([one[0][group] for one in counted]) for group in range(len(groups))]

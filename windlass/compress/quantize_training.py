@@ -212,7 +212,7 @@ class BitPlanner:
             number = name.removeprefix(prefix).split(".")[0]
             if name.startswith(prefix) and (prefix or number.isdigit()):
                 blocks.setdefault(number, []).append(layer)
-        numbers = _numbers_of_all_ranks(list(blocks)) if in_stages else list(blocks)
+        numbers = _block_names_of_all_ranks(list(blocks)) if in_stages else list(blocks)
         if not numbers or options.layer_num not in (0, len(numbers)):
             raise ConfigError(
                 f"eigenvalue.layer_name is {options.layer_name!r} and layer_num {options.layer_num}, but the model has "
@@ -307,7 +307,7 @@ class BitPlanner:
             self._call = (args, kwargs)
 
 
-def _numbers_of_all_ranks(local: list[str]) -> list[str]:
+def _block_names_of_all_ranks(local: list[str]) -> list[str]:
     """Return the names of the blocks of all ranks, in the order of the model. Collective."""
     of_ranks = world_group().all_gather_object(local)
     names = list(dict.fromkeys(chain.from_iterable(of_ranks)))

@@ -135,6 +135,11 @@ class TeacherCache:
         Raises:
             DataError: a row is missing, or damaged.
         """
+        if not self.has(ids):  # finds the records that other ranks have stored meanwhile
+            raise DataError(
+                f"{self.folder} lacks a sequence of this batch; give a teacher that computes it, or train on the "
+                "sequences that the folder was made for"
+            )
         records = [self._record(key) for key in _keys(ids)]
         return TopProbabilities(
             torch.from_numpy(np.stack([record["values"] for record in records]).astype(np.float32)),
@@ -144,11 +149,6 @@ class TeacherCache:
         )
 
     def _record(self, key: bytes) -> Any:
-        if key not in self._places:
-            raise DataError(
-                f"{self.folder} lacks a sequence of this batch; give a teacher that computes it, or train on the "
-                "sequences that the folder was made for"
-            )
         (path, place), form = self._places[key], self._form
         assert form is not None
         with open(path, "rb") as file:
