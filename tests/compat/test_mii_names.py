@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.causal_models import build
 from windlass import LLM, SamplingParams
 from windlass.base.errors import ConfigError, RequestError
-from windlass.compat.mii_deployment import client, serve
+from windlass.compat.mii_deployment import MiiClient, _deployments, client, serve
 from windlass.compat.mii_pipeline import engine_arguments, make_sampling_params, pipeline, use_engine_config
 from windlass.config.inference_section import RaggedInference, RaggedTensorParallel, StateManager
+from windlass.inference.async_engine import EngineStoppedError
 
 PROMPTS = ["ab cd", "cd"]
 SMALL = {"kv_cache_tokens": 512, "max_tokens_per_step": 64, "max_sequences": 8}
@@ -71,6 +76,9 @@ def test_settings_of_a_pipeline_come_as_a_dict_too(directory: Path) -> None:
     pipe.destroy()
     with pytest.raises(ConfigError, match="max_length is 9, and 8 in model_config"):
         pipeline(model_config=given, max_length=9)
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="model_name_or_path is 'x' in the settings, and a Linear was"):
+        pipeline(module, {"model_name_or_path": "x"})
     with pytest.raises(ConfigError, match="model_name_or_path is empty"):
         pipeline(model_config={"max_length": 8})
 
@@ -139,6 +147,43 @@ def test_a_deployment_is_found_by_its_model_and_its_callbacks_may_call_it(direct
     deployment.generate(PROMPTS, **settings)  # queued behind the cancellation, so the engine has handled both
     assert deployment._engine.stats().num_running == 0
     deployment.terminate_server()
+
+
+def test_every_call_ends_before_its_deployment() -> None:
+    begun, stopped = threading.Event(), asyncio.Event()
+
+    class SlowlyStopping:
+        """Engine whose streams end some time after the engine was shut down."""
+
+        max_model_len, tokenizer = 100, staticmethod(lambda prompt: SimpleNamespace(input_ids=[1]))
+
+        async def start(self) -> None: ...
+
+        async def shutdown(self) -> None:
+            stopped.set()
+
+        async def stream(self, prompt: str, params: SamplingParams) -> AsyncIterator[Any]:
+            begun.set()
+            await stopped.wait()
+            await asyncio.sleep(0.2)
+            raise EngineStoppedError("it was shut down")
+            yield
+
+    deployment = _deployments["slow"] = MiiClient("slow", SlowlyStopping())  # type: ignore[arg-type]
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            deployment(["a", "b"])
+        except BaseException as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    begun.wait()
+    deployment.terminate_server()
+    caller.join(5)
+    assert [type(error) for error in errors] == [EngineStoppedError]
 
 
 def test_defaults_are_those_of_mii(directory: Path) -> None:

@@ -126,6 +126,7 @@ class MiiClient:
     def __init__(self, name: str, engine: AsyncLLMEngine) -> None:
         self._name, self._engine, self._process = name, engine, os.getpid()
         self._loop = asyncio.new_event_loop()
+        self._starting, self._ended = threading.Lock(), False
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mii-{name}", daemon=True)
         self._thread.start()
         self._wait_for(engine.start())
@@ -166,10 +167,17 @@ class MiiClient:
     def terminate_server(self) -> None:
         """End the deployment. Answers that are being generated end with an error."""
         if _deployments.pop(self._name, None) is not None:
-            self._wait_for(self._engine.shutdown())
+            ending = self._start(self._end(), is_last=True)
+            ending.result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    async def _end(self) -> None:
+        """Shut the engine down and wait for the calls of all threads: a stopped loop would never answer them."""
+        await self._engine.shutdown()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _answer_all(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Return the last output of each prompt. An error of one prompt cancels all other prompts."""
@@ -179,6 +187,7 @@ class MiiClient:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, prompt: str, params: SamplingParams) -> RequestOutput:
         async with contextlib.aclosing(self._engine.stream(prompt, params)) as outputs:  # type: ignore[type-var]
@@ -210,7 +219,8 @@ class MiiClient:
                 self._wait_for(stream.aclose())
                 raise
 
-    def _start(self, coroutine: Coroutine[Any, Any, Result]) -> Any:
+    def _start(self, coroutine: Coroutine[Any, Any, Result], *, is_last: bool = False) -> Any:
+        """Start a coroutine on the loop. None can be started after the last one, which waits for all others."""
         if os.getpid() != self._process:  # a forked process lacks the engine's threads
             coroutine.close()
             raise ConfigError(
@@ -218,10 +228,12 @@ class MiiClient:
                 f"{os.getpid()}; call it from threads of that process, or start `windlass serve` for clients in other "
                 "processes"
             )
-        if self._loop.is_closed():
-            coroutine.close()
-            raise ConfigError(f"the deployment {self._name!r} was terminated; start another one with mii.serve")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._starting:
+            if self._ended:
+                coroutine.close()
+                raise ConfigError(f"the deployment {self._name!r} was terminated; start another one with mii.serve")
+            self._ended = is_last
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         running = self._start(coroutine)

@@ -108,10 +108,15 @@ def take_model(model: str | Path | nn.Module, settings: dict[str, Any]) -> str |
     """Remove `model_name_or_path` from the settings, and return the model.
 
     Raises:
-        ConfigError: no model is given, or two different names are given.
+        ConfigError: no model is given, or two different ones are given.
     """
     other = settings.pop("model_name_or_path", None)
     if isinstance(model, nn.Module):
+        if other and other is not model:
+            raise ConfigError(
+                f"model_name_or_path is {str(other)!r} in the settings, and a {type(model).__name__} was given; give "
+                "one of them"
+            )
         return model
     if model and other and str(model) != str(other):
         raise ConfigError(f"model_name_or_path is {str(model)!r}, and {str(other)!r} in model_config; give it once")

@@ -74,7 +74,7 @@ class QuantizedParameterError(ModelError, ValueError):
 
 
 @dataclass(frozen=True)
-class PackedBytes:
+class QuantizationMetadata:
     """Properties of a `QuantizedParameter` that its packed bytes do not contain.
 
     Attributes:
@@ -99,14 +99,14 @@ class QuantizedParameter(nn.Parameter):
     """
 
     quantization_config: QuantizationConfig
-    quantizer: PackedBytes
+    quantizer: QuantizationMetadata
 
     def __new__(
         cls,
         data: torch.Tensor,
         requires_grad: bool = False,
         quantization_config: QuantizationConfig | None = None,
-        quantizer: PackedBytes | None = None,
+        quantizer: QuantizationMetadata | None = None,
     ) -> QuantizedParameter:
         if requires_grad:
             raise QuantizedParameterError(
@@ -115,8 +115,9 @@ class QuantizedParameter(nn.Parameter):
         config = quantization_config or QuantizationConfig()
         if quantizer is None:
             packed = config.weight_format().pack(data.reshape(1, -1) if data.dim() != 2 else data)
-            data, quantizer = packed["weight_packed"], PackedBytes(packed["weight_scale"], data.shape, data.dtype)
-        elif not isinstance(quantizer, PackedBytes):
+            quantizer = QuantizationMetadata(packed["weight_scale"], data.shape, data.dtype)
+            data = packed["weight_packed"]
+        elif not isinstance(quantizer, QuantizationMetadata):
             raise QuantizedParameterError(
                 f"QuantizedParameter: quantizer is a {type(quantizer).__name__}; leave it out, or pass that of another "
                 "QuantizedParameter"
