@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, events_of
 from windlass.inference.outputs import Logprob
 from windlass.inference.sampling_params import SamplingParams
+from windlass.serving import api_errors, event_stream, long_answer
+from windlass.serving.api_errors import encode_json
 from windlass.serving.event_stream import encode_event
 from windlass.serving.generation import Generation
 from windlass.serving.logprob_format import LogprobFormat
@@ -106,6 +109,46 @@ def test_a_template_that_reads_parts_gets_parts() -> None:
     engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
     assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
     assert engine.tokenizer.decode(engine.seen[2][0]) == "ab;c\nd;;"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "PROMPT", "echo": True, "logprobs": 2, "max_tokens": 0}),
+        (TEXT, {"prompt": "PROMPT", "echo": True, "logprobs": 2, "max_tokens": 1, "n": 2, "stream": True}),
+        (CHAT, {"messages": [{"role": "user", "content": "PROMPT"}], "prompt_logprobs": 2, "max_tokens": 1}),
+    ],
+)
+def test_many_logprobs_are_formatted_beside_the_event_loop(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The JSON encoder in C would hold the interpreter lock, so a long answer is encoded in Python."""
+    encoded: list[tuple[bool, bool]] = []
+
+    def note(encoder: json.JSONEncoder, data: Any, is_long: bool = False) -> str:
+        runs_loop = True
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            runs_loop = False
+        if data["choices"]:
+            encoded.append((runs_loop, is_long))
+        return encode_json(encoder, data, is_long)
+
+    monkeypatch.setattr(api_errors, "encode_json", note)
+    monkeypatch.setattr(event_stream, "encode_json", note)
+    client, answers = client_of(FakeEngine(max_model_len=5000)), []
+    for length, most in ((2000, 2**11), (2000, 2**20), (20, 2**11)):
+        encoded.clear()
+        monkeypatch.setattr(long_answer, "_MAX_ENTRIES", most)
+        prompt = "abcd" * (length // 4)
+        sent = json.loads(json.dumps(body).replace("PROMPT", prompt))
+        answer = client.post(path, json={**sent, "request_id": "same"})
+        assert answer.status_code == 200
+        is_long = length * 3 > most
+        assert encoded == [(not is_long, is_long)] * (2 if "n" in body else 1)
+        answers.append(re.sub(r'"created":[0-9]+', "", answer.text))
+    assert answers[0] == answers[1]
 
 
 def test_echo_with_logprobs_alone_generates_nothing() -> None:

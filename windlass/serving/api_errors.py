@@ -64,10 +64,26 @@ class ApiError(WindlassError):
         return json_response(self.body(), self.status, headers)
 
 
-def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response in UTF-8. Lone surrogates, which UTF-8 cannot hold, become `?`."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def json_response(
+    data: Any, status: int = 200, headers: Mapping[str, str] | None = None, *, is_long: bool = False
+) -> Response:
+    """Return a JSON response in UTF-8. Lone surrogates, which UTF-8 cannot hold, become `?`.
+
+    Args:
+        is_long: see `encode_json`.
+    """
+    text = encode_json(json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")), data, is_long)
     return Response(text.encode("utf-8", "replace"), status, headers, media_type="application/json")
+
+
+def encode_json(encoder: json.JSONEncoder, data: Any, is_long: bool = False) -> str:
+    """Return the JSON of `data`.
+
+    Args:
+        is_long: encode in Python, which lets other threads run meanwhile. The encoder in C, which is about three times
+            as fast, holds the interpreter lock until all of `data` is encoded.
+    """
+    return "".join(encoder.iterencode(data)) if is_long else encoder.encode(data)
 
 
 def api_error_of(error: BaseException, request_id: str) -> ApiError:

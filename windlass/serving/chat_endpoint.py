@@ -6,11 +6,13 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.inference.outputs import RequestOutput
 from windlass.inference.sampling_params import SamplingParams
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.chat_request import (
@@ -25,6 +27,7 @@ from windlass.serving.completions_endpoint import prompt_logprobs_as_json
 from windlass.serving.event_stream import DONE, encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, start_generation
 from windlass.serving.logprob_format import LogprobFormat
+from windlass.serving.long_answer import build_answer, count_entries
 from windlass.serving.request_body import check_fields, read_request
 from windlass.serving.server_context import ServerContext
 from windlass.serving.tool_calls import ToolCallParser
@@ -85,6 +88,9 @@ class _ChatAnswer:
 
     async def response(self) -> Response:
         output = (await self.generation.finish())[0]
+        return await build_answer(count_entries([output]), partial(self._response, output))
+
+    def _response(self, output: RequestOutput, is_long: bool) -> Response:
         choices = []
         for answer in sorted(output.outputs, key=lambda one: one.index):
             piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, None, answer.finish_reason, None)
@@ -102,7 +108,7 @@ class _ChatAnswer:
             body["prompt_logprobs"] = prompt_logprobs_as_json(output)
         if self.fields.return_token_ids:
             body["prompt_token_ids"] = self.generation.prompts[0]
-        return json_response(body)
+        return json_response(body, is_long=is_long)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         states: dict[int, _ChoiceState] = {}

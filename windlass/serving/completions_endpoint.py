@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.event_stream import DONE, encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, encode_text, start_generation
 from windlass.serving.logprob_format import LogprobFormat
+from windlass.serving.long_answer import build_answer, count_entries
 from windlass.serving.request_body import check_fields, read_request
 from windlass.serving.request_fields import SamplingFields
 from windlass.serving.server_context import ServerContext
@@ -122,7 +124,7 @@ def _is_token(value: Any) -> bool:
 
 @dataclass
 class _Completion:
-    """Answer to one request. Tokens are decoded on the event loop: see [Note: tokenizer threads]."""
+    """Answer to one request. Any thread decodes its tokens: see [Note: tokenizer threads]."""
 
     generation: Generation
     fields: CompletionRequest
@@ -136,13 +138,17 @@ class _Completion:
 
     async def response(self) -> Response:
         outputs = await self.generation.finish()
+        entries = count_entries(outputs, copies=self.generation.params[0].n)
+        return await build_answer(entries, partial(self._response, outputs))
+
+    def _response(self, outputs: list[RequestOutput], is_long: bool) -> Response:
         choices = [
             self._choice(output, index * len(output.outputs) + one.index, one)
             for index, output in enumerate(outputs)
             for one in sorted(output.outputs, key=lambda one: one.index)
         ]
-        usage = self._usage()
-        return json_response({**self.generation.head(_KIND), "choices": choices, "usage": usage})
+        body = {**self.generation.head(_KIND), "choices": choices, "usage": self._usage()}
+        return json_response(body, is_long=is_long)
 
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> dict[str, Any]:
         piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, None, answer.finish_reason, None)
@@ -165,14 +171,28 @@ class _Completion:
                         continue
                     is_first = index not in begun
                     begun.add(index)
-                    choice = self._piece_as_json(output, index, piece, is_first=is_first)
-                    event = {**head, "choices": [choice]}
-                    if self.fields.wants_usage_event or self.fields.wants_usage_in_each_event:
-                        event["usage"] = self._usage() if self.fields.wants_usage_in_each_event else None
-                    yield encode_event(event)
+                    entries = count_entries([output]) if is_first else 0  # only the first event can have the prompt
+                    build = partial(self._event, head, output, index, piece, is_first=is_first)
+                    yield await build_answer(entries, build)
         if self.fields.wants_usage_event:
             yield encode_event({**head, "choices": [], "usage": self._usage()})
         yield DONE
+
+    def _event(
+        self,
+        head: dict[str, Any],
+        output: RequestOutput,
+        index: int,
+        piece: AnswerPiece,
+        is_long: bool,
+        *,
+        is_first: bool,
+    ) -> bytes:
+        choice = self._piece_as_json(output, index, piece, is_first=is_first)
+        event = {**head, "choices": [choice]}
+        if self.fields.wants_usage_event or self.fields.wants_usage_in_each_event:
+            event["usage"] = self._usage() if self.fields.wants_usage_in_each_event else None
+        return encode_event(event, is_long=is_long)
 
     def _usage(self) -> dict[str, Any]:
         usage = self.generation.usage()

@@ -14,24 +14,25 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from windlass.base.log import logger
-from windlass.serving.api_errors import ApiError, api_error_of
+from windlass.serving.api_errors import ApiError, api_error_of, encode_json
 from windlass.serving.request_counter import RequestCounter
 
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
-_to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder in each call
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # json.dumps makes an encoder in each call
 
 
-def encode_event(data: Any, name: str | None = None) -> bytes:
+def encode_event(data: Any, name: str | None = None, *, is_long: bool = False) -> bytes:
     """Return one event with JSON in ASCII.
 
     Characters above ASCII are escaped, because some clients split lines at U+2028 and at other separators too.
 
     Args:
         name: type of the event; None: it has none.
+        is_long: see `encode_json`.
     """
-    text = _to_json(data)
+    text = encode_json(_ENCODER, data, is_long)
     head = f"event: {name}\n" if name is not None else ""
     return f"{head}data: {text}\n\n".encode("ascii")
 

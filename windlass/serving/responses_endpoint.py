@@ -25,6 +25,7 @@ from windlass.serving.chat_request import (
 from windlass.serving.event_stream import encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, start_generation
 from windlass.serving.logprob_format import LogprobFormat
+from windlass.serving.long_answer import build_answer, count_entries
 from windlass.serving.request_body import check_fields, read_request
 from windlass.serving.response_items import ResponseItems
 from windlass.serving.responses_request import CHAT_NAMES, ResponsesRequest
@@ -100,7 +101,9 @@ class _Answer:
         async with contextlib.aclosing(self._changes()) as changes:
             async for _ in changes:
                 pass
-        return json_response(self._body(self.items.status))
+        entries = count_entries(self.generation.outputs.values())
+        body = self._body(self.items.status)
+        return await build_answer(entries, lambda is_long: json_response(body, is_long=is_long))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._changes()) as changes:

@@ -1,10 +1,11 @@
 """State that all endpoints of a server share.
 
 [Note: tokenizer threads] One thread encodes all texts of a server, because an encoding changes a tokenizer: its
-settings of truncation and padding, and caches of slow tokenizers. Other threads decode meanwhile: the engine's thread
-and the event loop call `decode` and `convert_ids_to_tokens`, which only read the vocabulary, in fast tokenizers as in
-slow ones. The settings of a fast tokenizer must not change during such a call ("Already borrowed" in older releases),
-so the server always encodes with the same settings, which `ServerContext.attach` makes before the first request.
+settings of truncation and padding, and caches of slow tokenizers. Other threads decode meanwhile: the engine's thread,
+the event loop and the threads of long answers (long_answer.py) call `decode` and `convert_ids_to_tokens`, which only
+read the vocabulary, in fast tokenizers as in slow ones. The settings of a fast tokenizer must not change during such a
+call ("Already borrowed" in older releases), so the server always encodes with the same settings, which
+`ServerContext.attach` makes before the first request.
 """
 
 from __future__ import annotations
