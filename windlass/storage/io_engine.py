@@ -100,9 +100,10 @@ def start_io_engine(
     Raises:
         StorageError: the requested engine is unknown or does not work here.
     """
+    source = "" if requested else f" ({VARIABLE})"
     requested = requested or os.environ.get(VARIABLE) or None
     if requested is not None and requested not in ENGINES:
-        raise StorageError(f"disk engine {requested!r} ({VARIABLE}) is unknown; use one of {', '.join(ENGINES)}")
+        raise StorageError(f"disk engine {requested!r}{source} is unknown; use one of {', '.join(ENGINES)}")
     plan = _IoEngineOptions(files, queue_depth, threads, block_size, alignment)
     refused: list[str] = []
     for name in [requested] if requested else ENGINES:
@@ -111,7 +112,7 @@ def start_io_engine(
             return IoEngineChoice(engine, name, "; ".join(refused) or ("as requested" if requested else "the fastest"))
         refused.append(engine)
     raise StorageError(
-        f"disk engine {requested!r} ({VARIABLE}) does not work here: {refused[0]}; use another, or unset the variable"
+        f"disk engine {requested!r}{source} does not work here: {refused[0]}; use another one, or none to get the fastest"
     )
 
 
