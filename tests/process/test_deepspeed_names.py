@@ -22,9 +22,6 @@ SYMBOLS: dict[str, str] = dict(
     if not line.startswith("#")
 )
 
-PENDING: dict[str, str] = {}
-"""Areas under construction, whose names may be absent."""
-
 
 @pytest.fixture(scope="module")
 def resolved() -> list[Any]:
@@ -50,10 +47,6 @@ def walked(resolved: list[Any]) -> dict[str, dict[str, Any]]:
     return names
 
 
-def pending(name: str) -> bool:
-    return any(name == area or name.startswith(f"{area}.") for area in PENDING)
-
-
 def is_sentence(name: str, text: str) -> bool:
     """Return True if the text has the form `deepspeed.x: why; what to do`, on one line."""
     return text.startswith("deepspeed") and ": " in text and "\n" not in text and len(text.split()) >= 6
@@ -65,7 +58,7 @@ def test_common_uses_of_modules(resolved: list[Any]) -> None:
 
 def test_every_imported_name_exists_or_is_refused(walked: dict[str, dict[str, Any]]) -> None:
     absent = {name: walked[name]["sentence"] for name in SYMBOLS if walked[name]["state"] == "absent"}
-    assert {name: text for name, text in absent.items() if not pending(name)} == {}
+    assert absent == {}
 
 
 def test_names_have_the_kind_of_deepspeed(walked: dict[str, dict[str, Any]]) -> None:
@@ -86,10 +79,4 @@ def test_table_rows_resolve_as_declared(walked: dict[str, dict[str, Any]]) -> No
         name: "refused" if entry.status is NameStatus.REFUSED else "there" for name, entry in STAND_IN_NAMES.items()
     }
     wrong = {name: walked[name] for name, state in expected.items() if walked[name]["state"] != state}
-    assert {name: seen for name, seen in wrong.items() if not pending(name)} == {}
-
-
-def test_pending_areas_are_still_absent(walked: dict[str, dict[str, Any]]) -> None:
-    absent = [name for name in SYMBOLS if walked[name]["state"] == "absent"]
-    stale = [area for area in PENDING if not any(f"{name}.".startswith(f"{area}.") for name in absent)]
-    assert stale == [], "take these out of PENDING"
+    assert wrong == {}
