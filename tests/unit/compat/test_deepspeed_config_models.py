@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from windlass.compat import config_getters as getters
+from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config_value
 from windlass.compat.config_sections import (
     DEFAULT_LEAF_MODULE_CLASSES,
     DeepSpeedBF16Config,
@@ -18,6 +19,7 @@ from windlass.compat.config_sections import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
+from windlass.config import load_config
 
 
 def test_stage_3_aliases_are_accepted() -> None:
@@ -90,3 +92,23 @@ def test_getters_read_a_dict() -> None:
 def test_getters_refuse_invalid_values(getter: str, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"max|int8|\[1\]|Maybe"):
         getattr(getters, getter)(given)
+
+
+@pytest.mark.parametrize(
+    ("method", "section", "value"),
+    [
+        ("fp16_master_weights_and_gradients", {"fp16": {"fp16_master_weights_and_grads": True}}, True),
+        ("bf16_master_weights_and_gradients", {"bf16": {"bf16_master_weights_and_grads": True}}, True),
+        ("bf16_optimizer_states", {"bf16": {"bf16_optimizer_states": True}}, True),
+        ("optimizer_legacy_fusion", {"optimizer": {"type": "Adam", "legacy_fusion": True}}, True),
+        ("cpuadam_cores_perc", {"zero_optimization": {"offload_optimizer": {"cpuadam_cores_perc": 0.5}}}, 0.5),
+    ],
+)
+def test_engine_methods_return_the_values_of_the_configuration(method: str, section: Any, value: Any) -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": 1, **section})
+    plain = load_config({"train_micro_batch_size_per_gpu": 1})
+    expected = (value, 0.9 if method == "cpuadam_cores_perc" else False)
+    if method in CONFIG_KEYS:
+        assert tuple(config_value(one, CONFIG_KEYS[method]) for one in (config, plain)) == expected
+    else:
+        assert tuple(COMPUTED_ANSWERS[method](one) for one in (config, plain)) == expected
