@@ -112,7 +112,7 @@ def start_io_engine(
             return IoEngineChoice(engine, name, "; ".join(refused) or ("as requested" if requested else "the fastest"))
         refused.append(engine)
     raise StorageError(
-        f"disk engine {requested!r}{source} does not work here: {refused[0]}; use another one, or none to get the fastest"
+        f"disk engine {requested!r}{source} does not work here: {refused[0]}; use another one, or none for the fastest"
     )
 
 
