@@ -322,3 +322,35 @@ def test_an_embedding_with_max_norm_trains_as_in_plain_pytorch_or_is_refused(ran
             assert "'embed' has max_norm = 0.5" in result and "max_norm=None" in result, result
         else:
             assert relative_error(result, expected)[0] < 1e-6
+
+
+def unfreeze_renormalized(stage: int) -> list[str]:
+    """Unfreeze the embedding and continue. Return the errors of a forward and of an optimizer step before it."""
+    import windlass
+
+    torch.manual_seed(7)
+    model = Renormalized()
+    model.embed.requires_grad_(False)
+    config = ds_config(Recipe(optimizer_params=SGD), Setting(stage=stage))
+    del config["optimizer"]
+    optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+    errors = []
+    engine.backward(engine(torch.arange(4)))
+    try:
+        engine.step()
+    except windlass.WindlassError as error:
+        errors.append(str(error))
+    engine.module.embed.requires_grad_(True)
+    with pytest.raises(windlass.WindlassError) as caught:
+        engine(torch.arange(4))
+    engine.destroy()
+    return [*errors, str(caught.value)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unfreezing_an_embedding_with_max_norm_is_refused(stage: int) -> None:
+    for *before, refused in run_ranks(unfreeze_renormalized, 2, stage):
+        assert "'embed' has max_norm = 0.5" in refused and "max_norm=None" in refused, refused
+        assert len(before) == (stage == 3)  # freed values of a sharded parameter lose what the forward wrote
+        assert all("'embed.weight' was changed in place" in text and "max_norm=None" in text for text in before)

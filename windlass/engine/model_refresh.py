@@ -22,7 +22,7 @@ from windlass.zero.access.unfreezing import can_unfreeze, unfreeze
 from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 from windlass.zero.parameter_registry import require
-from windlass.zero.setup.model_consistency import check_same_model
+from windlass.zero.setup.model_consistency import check_renormalized_embeddings, check_same_model
 from windlass.zero.setup.unit_builder import check_devices
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.elementwise_update import check_parameters
@@ -44,6 +44,8 @@ def refresh_model(
     check_same_model(
         before.model, before.update.optimizer if before.update is not None else None, before.mesh.dense.data
     )
+    if before.trains:
+        check_renormalized_embeddings(before.model, before.mesh.dense.data, before.mesh.world)
     if (joining := _parameters_only_unfrozen(before)) and can_unfreeze(before, joining):
         unfreeze(before, joining)
         return

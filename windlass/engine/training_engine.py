@@ -225,8 +225,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         of removed modules from the optimizer's groups.
 
         Raises:
-            ModelError: modules changed and a step has begun, an optimizer's parameter is not in the model, or averages
-                of the parameters are applied. Nothing was changed.
+            ModelError: modules changed and a step has begun, an optimizer's parameter is not in the model, an embedding
+                with `max_norm` would be trained on several data ranks, or averages of the parameters are applied.
+                Nothing was changed.
             StorageError: there is no space on NVMe. If modules changed, the engine is destroyed.
         """
         self._require_ready("refresh")

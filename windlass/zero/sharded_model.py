@@ -609,7 +609,8 @@ class ShardedModel:
             raise ModelError(
                 f"{lost!r} was changed in place while it was gathered for a forward or backward, and the change was "
                 "lost when its gathered values were freed (stage 3): change it inside `with windlass.zero."
-                "GatheredParameters([parameter], modifier_rank=0)`, or use a stage below 3. This step was skipped"
+                "GatheredParameters([parameter], modifier_rank=0)`, build an embedding with max_norm=None, or use a "
+                "stage below 3. This step was skipped"
             )
         if without_backward:
             self._gradients_consumed = False
