@@ -19,7 +19,8 @@ from windlass.inference.llm import LLM
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.step_cost import StepCost
-from windlass.inference.streamed_modules import StreamedModules
+from windlass.inference.streamed_modules import DiskUnits, StreamedModules
+from windlass.inference.weight_file import StoredUnit
 from windlass.inference.weight_stream import WeightStream
 from windlass.storage.extent_allocator import page_up
 
@@ -237,6 +238,9 @@ class CountedSource:
     def close(self) -> None:
         """Do nothing."""
 
+    def reopen(self) -> None:
+        """Do nothing."""
+
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_use_gets_the_bytes_of_its_units(seed: int) -> None:
@@ -325,6 +329,9 @@ class LateSource:
         for read in list(self.in_flight):
             read.finish()
 
+    def reopen(self) -> None:
+        self.closed = False
+
 
 @pytest.mark.parametrize("uses_ring", [True, False])
 def test_memory_of_an_interrupted_wait_is_used_again_only_after_its_read(uses_ring: bool) -> None:
@@ -346,12 +353,46 @@ def test_memory_of_an_interrupted_wait_is_used_again_only_after_its_read(uses_ri
     assert not source.in_flight
 
 
-def test_an_interrupted_start_closes_the_source_before_its_memory_is_used_again() -> None:
+@pytest.mark.parametrize("unit", [1, 2])
+def test_a_forward_after_an_interrupted_start_reads_again(unit: int) -> None:
     source = LateSource()
     stream = WeightStream(source, [4096] * 3, 8192)
-    source.interrupted_start = 1  # the read is in flight, but the stream never gets it
+    source.interrupted_start = unit  # the read is in flight, but the stream never gets it
     with pytest.raises(KeyboardInterrupt):
         stream.begin_forward()
-    assert source.closed and not source.in_flight
-    with pytest.raises(StorageError, match="closed"):
+        with stream.lend(0):
+            pass
+    assert source.closed and not source.in_flight, "its memory could be used again during the read"
+    source.interrupted_start = None
+    for _ in range(2):
         stream.begin_forward()
+        for other in range(3):
+            with stream.lend(other) as memory:
+                assert bool((memory == other).all())
+    stream.close()
+    assert not source.in_flight
+
+
+def test_a_forward_after_an_interrupted_start_opens_the_file_again(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"".join(bytes([unit]) * 4096 for unit in range(3)))
+    units = [StoredUnit((f"layer{unit}",), 4096 * unit, 4096, {}) for unit in range(3)]
+    source = DiskUnits(tmp_path / "weights", units)
+    stream, interrupted = WeightStream(source, [4096] * 3, 8192), [1]
+
+    def start(unit: int, into: torch.Tensor) -> Any:
+        read = DiskUnits.start(source, unit, into)
+        if unit in interrupted:
+            interrupted.remove(unit)
+            raise KeyboardInterrupt
+        return read
+
+    source.start = start  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stream.begin_forward()
+    for _ in range(2):
+        stream.begin_forward()
+        for unit in range(3):
+            with stream.lend(unit) as memory:
+                assert bool((memory == unit).all())
+    stream.close()
+    source.close()

@@ -59,8 +59,12 @@ class DiskUnits:
     """Units of a weight file, read by direct I/O. A `WeightSource`."""
 
     def __init__(self, path: Path, units: Sequence[StoredUnit]) -> None:
-        self._units = units
-        self.reader = DirectFileReader(path, advice=_ADVICE)
+        self._path, self._units = path, units
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open the file again after `close`. Staging memory stays valid."""
+        self.reader = DirectFileReader(self._path, advice=_ADVICE)
 
     def allocate_buffer(self, nbytes: int) -> torch.Tensor:
         """Return `[nbytes]` uint8 staging memory."""

@@ -7,7 +7,8 @@ computed. If a forward uses a unit that is not in the ring, e.g. another expert,
 on: the forward is slower, but its result is the same.
 
 An exception such as Ctrl-C may end the wait for a read, which is then still in flight. So its unit keeps its memory
-until the next forward has finished the read.
+until the next forward has finished the read. If the exception ends the start of a read, the source is closed, which
+ends all reads, and the next forward opens it again.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class WeightSource(Protocol):
 
     def close(self) -> None:
         """Wait until no read writes to memory any more. Later reads raise."""
+        ...
+
+    def reopen(self) -> None:
+        """Read again after `close`, and raise if that is not possible."""
         ...
 
 
@@ -115,7 +120,7 @@ class WeightStream:
         self._order = list(range(len(self._sizes)))
         self._used: list[int] = []
         self._next = 0  # index in `_order` of the next unit to read
-        self._reads, self._failed = True, False
+        self._reads, self._failed, self._source_closed = True, False, False
         # reads in flight end before their memory is freed
         self._finish = weakref.finalize(self, _finish_reads, self._staged, self._outside, self._buffer)
         self.stats = StreamStats()
@@ -127,6 +132,9 @@ class WeightStream:
         if not self._reads:
             return
         used, self._used = self._used, []
+        if self._source_closed:
+            self._source.reopen()
+            self._source_closed = False
         if self._failed:  # other reads may have failed too
             self._drop_unused()
             self._failed, self._next = False, 0
@@ -238,6 +246,7 @@ class WeightStream:
         try:
             units.append(_Staged(unit, first, memory.numel(), self._source.start(unit, memory), memory))
         except BaseException:  # e.g. Ctrl-C after the read has started: nothing else would wait for it
+            self._failed = self._source_closed = True
             self._source.close()
             raise
         self.stats.bytes_read += memory.numel()
