@@ -93,22 +93,18 @@ def parse_resource_filter(
         raise HostError("--include and --exclude together; give one of them")
     if not include_str and not exclude_str:
         return {name: list(slots) for name, slots in host_info.items()}
-    named: Mapping[str, Sequence[int]] = _parse_filter(include_str or exclude_str, host_info)
-    for name, slots in named.items():
+    named, whole = _parse_filter(include_str or exclude_str, host_info)
+    for name, numbers in named.items():
         if name not in host_info:
             raise HostError(f"host {name!r} is not in the hostfile; there are {', '.join(host_info)}")
-        unknown = [slot for slot in slots if slot not in host_info[name]]
+        unknown = [slot for slot in numbers if slot not in host_info[name]]
         if unknown:
             there = ",".join(map(str, host_info[name])) or "none"
             raise HostError(f"host {name!r} has no slot {unknown[0]}; there are {there}")
     left: dict[str, list[int]] = {}
     for name, slots in host_info.items():
-        requested = named.get(name)
-        kept: list[int]
-        if include_str:
-            kept = [] if requested is None else list(requested or slots)
-        else:
-            kept = list(slots) if requested is None else [slot for slot in slots if requested and slot not in requested]
+        chosen = slots if name in whole else named.get(name, [])
+        kept = list(chosen) if include_str else [slot for slot in slots if slot not in chosen]
         if kept:
             left[name] = list(dict.fromkeys(kept))
     return left
@@ -147,18 +143,21 @@ def decode_world_info(text: str) -> dict[str, list[int | str]]:
     """
     try:
         found = parse_json(base64.urlsafe_b64decode(text.encode()))
-        return {str(name): list(slots) for name, slots in found.items()}
-    except (ValueError, AttributeError, TypeError) as error:
+        if wrong := [name for name, slots in found.items() if not isinstance(slots, list)]:
+            raise ValueError(f"{wrong[0]!r} has no list of slots")
+        return dict(found)
+    except (ValueError, AttributeError) as error:
         raise HostError(f"{one_line(text, 200)!r} is not base64 of {{host: [slot, ...]}}: {error}") from None
 
 
-def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
-    """Return slots by host; an empty list means all. Entries of one host are merged.
+def _parse_filter(text: str, known: Container[str]) -> tuple[dict[str, list[int]], set[str]]:
+    """Return the named slots by host, and the hosts that are named without slots. Entries of one host are merged.
 
     Args:
         known: host names, which may contain separators themselves: `user@host`, IPv6 addresses.
     """
     found: dict[str, list[int]] = {}
+    whole: set[str] = set()
     for node in _split_filter(text, known):
         name, colon, slots = node.rpartition(":") if ":" in node and node not in known else (node, "", "")
         try:
@@ -170,7 +169,9 @@ def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
         if not name:
             raise HostError(f"{text!r} names no host before {node!r}; write NAME[:SLOT[,SLOT...]][@...]")
         found[name] = sorted({*found.get(name, []), *numbers})
-    return found
+        if not colon:
+            whole.add(name)
+    return found, whole
 
 
 def _parse_slot(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,12 @@ def test_missing_hostfile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("", "", POOL),
         ("worker-1@worker-0:0,2", "", {"worker-0": [0, 2], "worker-1": [0, 1]}),
         ("worker-0:2@worker-0:0,2", "", {"worker-0": [0, 2]}),
+        ("worker-0@worker-0:1", "", {"worker-0": [0, 1, 2, 3]}),
+        ("worker-1:0@worker-1", "", {"worker-1": [0, 1]}),
         ("worker-2", "", {"worker-2": [0]}),
         ("", "worker-1:0", {"worker-0": [0, 1, 2, 3], "worker-1": [1], "worker-2": [0]}),
         ("", "worker-0@worker-2:0", {"worker-1": [0, 1]}),
+        ("", "worker-0@worker-2@worker-0:1", {"worker-1": [0, 1]}),
         ("", "worker-1:0,1@worker-0:3", {"worker-0": [0, 1, 2], "worker-2": [0]}),
     ],
 )
@@ -83,6 +87,7 @@ def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> 
         ("", "jeff:0", "host 'jeff' is not in the hostfile; there are worker-0, worker-1, worker-2"),
         ("worker-1:4", "", "host 'worker-1' has no slot 4; there are 0,1"),
         ("", "worker-1:0,4", "host 'worker-1' has no slot 4; there are 0,1"),
+        ("worker-1@worker-1:4", "", "host 'worker-1' has no slot 4; there are 0,1"),
         ("worker-1:x", "", "'worker-1:x' in 'worker-1:x' is not NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
         ("worker-1:", "", "'worker-1:' in 'worker-1:' is not NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
         ("worker-1@", "", "'worker-1@' names no host before ''; write NAME[:SLOT[,SLOT...]][@...]"),
@@ -136,8 +141,9 @@ def test_world_info_round_trips(world: dict[str, list[int]]) -> None:
 
 def test_world_info_encoding_equals_deepspeed() -> None:
     assert encode_world_info({"a": [0, 1], "b": [2]}) == "eyJhIjogWzAsIDFdLCAiYiI6IFsyXX0="
-    with pytest.raises(HostError, match="is not base64"):
-        decode_world_info("None")
+    for text in ("None", base64.urlsafe_b64encode(b'{"a": "0,1"}').decode(), encode_world_info({"a": 2})):
+        with pytest.raises(HostError, match="is not base64 of {host: .slot, ...]}"):
+            decode_world_info(text)
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 5), min_size=1), st.data())
