@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -161,6 +162,18 @@ def test_first_failure_is_kept_and_reported_once(tmp_path: Path) -> None:
     assert not record_failure(path, "what followed from it")
     assert read_failure(path) == "not finite at step 3"
     assert read_failure(path) is None
+
+
+def test_a_failure_that_could_not_be_written_leaves_room_for_the_next(tmp_path: Path) -> None:
+    path, limits = tmp_path / "failure", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # writes fail as on a full disk
+    try:
+        assert not record_failure(path, "the loss is not finite")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    assert record_failure(path, "what followed from it")
+    assert [one.name for one in tmp_path.iterdir()] == ["failure"]
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,14 @@ def describe_failure(error: BaseException, rank: int) -> str:
 def record_failure(path: Path, message: str) -> bool:
     """Write the message to `path`, unless an earlier failure, which caused this failure, is recorded there. Return
     True if the message was written."""
+    is_created = False
     try:
         with open(path, "x") as stream:
+            is_created = True
             stream.write(message)
     except OSError:  # the file exists, or the disk is full: the exit code alone then signals the failure
+        if is_created:  # an empty file would keep other ranks from recording their failures
+            path.unlink()
         return False
     return True
 
