@@ -23,12 +23,10 @@ class RngTracker:
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
-        self._seeds: set[int] = set()
 
     def reset(self) -> None:
         """Remove all generators."""
         self._states.clear()
-        self._seeds.clear()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Return the state of each generator."""
@@ -44,14 +42,12 @@ class RngTracker:
         Raises:
             ModelError: the name or the seed is already in use. Equal seeds would give equal numbers.
         """
-        if name in self._states or seed in self._seeds:
+        state = _generator().manual_seed(seed).get_state()
+        seeds = {_initial_seed(other) for other in self._states.values()}
+        if name in self._states or _initial_seed(state) in seeds:
             known = f"name {name!r}" if name in self._states else f"seed {seed}"
             raise ModelError(f"a random generator with {known} exists already; use another, or reset() first")
-        before = _get_rng_state()
-        torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
-        self._states[name] = _get_rng_state()
-        self._seeds.add(seed)
-        set_rng_state(before)
+        self._states[name] = state
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
@@ -83,6 +79,15 @@ class RngTracker:
 
 rng_tracker = RngTracker()
 """Tracker whose states `windlass.checkpointing.checkpoint` restores for a recomputation."""
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _initial_seed(state: torch.Tensor) -> int:
+    """Return the seed of the generator that had this state."""
+    return _generator().set_state(state).initial_seed()
 
 
 def _get_rng_state() -> torch.Tensor:

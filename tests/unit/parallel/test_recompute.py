@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.unit.parallel.checkpointed_models import NETS, Layer, Net, differences, ids, plainly, trained
 from tests.unit.parallel.fake_activation_store import FarPlace
 from windlass import checkpointing
+from windlass.base.errors import ModelError
 from windlass.parallel.activation_store import DeviceStore
 from windlass.parallel.checkpoint_profiler import CheckpointProfiler
 from windlass.parallel.recompute import RecomputeSettings, recompute
@@ -202,6 +203,23 @@ def test_named_generators_are_restored() -> None:
         results.append((y.detach(), x.grad, rng_tracker.get_states()["model-parallel-rng"], torch.get_rng_state()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
     assert not torch.equal(results[0][2], start["model-parallel-rng"]), "numbers were drawn"
+
+
+def test_seeds_in_use_are_those_of_the_current_generators() -> None:
+    rng_tracker.add("first", 5)
+    states = rng_tracker.get_states()
+    assert torch.equal(states["first"], torch.manual_seed(5).get_state())
+    rng_tracker.reset()
+    rng_tracker.add("other", 7)
+    rng_tracker.set_states(states)
+    with rng_tracker.fork("first"):
+        torch.rand(3)
+    with pytest.raises(ModelError, match="seed 5 exists already"):
+        rng_tracker.add("second", 5)
+    rng_tracker.add("other", 7)
+    rng_tracker.add("third", -1)
+    with pytest.raises(ModelError, match="seed -1 exists already"):
+        rng_tracker.add("fourth", -1)
 
 
 def test_region_inside_a_checkpoint_offloads_nothing(tmp_path: Any) -> None:
