@@ -220,8 +220,7 @@ class CheckOverflow:
     def _any_rank(self, here: bool, group: dist.ProcessGroup | None = None) -> bool:
         found = torch.tensor(float(here))
         if dist.is_initialized():
-            found = found.to("cuda") if dist.get_backend() == "nccl" else found
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            _all_reduce_over(found, group or dist.group.WORLD, dist.ReduceOp.MAX)
         return bool(found.item())
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
@@ -301,8 +300,14 @@ def _model_group(mpu: Any, *, of_experts: bool = False) -> Any:
 
 
 def _all_reduce_over(total: torch.Tensor, group: Any, how: Any) -> None:
-    if group is not None:
-        dist.all_reduce(total, op=how, group=group)
+    """Reduce a scalar in place over `group`, or do nothing for None."""
+    if group is None:
+        return
+    # The total of a rank without tensors is a CPU scalar, which NCCL does not reduce: move it to a device of the group.
+    devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
+    moved = total if total.device.type in devices else total.to(devices[0])
+    dist.all_reduce(moved, op=how, group=group)
+    total.copy_(moved)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from windlass.launch.core_binding import one_thread_per_core
@@ -13,11 +13,19 @@ from windlass.launch.core_binding import one_thread_per_core
 _NODES = Path("/sys/devices/system/node")
 
 
-def get_numa_cores() -> list[list[int]]:
-    """Return the cores of each NUMA node, [] for a node without cores. Empty if the system does not report nodes."""
+def cores_of_nodes() -> dict[int, list[int]]:
+    """Return the cores of each NUMA node by its number. Numbers may have gaps.
+
+    A node without cores has []. Empty if the system does not report nodes.
+    """
     places = [place for place in _NODES.glob("node*") if place.name[4:].isdigit()] if _NODES.is_dir() else []
     found = sorted((int(place.name[4:]), place) for place in places)
-    return [parse_range_list((place / "cpulist").read_text().strip()) for _, place in found]
+    return {number: parse_range_list((place / "cpulist").read_text().strip()) for number, place in found}
+
+
+def get_numa_cores() -> list[list[int]]:
+    """Return the cores of each NUMA node, [] for a node without cores. Empty if the system does not report nodes."""
+    return list(cores_of_nodes().values())
 
 
 def nodes_with_cores() -> list[list[int]]:
@@ -72,11 +80,11 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
     """
     if "KMP_AFFINITY" in os.environ:
         raise ValueError("KMP_AFFINITY already binds cores: unset it, or do not bind cores to ranks")
-    nodes = nodes_with_cores()
+    nodes = {number: cores for number, cores in cores_of_nodes().items() if cores}
     if bind_core_list:
         cores = parse_range_list(bind_core_list)
     else:
-        threads = sorted({thread for node in nodes for thread in node}) or list(range(os.cpu_count() or 1))
+        threads = sorted({thread for node in nodes.values() for thread in node}) or list(range(os.cpu_count() or 1))
         cores = one_thread_per_core(threads)
     each = len(cores) // num_local_procs
     if each < 1:
@@ -85,11 +93,15 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
     return each, ["numactl", *_memory_binding(own, nodes), "-C", _format_ranges(own)]
 
 
-def _memory_binding(cores: Sequence[int], nodes: list[list[int]]) -> list[str]:
-    """Return the flags that bind memory to the one node that has all of these cores; [] if there is no such node."""
+def _memory_binding(cores: Sequence[int], nodes: Mapping[int, list[int]]) -> list[str]:
+    """Return the flags that bind memory to the one node that has all of these cores; [] if there is no such node.
+
+    Args:
+        nodes: cores of each node that has cores, by its number.
+    """
     if len(nodes) < 2:
         return []
-    matching_nodes = [number for number, node in enumerate(get_numa_cores()) if set(cores) <= set(node)]
+    matching_nodes = [number for number, node in nodes.items() if set(cores) <= set(node)]
     return ["-m", str(matching_nodes[0])] if matching_nodes else []
 
 

@@ -208,7 +208,13 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return the first global rank of this rank's tensor-parallel group, which is assumed to have consecutive ranks."""
+    """Return the first global rank of this rank's tensor-parallel group.
+
+    If a script has overridden the size of the group, the ranks are assumed to be consecutive.
+    """
+    group = _process_group_of(_ask_mpu("tensor_model_parallel_group", "model_parallel_group"), _tensor_group())
+    if group is not None and "world_size" not in _overrides:
+        return dist.get_process_group_ranks(group)[0]
     size = get_tensor_model_parallel_world_size()
     return dist.get_rank() // size * size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from windlass.compat.accelerator.real_accelerator import get_accelerator
@@ -20,6 +21,7 @@ BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
 _GIB = 1 << 30
+_MEMINFO = Path("/proc/meminfo")
 
 
 def _synchronized_time() -> float:
@@ -186,7 +188,7 @@ class ThroughputTimer:
         batch_size: samples of a step over all ranks.
         start_step: number of initial steps to exclude.
         steps_per_output: number of steps between reports; None: never report.
-        monitor_memory: has no effect: every report includes the device memory.
+        monitor_memory: also report the percentage of the host's memory and swap that is in use (Linux only).
     """
 
     def __init__(
@@ -251,13 +253,22 @@ class ThroughputTimer:
 
     def _report(self) -> None:
         device = get_accelerator()
+        place = f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}"
         self.logging(
-            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+            f"{place}, "
             f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "
             f"CurrSamplesPerSec={self.batch_size / max(self.step_elapsed_time, 1e-6)}, "
             f"MemAllocated={device.memory_allocated() / _GIB:.2f}GB, "
             f"MaxMemAllocated={device.max_memory_allocated() / _GIB:.2f}GB"
         )
+        if self.monitor_memory and _MEMINFO.exists():
+            kib = {line.split(":")[0]: int(line.split()[1]) for line in _MEMINFO.read_text().splitlines()}
+            memory = _percent_used(kib["MemTotal"], kib["MemAvailable"])
+            self.logging(f"{place}, vm %: {memory}, swap %: {_percent_used(kib['SwapTotal'], kib['SwapFree'])}")
+
+
+def _percent_used(total: int, free: int) -> float:
+    return round(100 * (total - free) / total, 1) if total else 0.0
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:

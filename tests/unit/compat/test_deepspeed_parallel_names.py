@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ConfigError
@@ -178,6 +179,26 @@ def test_two_sizes_or_dtypes_are_refused(config: dict[str, Any], text: str) -> N
         tp_model_init.tp_model_init(model, 4, torch.bfloat16)
     with pytest.raises(ConfigError, match="tp_size = 0"):
         tp_model_init.tp_model_init(model, 0, torch.bfloat16)
+
+
+def test_source_rank_of_a_group_with_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An mpu may put tensor parallelism on ranks of different hosts."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    if dist.is_initialized():
+        pytest.skip("another test left its process group")
+    dist.init_process_group("fake", rank=3, world_size=4, store=fake.FakeStore())
+    try:
+        group = dist.new_group([1, 3])
+        mpu = SimpleNamespace(get_model_parallel_group=lambda: group, get_model_parallel_world_size=lambda: 2)
+        monkeypatch.setattr(parallel_groups, "mpu", mpu)
+        assert parallel_groups.get_tensor_model_parallel_src_rank() == 1
+        monkeypatch.setitem(parallel_groups._overrides, "world_size", 4)
+        assert parallel_groups.get_tensor_model_parallel_src_rank() == 0
+        monkeypatch.delitem(parallel_groups._overrides, "world_size")
+        monkeypatch.setattr(parallel_groups, "mpu", None)
+        assert parallel_groups.get_tensor_model_parallel_src_rank() == 3
+    finally:
+        dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------------------------- configurations

@@ -204,6 +204,18 @@ def test_throughput_excludes_the_first_steps(monkeypatch: pytest.MonkeyPatch) ->
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
 
 
+def test_throughput_with_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 6 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n")
+    monkeypatch.setattr(wall_clock_timers, "_MEMINFO", tmp_path / "meminfo")
+    text: list[str] = []
+    timer = wall_clock_timers.ThroughputTimer(
+        SimpleNamespace(enabled=True, synchronized=False), 8, 0, 1, monitor_memory=True, logging_fn=text.append
+    )
+    timer.start()
+    timer.stop(global_step=True)
+    assert text[1:] == ["epoch=0/micro_step=1/global_step=1, vm %: 25.0, swap %: 0.0"]
+
+
 def test_nvtx_decorator_keeps_the_function() -> None:
     @nvtx_ranges.instrument_w_nvtx
     def double(x: int) -> int:
@@ -349,17 +361,42 @@ def test_transposed_layers_become_linear() -> None:
         attribute_paths.convert_conv1d_to_linear(shared, Transposed)
 
 
+def test_scalars_are_reduced_on_a_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no CPU tensors, and ranks without gradients, or counts, have no other."""
+
+    def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        raise ConnectionError(tensor.device.type)
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "meta:nccl")
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    mpu = SimpleNamespace(get_model_parallel_group=object)
+    for function in (norm_functions.get_grad_norm, norm_functions.get_grad_zeros, norm_functions.get_weight_norm):
+        with pytest.raises(ConnectionError, match="meta"):
+            function([], mpu=mpu)
+
+
 def test_numa_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numa_cores.parse_range_list("0-3,8") == [0, 1, 2, 3, 8] and numa_cores.parse_range_list("") == []
     for wrong in ("3-1", "a", "1,1", "0-"):
         with pytest.raises(ValueError):
             numa_cores.parse_range_list(wrong)
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
-    monkeypatch.setattr(numa_cores, "get_numa_cores", lambda: [[0, 1, 2, 3], [], [4, 5, 6, 7]])
+    monkeypatch.setattr(numa_cores, "cores_of_nodes", lambda: {0: [0, 1, 2, 3], 1: [], 2: [4, 5, 6, 7]})
     assert numa_cores.get_numactl_cmd("0-7", 2, 1) == (4, ["numactl", "-m", "2", "-C", "4-7"])
     assert numa_cores.get_numactl_cmd("0,2,4,6", 1, 0) == (4, ["numactl", "-C", "0,2,4,6"])
     with pytest.raises(ValueError, match="3 ranks share 2 cores"):
         numa_cores.get_numactl_cmd("0-1", 3, 0)
+
+
+def test_memory_is_bound_to_the_number_of_a_numa_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """POWER hosts number their nodes with gaps."""
+    for number, cores in ((0, "0-3"), (8, "4-7"), (252, "")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{cores}\n")
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    monkeypatch.setattr(numa_cores, "_NODES", tmp_path)
+    assert numa_cores.get_numa_cores() == [[0, 1, 2, 3], [4, 5, 6, 7], []]
+    assert numa_cores.get_numactl_cmd("0-7", 2, 1) == (4, ["numactl", "-m", "8", "-C", "4-7"])
 
 
 def test_ranks_are_bound_to_one_thread_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +411,7 @@ def test_ranks_are_bound_to_one_thread_per_core(monkeypatch: pytest.MonkeyPatch)
         return f"{core},{core + 56}\n"
 
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
-    monkeypatch.setattr(numa_cores, "get_numa_cores", lambda: nodes)
+    monkeypatch.setattr(numa_cores, "cores_of_nodes", lambda: dict(enumerate(nodes)))
     monkeypatch.setattr(Path, "read_text", read)
     assert numa_cores.get_numactl_cmd(None, 2, 0) == (28, ["numactl", "-m", "0", "-C", "0-27"])
     assert numa_cores.get_numactl_cmd(None, 2, 1) == (28, ["numactl", "-m", "1", "-C", "28-55"])

@@ -136,6 +136,8 @@ def test_muon_aliases() -> None:
     assert not any(torch.equal(value, before[name]) for name, value in layer.named_parameters())
     with pytest.raises(AssertionError, match="use_muon"):
         MuonWithAuxAdam([{"params": [layer.weight]}])
+    with pytest.raises(TypeError, match="lr"):
+        MuonWithAuxAdam([{"params": [layer.weight], "use_muon": True}], lr=0.1)  # type: ignore[call-arg]
 
 
 def test_stage_3_container_keeps_a_module_working() -> None:

@@ -39,7 +39,7 @@ class Muon(muon.Muon):
 
 
 class MuonWithAuxAdam(muon.Muon):
-    """Muon for the groups with `use_muon` True, AdamW for the others. Only options in the groups have an effect.
+    """Muon for the groups with `use_muon` True, AdamW for the others. Options are set in the groups.
 
     Raises:
         AssertionError: a group does not set `use_muon`.
@@ -47,7 +47,7 @@ class MuonWithAuxAdam(muon.Muon):
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = muon.Muon
 
-    def __init__(self, param_groups: Iterable[dict[str, Any]], **ignored: Any) -> None:
+    def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
         groups = list(param_groups)
         assert all("use_muon" in group for group in groups), (
             "a parameter group lacks use_muon; set it to True or False in every group"
