@@ -1,4 +1,4 @@
-"""Loss of a language model and of a classifier that are compressed, over seeds, with the goals beside the figures.
+"""Loss of a compressed language model and of a compressed classifier, over seeds, compared with the goals.
 
 python bench/compress.py --pieces 4      # the next four pieces; the same command continues
 """

@@ -37,7 +37,7 @@ class Method:
 
     Attributes:
         phases: options of the optimizer that are given as fractions of all steps.
-        goal: maximum part by which the held-out loss may exceed AdamW's; None: no goal.
+        goal: largest relative excess of the held-out loss over AdamW's; None: no goal.
     """
 
     optimizer: str

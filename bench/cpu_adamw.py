@@ -72,7 +72,7 @@ class Arrays:
         self.parameter.grad = self.gradient
 
     def with_casts(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Return the step of an fp32-only optimizer with casts: gradient to fp32 before, parameter to bf16 after it."""
+        """Return the step of an fp32-only optimizer: the gradient is cast before it, and the parameter after it."""
 
         def run() -> None:
             self.gradient.copy_(self.half_gradient)

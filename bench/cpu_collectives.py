@@ -107,7 +107,7 @@ def _gloo_works(elements: int, ranks: int) -> Works:
 
 
 def _windlass_works(transport: str, elements: int, rank: int, ranks: int) -> Works:
-    """Return a reduction of a private buffer, a gather into a private one, and (shm) a gather into shared pages."""
+    """Return functions: a reduction of a private buffer, a gather into one, and (shm) a gather into shared pages."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""All weight products of one forward on the CPU: packed panels beside F.linear, oneDNN's packed product and the roofs.
+"""All weight products of one forward on the CPU: packed panels, F.linear, oneDNN's packed product and the roofs.
 
 python bench/cpu_gemm.py                     # the 143.7M Llama of the serving benchmark: a minute, 3 GB
 python bench/cpu_gemm.py --rows 1,8 --formats fp32 --rounds 3 --path AVX2

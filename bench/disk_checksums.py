@@ -64,8 +64,8 @@ def main(
         updated.clear()
         seconds = dict[bool, list[float]]({True: [], False: []})
         for _ in range(rounds):
-            # The last writes of a step delay the next step, of either engine. In this order each engine follows itself
-            # once and the other engine once in a round.
+            # The last writes of a step delay the next step, whichever engine runs it. In this order each engine follows
+            # itself once and the other engine once in a round.
             for checks in (True, False, False, True):
                 seconds[checks].append(steps[checks]())
     nbytes, of_updates = sum(moved) / (2 * rounds), sum(updated) / (2 * rounds)
@@ -208,7 +208,7 @@ def _time_update() -> float:
 
 
 def _time_kernel() -> dict[str, float]:
-    """Return the bytes per CPU second of the thread, for each path of the kernel."""
+    """Return the bytes per CPU second of the thread, for each instruction set of the kernel."""
     module, why = native_module()
     if module is None:
         bench_console().print(f"no native checksums: {why}")

@@ -43,7 +43,7 @@ class RawDirectIo:
         nbytes: size of the file.
         block: bytes of a block.
         depth: blocks in flight.
-        memory: source and target of the transfers; the tier's own, because the layout of its pages matters much.
+        memory: source and target of the transfers: the tier's own buffers, because the page layout affects the rate.
     """
 
     def __init__(self, folder: Path, nbytes: int, block: int, depth: int, memory: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ def _time_interleaved(works: Works, rounds: int) -> Times:
 
 
 def _ratios_to_raw(times: Times) -> dict[str, float]:
-    """Return for each transfer the median over rounds of its rate over that of the faster raw transfer in the round."""
+    """Return for each transfer its rate relative to the faster raw transfer of the round, as the median over rounds."""
     ratios = {}
     for name, result in times.items():
         word = name.rpartition(" ")[2]

@@ -1,4 +1,4 @@
-"""One linear layer in packed formats on one GPU at 1, 16, 512 and 4096 rows, beside bf16, in one run.
+"""One linear layer in packed formats on one GPU at 1, 16, 512 and 4096 rows, compared with bf16 in one run.
 
     python bench/gpu_quant.py                                     # needs a CUDA device and Triton; about 3 GiB
     python bench/gpu_quant.py --device cpu --outputs 96 --features 64 --rows 1,3 --cold 0
@@ -8,8 +8,8 @@ The second line is a functional test: its times mean nothing, because the kernel
 bf16          torch's `F.linear`, the baseline.
 FORMAT        the layer in the format, by the Triton kernel: bf16 inputs, not rounded.
 FORMAT, torch the same without the kernel: rows are unpacked and multiplied by torch.
-_scaled_mm    torch's product of float8 by float8 (compute capability 8.9 and above). Inputs are rounded to float8,
-              which is part of the time and shows in the error: another computation than that of the layer.
+_scaled_mm    torch's product of float8 by float8 (compute capability 8.9 and above). Unlike the layer, it rounds inputs
+              to float8: the time includes this rounding, and the error is larger.
 
 Weights are cold: each product of a turn uses another copy, and the copies together are larger than the device's cache.
 All products of a turn are one CUDA graph, so that no launch from Python is measured. The roof of a product is the

@@ -1,4 +1,4 @@
-"""Decode of one random Llama in bf16 on one GPU: windlass beside transformers' continuous batching, in one run.
+"""Decode of one random Llama in bf16 on one GPU: windlass compared with transformers' continuous batching in one run.
 
     python bench/gpu_serve.py                                     # 8B shape, about 40 GiB
     python bench/gpu_serve.py --device cpu --hidden 64 --layers 2 --vocabulary 256 --requests 1,4 --answer 8

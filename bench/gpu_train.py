@@ -9,7 +9,8 @@ windlass's:
 master    bf16 parameters compute; the optimizer (torch's fused AdamW) holds fp32 copies, gradients are cast to fp32
           before clipping, and the updated copies are cast back.
 autocast  fp32 parameters under torch.autocast(bf16): as in most scripts; the casts cost time in the forward.
-pure      bf16 parameters, gradients and moments: fewer bytes, and updates below bf16 precision are lost. A bound.
+pure      bf16 parameters, gradients and moments: fewer bytes, but updates below bf16 precision are lost. A lower bound
+          of time and memory.
 
 On one rank nothing is sharded, so all stages do the same work; each is measured to show that none has needless
 overhead. `master` compared with itself (`--engines master`) shows the noise.

@@ -22,7 +22,7 @@ class Server:
     """Process of a server on a free port of the loopback interface.
 
     Args:
-        command: words of the command, one with `{port}`.
+        command: words of the command; one contains `{port}`.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:

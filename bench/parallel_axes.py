@@ -60,7 +60,7 @@ def main(
         loads["link"] = [Load(samples, tokens, parse_bytes(rate.strip(), "--links")) for rate in links.split(",")]
     for axis, each in loads.items():
         if axis not in TIMED_AXES:
-            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # shared memory, which the axes before use, has no link to pace
+            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # the other axes use shared memory, which has no link to pace
         races = [_time_methods(axis, load, rounds, steps, console) for load in each]
         result[axis] = (
             method_comparison.plain(races[0])

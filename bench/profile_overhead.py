@@ -3,8 +3,9 @@
     python bench/profile_overhead.py [--steps 20]
 
 One rank at stage 3, and a Llama of 6 layers whose steps are short, so that ranges weigh much. Without a recorder a
-range costs a test of a variable, and a wait (`WaitScope`) also its record for the watchdog: the numbers of both in a
-step times their measured costs are compared with the step. Recording is compared with the plain steps around it.
+range costs a test of a variable, and a wait (`WaitScope`) also its record for the watchdog. The share of a step is
+computed: its number of ranges and of waits, times their measured costs. Recorded steps are compared with the plain
+steps before and after them.
 """
 
 from __future__ import annotations

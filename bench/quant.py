@@ -1,4 +1,4 @@
-"""One linear layer in every weight format beside torch's fp32 and other libraries, cold weights, error printed.
+"""One linear layer in every weight format, compared with torch's fp32 and other libraries; cold weights, error printed.
 
 python bench/quant.py                    # 4096 -> 11008 and 768 -> 3072 at 1, 16 and 512 rows: some minutes
 python bench/quant.py --shapes 768x3072 --rows 1 --formats int4_g128 --peers ""
@@ -7,9 +7,9 @@ python bench/quant.py --path AVX2        # windlass with another instruction set
 `A8`: inputs rounded to int8. With up to 16 rows, a call computes as many copies of the layer as `--cold` megabytes
 hold, after a read of 128 MiB. All contenders take turns; a figure is the best of its rounds, because other processes
 only ever add time.
-`of read` is GB/s over that of a read loop in the same run, `error` is |y - y_fp32| / |y_fp32| for Gaussian weights and
-inputs. Rivals that are not installed are named and left out: `pip install onnx onnxruntime torchao llama-cpp-python`
-(ggml).
+`of read` is GB/s divided by that of a read loop in the same run, `error` is |y - y_fp32| / |y_fp32| for Gaussian
+weights and inputs. Rivals that are not installed are named and left out: `pip install onnx onnxruntime torchao
+llama-cpp-python` (ggml).
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _onnx_session(kind: str, tensors: dict[str, Any], shape: torch.Size, more: d
     model = helper.make_model(graph, opset_imports=opset, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-    # Otherwise its threads spin while the next rival runs.
+    # Otherwise ONNX Runtime's threads spin while the next rival runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])

@@ -6,7 +6,7 @@ python bench/serve.py --llama-bin llama/bin            # needs the package gguf
 All contenders run alternately in one run, which also measures the roofs: memory by a plain read loop on all threads,
 arithmetic by a 2048^3 product, the better of MKL's and oneDNN's. The greedy tokens of windlass and transformers are
 compared first. Servers get the same mixed load from the same clients over HTTP. Where a figure has a goal, it is
-printed beside it.
+printed next to the figure.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ def _measure_server(
         before = server.metrics() if model == "windlass" else {}
         began = _cpu_seconds(), time.perf_counter()
         found = run_clients(server.port, model, load, clients)
-        found["other"] = _other_cores(*began)  # cores of the server are included
+        found["other"] = _other_cores(*began)  # includes the cores of the server, which is another process
         if before:
             after, seconds = server.metrics(), time.perf_counter() - began[1]
             found["overhead"] = _outside(before, after, seconds)
@@ -502,7 +502,7 @@ def _bf16_gain() -> float:
 
 
 def _roof(label: str, unit: str, parameters: int, nbytes: dict[str, int], read: float, product: float) -> float:
-    """Return the upper bound of tokens per second by memory and fp32 arithmetic; 0 if none is stated."""
+    """Return the upper bound of tokens per second by memory and fp32 arithmetic; 0 for rows without a bound."""
     form = label.split()[1].rstrip(",")
     if form not in nbytes or unit == "generated":
         return 0.0

@@ -1,5 +1,5 @@
-"""Simulated step times: against published runs, against steps measured on 2 to 8 CPU ranks of this machine, also over
-slow links, extrapolated to 16,384 devices; and the speed of the simulator.
+"""Simulated step times, compared with published runs and with steps measured on 2 to 8 CPU ranks of this machine (also
+over slow links), and extrapolated to 16,384 devices; and the speed of the simulator.
 
 python bench/simulate.py --part published
 python bench/simulate.py --part links --links 50M --rows 0:2
@@ -238,7 +238,8 @@ def compare_with_measured(cases: Sequence[TimedCase], before: dict[str, Any], ro
                     machine = MeasuredMachine.of_seconds(case, seconds)
                     steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
                     compared.append((_compare(case, machine, statistics.median(steps), steps), machine))
-                # Rates of a shared machine change within minutes, so each round has its own, and the middle one counts.
+                # Rates of a shared machine change within minutes, so each round has its own. The round of median error
+                # counts.
                 compared.sort(key=lambda one: one[0]["error"])
                 rows[case.name], machine = compared[rounds // 2]
                 rows[case.name]["errors"] = [row["error"] for row, _ in compared]

@@ -1,5 +1,5 @@
 """Step time of data parallelism and of compressed optimizers on two ranks whose link the kernel limits, and of stage 3
-with and without ZeRO++ on two hosts of two ranks, beside the time that the bytes of a step take at the link's rate.
+with and without ZeRO++ on two hosts of two ranks, compared with the time of a step's bytes at the link's rate.
 
 python bench/slow_links.py
 python bench/slow_links.py --pieces 100    (again and again, until it prints the table)
@@ -218,7 +218,7 @@ def time_method(
     """Train with one method, and yield its timing at each rate.
 
     Args:
-        before: earlier rows, with the row of this method without a limit, unless `rates` begins with 0 (no limit).
+        before: earlier rows. Unless `rates` begins with 0 (no limit), they include this method's row without a limit.
         in_spaces: hosts are network namespaces.
     """
     count, commit = cycles * PERIODS.get(method, 1), run_facts()["commit"]

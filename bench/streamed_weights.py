@@ -60,7 +60,7 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a target is missed.")] = False,
 ) -> None:
-    """Decode from disk under the limit and from host memory; print and plot tokens a second beside the roofs."""
+    """Decode from disk under the limit and from host memory; print and plot tokens a second and the roofs."""
     console = bench_console()
     most = parse_bytes(cap, "--cap")
     with tempfile.TemporaryDirectory(prefix="windlass-streamed-", dir=path) as folder:
@@ -164,7 +164,7 @@ def _measure(folder: Path) -> None:
     """Load the model, decode, and write the rates to `folder`/told.json."""
     work = json.loads((folder / "work.json").read_text())
     if work["tier"] == "disk":
-        # the kernel refuses more private memory than this; pages of mapped files are shared ones
+        # the kernel refuses more private memory than this; pages of mapped files are shared, so they do not count
         resource.setrlimit(resource.RLIMIT_DATA, (work["cap"], work["cap"]))
     from windlass import LLM
 

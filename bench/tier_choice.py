@@ -30,10 +30,10 @@ from windlass.cli.benches.rank_pool import RankPool
 
 _RESULTS = Path(__file__).parent / "results"
 AT_MOST, BETWEEN = 1.0, 1 / 1.2
-"""Targets: largest ratio of the step to that of the best setting by hand, for limits by one setting and between two."""
-_NOISE = 0.03  # differences of medians that do not count
+"""Largest ratio of the step to that of the best setting by hand, for a limit from one setting and between two."""
+_NOISE = 0.03  # relative difference of medians that counts as noise
 _LOSS_TOLERANCE = 1e-5
-_RESERVE = 0.1  # share of its bytes that a setting by hand is given in addition
+_RESERVE = 0.1  # part of a setting's bytes that its limit allows in addition
 _FEW_BUFFERS = {"device": "nvme", "buffer_count": 4}
 HAND: dict[str, dict[str, Any]] = {
     "all on the device": {},
@@ -102,14 +102,14 @@ def main(
 
 @dataclass(frozen=True)
 class Row:
-    """Chosen tiers within one limit, beside the best setting by hand that fits.
+    """Chosen tiers within one limit, compared with the best setting by hand that fits.
 
     Attributes:
         used: Peak bytes of the chosen tiers.
         best: The fastest of the settings by hand that fit.
         seconds: Median step of each setting; of the chosen tiers by the label "auto".
-        target: Largest ratio. Between two settings it is at least the ratio of the fastest setting without a limit,
-            because nothing is faster.
+        target: Largest allowed `ratio`. Between two settings, it is at least the ratio of the fastest setting by hand,
+            even if that does not fit, because nothing can be faster.
     """
 
     limit: str
@@ -121,7 +121,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Step of the chosen tiers over that of the best setting by hand."""
+        """Step time of the chosen tiers divided by that of the best setting by hand."""
         return self.seconds["auto"] / self.seconds[self.best]
 
     @property
@@ -169,14 +169,14 @@ def compared(
 
 
 def limits_of(needs: Mapping[str, Need]) -> dict[str, Need]:
-    """Return the limits by label: the need of each setting by hand with a reserve, and between each two
-    neighbours their middle."""
+    """Return the limits by label: the need of each setting by hand with a reserve, and the middle of each
+    two neighbours."""
     more = 1 + _RESERVE
     wide = {label: Need(int(need.device * more), int(need.host * more)) for label, need in needs.items()}
     found = {}
     for (label, one), (_, following) in pairwise(wide.items()):
         found[f"as {label}"] = one
-        # The next setting takes less of the device and more of the host, or less of the host.
+        # The next setting takes less device memory and more host memory, or less host memory.
         host = following.host if following.host > one.host else (one.host + following.host) // 2
         found[f"less than {label}"] = Need((one.device + following.device) // 2, host)
     last = list(wide)[-1]

@@ -2,7 +2,7 @@
 
 python bench/tune.py --model wide
 python bench/tune.py --pieces 100    (again and again, until it prints the table)
-python bench/tune.py --search        (right after the rest: load changes times, and pages that are shared change peaks)
+python bench/tune.py --search        (right after all trials: load changes times, and shared pages change peaks)
 python bench/tune.py --replay 20     (searches in the recorded trials and in changed copies of them; trains nothing)
 """
 
@@ -37,7 +37,7 @@ from windlass.tune.tuning_run import TuningRun, TuningSettings
 _HERE = Path(__file__).parent
 REGRET, SHARE = 0.05, 0.25
 QUANTILES = (0.3, 0.7)
-"""Limits of memory: in the widest gap of the peaks of all configurations near these quantiles."""
+"""Each memory limit is in the widest gap between the peaks of all configurations near one of these quantiles."""
 _NEAR = 4  # positions around a quantile in the sorted peaks, which differ by 1 to 3 % between two runs
 _RANKS = 2
 _WARMUP, _STEPS = 1, 5
@@ -209,7 +209,7 @@ def _measure_again(name: str, steps: int, names: list[str]) -> dict[str, list[fl
 
 
 def _predict(name: str, steps: int) -> dict[str, dict[str, Any]]:
-    """Return predicted bytes and seconds of all configurations, as the first trial of a search makes them."""
+    """Return predicted bytes and seconds of all configurations, as the first trial of a search predicts them."""
     make, length = MODELS[name]
     with torch.device("meta"):
         model = make()
@@ -274,7 +274,7 @@ def _replay(name: str, one: dict[str, Any], copies: int) -> list[dict[str, Any]]
 def _replay_once(
     name: str, table: Mapping[str, RecordedTrial], limit: int, *, fails: bool, seed: int = 0
 ) -> tuple[float, float, int]:
-    """Return regret, share of the time, and the number of trials of one search; with a seed trials have noise."""
+    """Return one search's regret, time relative to that of all trials, and number of trials. A seed adds noise."""
     times, peaks = (_NOISE, _PEAK_NOISE) if seed else (0.0, 0.0)
     trials = ReplayedTrials(table, limit=limit if fails else None, noise=times, memory_noise=peaks, seed=seed)
     with tempfile.TemporaryDirectory() as place:

@@ -3,8 +3,9 @@
     python bench/watchdog_overhead.py
 
 The cost is computed as a sum, because it is smaller than the noise between two runs of a step: the CPU seconds of the
-thread while ranks train (each of which may delay the main thread), and the cost of a wait record times their number per
-step. With --in-turns it also times steps with and without the watchdog, which is meaningful on a quiet machine only.
+thread while ranks train (each such second may delay the main thread), and the cost of a wait record times the number of
+records in a step. With --in-turns it also times steps with and without the watchdog, which is meaningful on a quiet
+machine only.
 """
 
 from __future__ import annotations

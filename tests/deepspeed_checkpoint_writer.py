@@ -21,7 +21,7 @@ class Trained:
     """Full training state.
 
     Attributes:
-        module: `module.state_dict()` with tied names, in the dtype of the forward.
+        module: `module.state_dict()`, with every name of tied parameters, in the dtype of the forward.
         buffers: the names in `module` that are buffers.
         masters: trained parameters in float32, in the order of the optimizer's groups.
         groups: names of parameters by optimizer group.

@@ -25,7 +25,7 @@ _SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class HfExperts:
-    """Model family: its configuration class and model class, and the settings of a small model beside `_SIZES`."""
+    """Model family: its configuration class and model class, and settings of a small model in addition to `_SIZES`."""
 
     config: str
     model: str
@@ -146,6 +146,6 @@ FAMILIES: dict[str, HfExperts] = {
 
 
 def language(rank: int, samples: int = 2, length: int = 7) -> dict[str, Tensor]:
-    """Return the ids of one rank, and the same as labels."""
+    """Return the ids of one rank, and the same ids as labels."""
     ids = torch.randint(1, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(100 + rank))
     return {"input_ids": ids, "labels": ids.clone()}

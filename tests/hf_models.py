@@ -56,7 +56,7 @@ def t5() -> nn.Module:
 
 
 def language(place: Place) -> Batch:
-    """Return ids `[2, 8]`, and the same as labels."""
+    """Return ids `[2, 8]`, and the same ids as labels."""
     ids = torch.randint(1, VOCABULARY, (2, 8), generator=place.generator())
     return {"input_ids": ids, "labels": ids.clone()}
 

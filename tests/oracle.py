@@ -182,7 +182,7 @@ def _step(
 
 
 def _give(named: list[tuple[str, nn.Parameter]], masters: list[nn.Parameter]) -> None:
-    """Copy the masters into the model."""
+    """Copy the master weights into the model."""
     with torch.no_grad():
         for (_, parameter), master in zip(named, masters, strict=True):
             if parameter is not master:

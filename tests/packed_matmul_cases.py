@@ -15,7 +15,7 @@ FORMATS = [
 
 
 def pack_random(name: str, outputs: int, features: int, seed: int = 0) -> PackedWeight:
-    """Return a packed matrix with values of all sizes, and a row of zeros if it has more than two rows."""
+    """Return a packed matrix whose rows differ in scale; a matrix of more than two rows has a row of zeros."""
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, features, generator=draw) * torch.rand(outputs, 1, generator=draw).mul(4).exp()
     if outputs > 2:

@@ -24,7 +24,7 @@ def name_pattern(pattern: dict[str, Any]) -> str:
 
 
 def options_of(pattern: dict[str, Any]) -> dict[str, Any]:
-    """Return all options of an attention call, as the pattern sets them."""
+    """Return all options of an attention call: defaults, and those that the pattern sets."""
     return {"scaling": 0.2, "sliding_window": None, "chunk_size": None, "softcap": None, "sinks": None, **pattern}
 
 
@@ -49,7 +49,7 @@ def fill_cache(
 
 
 def make_queries(contexts: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries for the last `counts` tokens of each sequence, their offsets, and the lengths of the sequences."""
+    """Return queries of the last `counts` tokens of each sequence, each sequence's offset in them, and its length."""
     query = torch.randn(sum(counts), 6, 20, generator=torch.Generator().manual_seed(1))
     start = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     return query, start, torch.tensor(contexts, dtype=torch.int32)

@@ -14,7 +14,7 @@ Pair = tuple[str, int, str, int]
 def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
     """Return rows that together cover every pair of values that some allowed row can have.
 
-    Greedy: each row starts from the first pair not yet covered and takes, factor by factor, the value that covers most.
+    Greedy: each row starts from the first pair not yet covered, and takes per factor the value with most new pairs.
     `allowed` also gets partial rows, and must judge them by the factors they have.
     """
     names = list(factors)
@@ -35,9 +35,9 @@ def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool
 def covering_rows(
     rows: Sequence[Row], counts: Callable[[str, str], bool], cost: Callable[[Row], float] = lambda row: 1.0
 ) -> list[bool]:
-    """Return for each row whether it is in a small subset that has every value, and the pairs of values that count.
+    """Return a flag per row: True in a small subset that has every value, and every pair of values that counts.
 
-    Greedy: the next row is the one that covers most for its cost.
+    Greedy: the next row is the one that adds the most missing values and pairs for its cost.
 
     Args:
         counts: True if the pairs of values of these two factors have to be in the subset.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pause garbage collection: syntax trees hold no cycles, and collections take a fifth of the time to build them."""
+    """Pause garbage collection: syntax trees have no cycles, and collection takes a fifth of the time to build them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -182,7 +182,7 @@ NOT_STANDALONE = {
     "musicgen": "it generates several codebooks in parallel",
     "musicgen_melody": "it generates several codebooks in parallel",
 }
-"""Types without a tiny model of text, and the reasons."""
+"""Model types without a tiny text model, and the reasons."""
 
 
 def make_tiny_model(model_type: str) -> nn.Module:

@@ -21,7 +21,7 @@ from tests.models import VOCABULARY, WIDTH, Block, Regressor, Specimen, cross_en
 
 
 class SparseTables(nn.Module):
-    """Model of tables with sparse gradients, one of them used twice. The oracle needs `sparse=False` to clip."""
+    """Model of tables with sparse gradients, one of them used twice. The oracle clips: it needs `sparse=False`."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def old_weight_norm() -> nn.Module:
 
 
 class GeneratorBlock(Block):
-    """Block that takes an iterable of parts."""
+    """Block whose input is the sum of an iterable of tensors."""
 
     def forward(self, parts: Any) -> Tensor:
         return super().forward(sum(parts))
@@ -112,7 +112,7 @@ class Output(OrderedDict[str, Tensor]):
 
 
 class KeywordBlock(Block):
-    """Block that takes keywords only and returns a named tuple, a dataclass or a mapping in turn."""
+    """Block that takes keywords only. Returns a named tuple (`kind` 0), a dataclass (1) or a mapping (2)."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()

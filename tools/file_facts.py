@@ -117,7 +117,7 @@ def _facts_of_tree(file: str, tree: ast.Module) -> FileFacts:
         elif isinstance(node, (ast.BinOp, ast.Call)) and not in_package:
             _add_console_scripts(result, [node.right] if isinstance(node, ast.BinOp) else _looked_up(node))
     result.walks_python = any(walk != "rglob" or bool(_PYTHON_PATTERNS & strings) for walk in walks)
-    if result.lazy is None:  # the strings of a lazy package are its own names
+    if result.lazy is None:  # strings of a lazy package only name what it imports lazily
         for value in strings:
             _add_string(result, value, in_package)
     result.whole = {
@@ -149,7 +149,7 @@ def _add_string(found: FileFacts, text: str, in_package: bool) -> None:
     elif _IMPORT_LINE.search(text) or (not in_package and "import " in text):
         _add_text(found, text)
     if in_package:
-        return  # files and commands in messages are not read
+        return  # the package's strings are messages: files and commands in them are not read
     command = text.strip().partition(" ")
     if command[1] and command[0] in _CONSOLE_SCRIPTS:
         found.names.add(_CONSOLE_SCRIPTS[command[0]])

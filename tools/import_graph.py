@@ -62,7 +62,7 @@ class ImportGraph:
         result = self._implied_edges(file) if file.endswith(".py") else set()
         for name in facts.names:
             result |= self._resolve(file, name)
-        for name in facts.whole:  # any name of a lazy module that is passed as a value may be used
+        for name in facts.whole:  # a lazy package that is passed as a value: any of its names may be used
             module = name.replace(".", "/") + "/__init__.py"
             for target in self._lazy.get(module, {}).values():
                 result |= self._resolve(file, target)
@@ -99,7 +99,7 @@ class ImportGraph:
                 results.add(package)
                 following = parts[index + 1] if index + 1 < len(parts) else ""
                 target = self._lazy.get(package, {}).get(following) if lazy else None
-                if target is not None:  # e.g. `windlass.initialize` names itself: no second lookup
+                if target is not None:  # not lazy again: `windlass.initialize` stands for itself
                     return results | self._resolve_under(root, ".".join([target, *parts[index + 2 :]]), lazy=False)
             elif at not in self._folders:
                 return results

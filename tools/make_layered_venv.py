@@ -24,7 +24,7 @@ def main(base_environment: str, target: str, *requirements: str) -> None:
     # Added through `site`, so that editable installations of the environment below are found too.
     line = f"import site; site.addsitedir({str(Path(base_environment).resolve() / packages)!r})\n"
     Path(target, packages, "below.pth").write_text(line)
-    # MPI's library is beside site-packages, where mpi4py looks for it by the prefix of the environment.
+    # MPI's library is in `lib` next to Python's folder, where mpi4py looks for it by the prefix of the environment.
     for entry in Path(base_environment, "lib").resolve().iterdir():
         if not entry.name.startswith("python"):
             Path(target, "lib", entry.name).symlink_to(entry)

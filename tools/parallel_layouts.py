@@ -105,7 +105,7 @@ LAYOUTS: dict[int, list[GpuLayout]] = {
 
 @dataclass
 class LayoutBytes:
-    """Bytes of one layout, for a row of the table and a bar of the picture."""
+    """Bytes per rank of one layout, for a row of the table and a bar of the picture."""
 
     layout: GpuLayout
     state_bytes: float

@@ -193,7 +193,7 @@ class TestSide:
         return results
 
     def drop_failures(self) -> None:
-        """Keep only the recorded passes, so that the next run repeats the rest."""
+        """Keep only the recorded passes, so that the next run repeats all other tests."""
         kept = [entry for entry in self.outcomes().values() if entry.get("outcome") == "passed"]
         self.file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
@@ -226,7 +226,7 @@ class TestSide:
             now = self._size()
             if now != size:
                 seen, size = time.monotonic(), now
-            # Imports and the collection are silent, too, and take minutes on a busy machine.
+            # Before the first outcome, imports and collection are silent for minutes on a busy machine.
             if time.monotonic() - seen > (patience if size != first else 5 * patience):
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()

@@ -1,6 +1,7 @@
 """Activation checkpointing: recompute activations in the backward, and store saved tensors in host memory or files.
 
-`checkpoint(function, *args)` recomputes; `with offload_saved_tensors("cpu"):` moves the tensors that autograd saves.
+`checkpoint(function, *args)` recomputes the activations of `function`; `with offload_saved_tensors("cpu"):` offloads to
+host memory the tensors that autograd saves.
 `configure` takes the keys of the section `activation_checkpointing`. See docs/activations.md.
 """
 

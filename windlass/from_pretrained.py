@@ -101,7 +101,7 @@ def _plain_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
     """Return the dtype of the tensors that are not packed.
 
     Raises:
-        ModelError: `arguments` contains other arguments too, or the dtype is not a `torch.dtype`.
+        ModelError: `arguments` contains an argument other than `dtype`, or the dtype is not a `torch.dtype`.
     """
     dtype = arguments.pop("dtype", arguments.pop("torch_dtype", None))
     if arguments or not (dtype is None or isinstance(dtype, torch.dtype)):

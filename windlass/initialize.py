@@ -87,7 +87,7 @@ def initialize(
         lr_scheduler: a scheduler, or a callable that builds one from the optimizer. It overrides the configuration's
             scheduler.
         distributed_port: port of the rendezvous if the environment sets none.
-        mpu: object with the sizes and groups of model-parallel axes, as Megatron's `mpu`.
+        mpu: object with the methods of Megatron's `mpu`, which return the sizes and groups of model-parallel axes.
         dist_init_required: False if the caller has already initialized torch.distributed.
         collate_fn: function that makes a batch from a list of samples, for the data loader.
         config: dict, path or base64 text. `config_params` is an older name of this argument.
@@ -183,7 +183,7 @@ def build_engine(
     check_distillation(model, config.distillation, axes.sp)
     optimizer, model_parameters = _quantize_weights(model, optimizer, model_parameters, config)
     mesh = _get_or_build_mesh(model, config, axes)
-    with returning_freed_memory():  # frees the original parameter storage unit by unit
+    with returning_freed_memory():  # the block frees the original parameters unit by unit
         if mesh_of_model(model) is None:
             all_ids = {id(parameter) for parameter in model.parameters()}
             if shards_model(mpu):
@@ -228,7 +228,9 @@ def build_engine(
 def _quantize_weights(
     model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, config: Config
 ) -> tuple[Any, Iterable[Any] | None]:
-    """Pack the modules that `weight_quantization` names. Return `(optimizer, model_parameters)` without their weights.
+    """Pack the modules that `weight_quantization` names.
+
+    Return `(optimizer, model_parameters)` without the packed weights.
 
     Collective.
     """

@@ -30,7 +30,7 @@ class Case:
 
     Attributes:
         axes: the section `parallel`.
-        pipeline: the section of that name.
+        pipeline: the section `pipeline`.
         recompute: layers are recomputed in the backward, by torch's reentrant checkpointing.
     """
 
@@ -175,5 +175,5 @@ def compare(case: Case, pipe: int, measured: Moved) -> list[Line]:
 
 
 def unequal(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines that differ."""
+    """Return the lines whose formula and measurement differ."""
     return [line for line in lines if not line.equal]

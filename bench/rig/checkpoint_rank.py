@@ -169,7 +169,7 @@ def _rival(work: dict[str, Any], rows: torch.Tensor) -> Any:
 
 
 def main(folder: Path) -> None:
-    """Run the work in `folder`/work.json, and write the result beside it."""
+    """Run the work in `folder`/work.json, and write the result next to it."""
     work = json.loads((folder / "work.json").read_text())
     torch.manual_seed(0)
     width = work["width"]

@@ -81,7 +81,7 @@ def measure_classifier(row: str, seed: int, base: Path, known: Path) -> dict[str
 
 
 def bert_ratio(layers: int, name: str) -> float:
-    """Return how much smaller BERT base would be in this form, by the same count of all tensors."""
+    """Return how much smaller BERT base would be in this form, counting all its tensors as `_file_bytes` does."""
 
     def count(depth: int, format_name: str | None) -> float:
         hidden, inner = _BERT["hidden"], _BERT["inner"]

@@ -52,7 +52,7 @@ class CompressedForm:
         method: method of rounding without training.
         share: length of the training with distillation, as a share of the original training; 0: none.
         rate: learning rate of the training with distillation.
-        section: techniques of `compression_training` beside the format.
+        section: techniques of `compression_training` in addition to the format.
         layers: number of blocks that stay once those whose removal costs least are removed; 0: all.
         sparsity: method that sets half of the weights to 0 without training.
         prune: share of the units of each kind to remove, chosen by activations.
@@ -209,7 +209,7 @@ def _round(base: Path, form: CompressedForm, held_out: HeldOutSet) -> tuple[nn.M
 
 
 def _train(student: Any, teacher: Any, form: CompressedForm, steps: int, seed: int, base: Path) -> nn.Module:
-    """Return the compressed model, after training with the whole one as teacher."""
+    """Return the compressed model, after training with the original model as teacher."""
     section: dict[str, Any] = {name: dict(value) for name, value in form.section.items()}
     if form.format is not None:
         groups = {"all": {"params": {"weight_format": form.format}, "modules": ["layers.*proj"]}}
@@ -240,7 +240,7 @@ def _train(student: Any, teacher: Any, form: CompressedForm, steps: int, seed: i
 
 
 def _drop_layers(model: Any, keep: int, held_out: HeldOutSet) -> Any:
-    """Return a copy without the blocks whose removal costs least, one after the other."""
+    """Return a copy with `keep` blocks: each step removes the block whose removal costs least."""
     import copy
 
     found = copy.deepcopy(model)

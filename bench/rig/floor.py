@@ -43,7 +43,7 @@ def floor(engine: str, parameters: int, ranks: int, compute: float, roofs: Roofs
     updated = parameters / ranks if stage else parameters
     moved: float = 0
     if ranks > 1:
-        moved = _BYTES * parameters * (1 + 1 / ranks)  # the ordered sum of this rank's shard
+        moved = _BYTES * parameters * (1 + 1 / ranks)  # a rank reads its shard from every rank, and writes the sum
         if transport == "gloo":
             exchanges = 3 if stage == 3 else 2
             moved += exchanges * _PASSES * _BYTES * parameters * (ranks - 1) / ranks

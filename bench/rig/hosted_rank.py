@@ -25,7 +25,7 @@ HOSTED: dict[str, dict[str, Any]] = {
         "zero_quantized_gradients": True,
     },
 }
-"""Keys of `zero_optimization` beside the stage, by name of the method."""
+"""Keys of `zero_optimization` in addition to the stage, by name of the method."""
 _TIMEOUT_S = 900.0  # limit for one command
 
 
@@ -87,7 +87,7 @@ class HostedRank(SlowLinkRank):
 
 
 def start_hosted_ranks(job: Job, hosts: TwoHosts | None) -> RankPool:
-    """Start the ranks of a job on two hosts; None: without namespaces."""
+    """Start the ranks of a job on two hosts. `hosts` None: the ranks stay in this process's namespace."""
     env = {"LOCAL_WORLD_SIZE": str(PER_HOST)}
     if hosts is not None:
         env |= {"GLOO_SOCKET_IFNAME": INTERFACE, "MASTER_ADDR": hosts.address(0)}

@@ -21,7 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Peak:
-    """Peak of resident bytes, and of resident bytes without those offloaded to host memory, while sampling."""
+    """Peaks while sampling: of all resident bytes, and of those that are not activations offloaded to host memory."""
 
     def __init__(self, away: Any) -> None:
         self._away, self._ended = away, threading.Event()

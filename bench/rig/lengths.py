@@ -25,7 +25,7 @@ Found = dict[str, list[Point]]
 EQUAL_LOSS = 1e-5
 _MIB = 1 << 20
 _COLORS = [f"C{number}" for number in range(10)] + ["#1b1b1b", "#b8860b", "#006d5b"]
-_EMULATED = "64G"  # memory of the emulated device: it never fills, and offloaded data leaves it
+_EMULATED = "64G"  # emulated device memory: never full, but apart from host memory, so that offloading happens
 # Freed memory returns to the system at once, so that resident bytes are those in use.
 _MALLOC = {
     "WINDLASS_KEEP_FREED_MEMORY": "0",

@@ -86,7 +86,7 @@ def _connections() -> Iterator[tuple[socket.socket, Ends | None]]:
                 continue
             found = socket.socket(fileno=os.dup(number))
         except OSError as error:
-            if error.errno != errno.EBADF:  # EBADF: closed meanwhile, as the descriptor of the listed folder itself
+            if error.errno != errno.EBADF:  # EBADF: closed meanwhile, as the descriptor that listed the folder
                 raise
             continue
         with closing(found):

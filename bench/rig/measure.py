@@ -24,7 +24,7 @@ _UNKNOWN_MEMORY = 8 << 30
 
 @dataclass
 class Result:
-    """Measurements of one engine. Times are in seconds; a step's is that of its slowest rank."""
+    """Measurements of one engine. Times are in seconds; the time of a step is that of its slowest rank."""
 
     engine: str
     parameters: int = 0
@@ -211,7 +211,7 @@ def _compare(measured: Measured) -> None:
     for name, result in measured.results.items():
         if synchronizes_gradients(name) and result.first_losses:
             pairs = [(result.first_losses, reference.first_losses)]
-            if result.losses and reference.losses:  # an engine with other first losses is not timed
+            if result.losses and reference.losses:  # empty for an engine whose first losses differ: it is not timed
                 pairs.append((result.losses, reference.losses))
             result.loss_apart = max(_largest_difference(ours, theirs) for ours, theirs in pairs)
 

@@ -200,7 +200,7 @@ def mean_losses(told: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def table(found: Comparison) -> Table:
-    """Return a table of times beside the compute alone, data parallelism, torch and the physical limit."""
+    """Return a table of times, compared with the compute alone, data parallelism, torch and the physical limit."""
     load = found.load
     title = f"{found.axis}: a step of {load.samples} x {load.length} tokens on {RANKS} ranks x 1 thread, fp32, AdamW"
     title += f", {load.link / 2**20:g} MiB/s between them" if load.link else ""

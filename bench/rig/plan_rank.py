@@ -28,8 +28,8 @@ class MemoryRank:
         init_distributed(init_method=meeting)
 
     def run(self) -> dict[str, Any]:
-        """Train `STEPS` steps. Return the peak up to the end of each phase, in bytes above the memory before the
-        model."""
+        """Train `STEPS` steps. Return the peak up to the end of each phase, in bytes above the memory in use before
+        the model is built."""
         import transformers
 
         import windlass

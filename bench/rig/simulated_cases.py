@@ -98,8 +98,8 @@ class MeasuredMachine:
     def of_seconds(cls, case: TimedCase, seconds: Mapping[str, float]) -> MeasuredMachine:
         """Derive the rates from the seconds of `TimedRank.measure`.
 
-        Ranks share the cores. Where a pipeline fills and drains, one stage works: that part of its micro-batches takes
-        the time that kernels and collectives take while the other stages wait.
+        Ranks share the cores. While a pipeline fills and drains, only one stage works, so that part of its
+        micro-batches takes the times that were measured on one stage while the others waited.
         """
         work, stages = measured_work(), case.axes.get("pp", 1)
         # Part of a stage's micro-batches that overlap with no other stage's.

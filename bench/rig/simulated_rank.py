@@ -41,8 +41,8 @@ class TimedRank:
         pace(link)
 
     def measure(self, case: TimedCase) -> dict[str, list[float]]:
-        """Return several times the seconds of kernels, and of collectives in the groups of the case's mesh, on all
-        ranks at once, and for a pipeline also on its first stage alone. Collective."""
+        """Return repeated measurements, in seconds, of kernels and of collectives in the groups of the case's mesh, on
+        all ranks at once, and for a pipeline also on its first stage alone. Collective."""
         tokens, hidden, inner = SAMPLES * LENGTH, MODEL.hidden, MODEL.intermediate
         x, up, down = torch.randn(tokens, hidden), _weight(inner, hidden), _weight(hidden, inner)
         x.requires_grad_()
@@ -144,7 +144,7 @@ class TimedRank:
         return both
 
     def _seconds(self, work: Callable[[], Any], calls: int = 1) -> list[float]:
-        """Return several times the mean seconds of `calls` calls in a row, which start at a barrier."""
+        """Return repeated measurements of the mean seconds of `calls` calls in a row, which start at a barrier."""
         from windlass.comm.rank_group import world_group
 
         times = []
@@ -157,7 +157,7 @@ class TimedRank:
         return times[_UNTIMED:]
 
     def _seconds_between_products(self, work: Callable[[], Any], calls: int) -> list[float]:
-        """Return the seconds that a collective adds to products before it, several times.
+        """Return repeated measurements of the seconds that a collective adds to the products before it.
 
         Ranks that have just computed arrive at different times, and the threads that transfer have to be scheduled. A
         collective that follows another one waits for neither.

@@ -14,7 +14,8 @@ AGAINST = {
     "windlass-2-gloo": ("ddp", 1.0),
     "windlass-3-gloo": ("fsdp3", 0.7),
 }
-# Peak proportional bytes per parameter, fp32, two ranks; the states alone are 12, 10 and 8.
+# Peak proportional bytes per parameter, fp32, two ranks. At stages 1 to 3, parameters, gradients and moments alone take
+# 12, 10 and 8.
 MEMORY = {"windlass-1-shm": 15.0, "windlass-2-shm": 13.0, "windlass-3-shm": 11.0}
 
 

@@ -1,6 +1,6 @@
 """Techniques for long sequences: combinations to measure, and the search for the longest sequence that fits.
 
-Each technique is measured alone, with all others, and left out of all.
+Measured are each technique alone, all together, and all but one.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class TieredRank:
         self._torch, self._dist, self._size, self._rank, self._taken = torch, dist, size, rank, 0
         self._second_loss = 0.0
         device = emulated_device_memory()
-        assert device is not None  # `start_tiered_ranks` sets its environment
+        assert device is not None  # `start_tiered_ranks` sets WINDLASS_EMULATE_DEVICE
         self._device = device
         self._device.peak = self._device.used  # restart the peak after the construction
 

@@ -93,7 +93,7 @@ def words(number: int, length: int) -> str:
 
 
 def tiny_llama(folder: Path) -> None:
-    """Save a tokenizer and a Llama with random weights, so large that a few steps change the losses."""
+    """Save a tokenizer and a Llama. Its random weights are so large that a few steps change the losses."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

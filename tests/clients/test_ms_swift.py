@@ -56,7 +56,7 @@ def comparison(swift: Client, folder: Path) -> Comparison:
             "train_dataloader_shuffle": False,
             "split_dataset_ratio": 0,
             "torch_dtype": "float32",
-            "fp16": False,  # default with float32: True, fp16 weights under DeepSpeed, but autocast without DeepSpeed
+            "fp16": False,  # default for float32 is True: fp16 weights under DeepSpeed, else autocast
             "bf16": False,
             "lora_dropout": 0,  # each rank would draw its own masks
             "max_length": 64,

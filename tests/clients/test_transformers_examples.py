@@ -247,7 +247,7 @@ def record(file: Path, seed: int, samples: int) -> None:
 def make_speech(folder: Path) -> None:
     from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Model
 
-    # The script would resume from a model given as a folder, so the model lies in the hub's cache.
+    # The script would resume from a model given as a folder, so the model is in the hub's cache.
     downloaded = folder / "hub" / "models--tiny--wav2vec2"
     (downloaded / "refs").mkdir(parents=True)
     (downloaded / "refs" / "main").write_text("0" * 40)

@@ -128,7 +128,7 @@ def test_training_equals_plain_pytorch(result_of: Callable[[str, int], dict[str,
 
 @pytest.mark.parametrize(("name", "ranks"), _rows(["two-2", "two-3"]))
 def test_two_models_in_one_accelerator(result_of: Callable[[str, int], dict[str, Any]], name: str, ranks: int) -> None:
-    """A teacher and a student of one Accelerator, and a second trained model in another, train as in plain PyTorch."""
+    """A student with its teacher in one Accelerator, and two models in two Accelerators, train as in plain PyTorch."""
     from tests.compat.scripts import accelerate_training
 
     def clipped(net: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:

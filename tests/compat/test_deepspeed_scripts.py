@@ -100,7 +100,7 @@ def test_classifier_trains_as_plain_pytorch() -> None:
 def test_classifier_with_experts_is_equal_under_any_expert_sharding() -> None:
     """Losses and accuracies are equal on one rank, and on two with replicated or distributed experts.
 
-    No expert is over capacity here, since the dropped tokens would depend on the samples of each batch.
+    No expert is over capacity here, because ranks that split a batch differently would drop different tokens.
     """
     requested = (*_CLASSIFIER, "--moe", "--num-experts", 2, 4, "--mlp-type", "residual", "--min-capacity", 32)
     alone = start(CLASSIFIER, *requested)
@@ -143,7 +143,7 @@ def llama(tmp_path: Path) -> Callable[..., str]:
 def test_llama_fine_tuning(llama: Callable[..., str], tmp_path: Path) -> None:
     """Stage 3 with host offload, recomputation and a streamed dataset has the losses of stage 0.
 
-    The saved model evaluates equally, loads as a plain model, and has a row for the padding token.
+    The saved model has the same perplexity, loads as a plain model, and has a row for the padding token.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -47,8 +47,8 @@ _CASES: dict[str, dict[str, Any]] = {
 _PLAIN: dict[str, dict[str, Any]] = {
     "plain": {},
     "resumed": {"resume": True},
-    # lightning divides the loss by the number of micro-batches, and DeepSpeed's backward does so too. Half of the
-    # gradient under a limit of 1 gives the Adam steps of the whole one under a limit of 2.
+    # Under DeepSpeed, lightning and the engine's backward both divide the loss by the number of micro-batches. With
+    # half of the gradients and a clipping norm of 1, Adam takes the steps of plain lightning with a norm of 2.
     "accumulated": {"accumulation": 2, "clip": 2.0},
     "constant": {"scheduled": False},
 }

@@ -193,7 +193,7 @@ def test_defaults_are_those_of_mii(directory: Path) -> None:
     (params,) = make_sampling_params(tokenizer, ["abc"], 96)
     assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.9, 93)
     (params,) = make_sampling_params(tokenizer, ["abc"], 96, max_length=10, max_new_tokens=20)
-    assert params.max_tokens == 7  # the smaller of both limits
+    assert params.max_tokens == 7  # max_length less 3 prompt tokens is smaller than max_new_tokens
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def _holds(plain: dict[str, Any], one: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", _QUICK)
 def test_adapters_train_and_are_saved_over_two_ranks(results_of: Ask, name: str) -> None:
-    """Losses equal those without DeepSpeed, and the saved adapter on the plain base has the engine's logits bit by bit.
+    """Losses equal those without DeepSpeed, and the saved adapter on the plain base has bitwise the engine's logits.
 
     The file is not larger than without DeepSpeed, so it has no base weights.
     """

@@ -1,4 +1,4 @@
-"""Tests that a calibration has the hidden states of the whole model, or raises an error with the reason."""
+"""Tests that a calibration computes the hidden states of the whole model, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_calibration_ends_before_layers_that_the_files_lack(tmp_path: Path) -> N
         "gemma3n_text",  # token embeddings for each block; keys and values of an earlier block
         "gemma4_text",
         "zamba2",  # weights that several blocks share; the first hidden states as input of each block
-        "cpmant",  # outputs of blocks beside the hidden states, which no other block reads
+        "cpmant",  # blocks with further outputs, which no other block reads
         "prophetnet",  # an embedding whose tensor has the name of the head
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests of budgets: the knapsack against all choices, measured losses against whole forwards, and refusals."""
+"""Tests of budgets: the knapsack against all choices, measured losses against whole forwards, and errors."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_choice_stays_within_the_limit_of_loss(wide: Any) -> None:
 def test_choice_within_a_loss_limit_has_the_fewest_bytes(
     wide: Any, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss of a choice is `factor` times the sum of its groups' losses. The choice has the fewest bytes."""
+    """Also if the loss of a choice is not the sum of its groups' losses, but `factor` times that."""
     losses: dict[str, float] = {}
 
     def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:
@@ -341,7 +341,7 @@ def test_a_speed_that_is_missed_names_the_measured_nearest(wide: Any) -> None:
 def test_measured_speed_overrides_the_predicted_one(wide: Any) -> None:
     machine = Machine(wide)
     given: dict[str, Any] = {"times": TokenTimes(1.0, 0.5), "measure": machine.product}
-    # The predicted time of all products is at most that of a token.
+    # In a prediction, all products together take at most the time of a token.
     with pytest.raises(ConfigError, match=r"speed=1000 cannot be met"):
         choose(wide, "speed=1000", **given)
     found = choose(wide, "speed=1000", time_formats=lambda formats: 1e-3 * 1.015, **given)

@@ -1,4 +1,4 @@
-"""Tests of packed directories with other names of tensors in the files than in the model."""
+"""Tests of packed directories whose files name tensors differently from the model."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny model with a tokenizer, and a text beside it."""
+    """Folder of a tiny model with a tokenizer; text.txt is next to it."""
     folder = tmp_path_factory.mktemp("compress")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64, "vocab_size": 300}
     build("llama", **sizes).save_pretrained(folder / "wide")
@@ -302,7 +302,7 @@ def test_a_budget_is_met_and_reported(
             main(["compress", *map(str, arguments)])
         assert ended.value.code == 130
     capsys.readouterr()
-    with monkeypatch.context() as patch:  # the choice of the interrupted run stays
+    with monkeypatch.context() as patch:  # the choice of the interrupted run is used again
         patch.setattr(compression_choice, "choose_for_budget", None)
         run(*arguments)
     out = capsys.readouterr().out
@@ -415,7 +415,7 @@ def test_a_loss_that_is_far_below_its_limit_leads_to_fewer_bytes(
         sizes[path.name] = compression_choice.tensor_bytes(ModelDirectory(path))
         if path.name in spoiled:
             return 2.3
-        return 2.0 + 0.0004 * (sizes["rounded0"] / sizes[path.name]) ** 4  # 40 % of the limit at first
+        return 2.0 + 0.0004 * (sizes["rounded0"] / sizes[path.name]) ** 4  # the first choice uses 40 % of the limit
 
     monkeypatch.setattr(compression_stages, "measure_bits", measured)
     run(model, tmp_path / "out", "--budget", "loss=+0.001", *text)

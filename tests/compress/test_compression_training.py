@@ -388,7 +388,7 @@ def test_a_shared_weight_keeps_the_values_that_each_layer_uses(modules: list[str
     torch.manual_seed(0)
     model = TiedHead()
     with torch.no_grad():
-        model.embedding.weight[3, 2] = 4.0  # a positive extreme: rounding is not idempotent
+        model.embedding.weight[3, 2] = 4.0  # a positive extreme, so that rounding twice differs from rounding once
     config = section(weight_quantization=technique({}, {"target_bits": 4}, modules))
     init_compression(model, config)
     before = model(IDS).detach()

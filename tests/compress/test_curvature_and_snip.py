@@ -123,7 +123,7 @@ def test_a_cleaned_model_has_no_schedule() -> None:
     init_compression(model, {"train_batch_size": 1, **config})
     prepare_quantize_training(model, moq(), EIGENVALUE)
     model.get_buffer(SCHEDULE)[:, 0] = 4
-    compression_clock(model).step = 100  # before inputs are rounded
+    compression_clock(model).step = 100  # inputs are not rounded yet
     expected = model(x)
     redundancy_clean(model, {"train_batch_size": 1, **config})
     assert list(model.state_dict()) == list(Blocks().state_dict())
@@ -153,7 +153,7 @@ def test_another_section_replaces_the_first() -> None:
         (moq(quantize_bits={"start_bits": 4, "target_bits": 4}), Eigenvalue(), 4),
         (moq(quantize_bits={"start_bits": 6, "target_bits": 3}), EIGENVALUE, 6),
     ):
-        for _ in range(2):  # the second engine of one section changes nothing
+        for _ in range(2):  # a second call, as by a second engine of the model, changes nothing
             prepare_quantize_training(model, section, eigenvalue)
             assert (bit_planner(model) is not None) == (SCHEDULE in model.state_dict()) == eigenvalue.enabled
             compression_clock(model).step = 1

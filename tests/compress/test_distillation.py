@@ -127,7 +127,7 @@ def test_all_terms_of_a_language_model_equal_plain_pytorch() -> None:
         other = teacher(input_ids=IDS, attention_mask=mask, **ask)
     counted = mask.bool()
     blocks: list[dict[int, Tensor]] = [{}, {}]
-    for found, model in zip(blocks, (twin, teacher), strict=True):  # hooks: the last hidden state is after the norm
+    for found, model in zip(blocks, (twin, teacher), strict=True):  # not `hidden_states`, whose last is after the norm
         for place, layer in enumerate(model.model.layers):
             layer.register_forward_hook(lambda m, a, out, place=place, found=found: found.__setitem__(place, out))
     own = twin(**batch, **ask)
@@ -165,7 +165,7 @@ def test_checkpointed_blocks_pass_the_gradients_of_attention_maps() -> None:
             student.enable_input_require_grads()
             with pytest.raises(ModelError, match=r"attention compares .*'model.layers.\d', .* use_reentrant=False"):
                 student(input_ids=IDS)
-            student.model.layers.requires_grad_(False)  # now no gradients are lost
+            student.model.layers.requires_grad_(False)  # frozen blocks have no gradients to lose
             student(input_ids=IDS)
         else:
             student(input_ids=IDS).loss.backward()

@@ -89,7 +89,7 @@ def test_layers_without_effect_are_chosen() -> None:
 
 @pytest.mark.parametrize("kind", ["greedy", "influence", "spaced"])
 def test_the_layers_of_the_least_measured_loss_are_chosen(kind: str) -> None:
-    """Each of the three ways is the best one in turn. Losses are a table over the layers that are skipped."""
+    """A table gives the loss for each set of skipped layers, so that each way to choose layers is the best in turn."""
     model = deep(layers=5)
 
     def skipped(one: Any, batch: torch.Tensor) -> frozenset[int]:
@@ -151,7 +151,7 @@ def test_layers_on_which_others_depend_are_not_removed(
 
 
 def test_steps_name_layers_by_the_numbers_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([1.0, 0.5, 0.5, 1.0, 0.5, 0.9, 0.5])  # per layer: removed, merged into each neighbour, check
+    losses = iter([1.0, 0.5, 0.5, 1.0, 0.5, 0.9, 0.5])  # layers 0 and 2: removed, merged into each neighbour, check
     monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [0, 2])
     monkeypatch.setattr(layer_importance, "mean_loss", lambda *_: next(losses))
     steps = shorten_layers(deep(layers=4), 2, BATCHES)
@@ -246,7 +246,7 @@ def test_factors_are_the_best_of_their_rank() -> None:
     assert error < 0.9 * (inputs @ (up @ down - weight).t()).norm()
     whole_up, whole_down = low_rank_factors(weight, 12, hessian)
     torch.testing.assert_close(whole_up @ whole_down, weight, rtol=1e-3, atol=1e-3)
-    common = torch.randn(8, 512) + 5  # a sum over fewer inputs than features, which rounding makes indefinite
+    common = torch.randn(8, 512) + 5  # fewer inputs than features: rounding makes their Hessian indefinite
     few = low_rank_factors(torch.randn(64, 512), 16, common.t() @ common)
     assert all(bool(torch.isfinite(factor).all()) for factor in few)
     assert InputStatistics.of(4, "meta").hessian.is_meta, "on the device of the inputs"

@@ -128,9 +128,9 @@ def test_packed_directories_are_served(name: str, head: bool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "int2_g64"])
 def test_inputs_are_rounded_by_default_as_the_reference_does(name: str, tmp_path: Path) -> None:
-    """Compare with references of rounded and of float inputs: the first error is below 0.2 of the second.
+    """Errors against a reference that rounds inputs are below 0.2 of those against one with float inputs.
 
-    It is not zero, because some codes of inputs differ by 1.
+    They are not zero, because some codes of inputs differ by 1.
     """
     model = saved(tmp_path / "wide")
     write_packed_directory(tmp_path / "wide", tmp_path / "packed", name)
@@ -147,7 +147,7 @@ def test_inputs_are_rounded_by_default_as_the_reference_does(name: str, tmp_path
 
 @torch.no_grad()
 def answer_error(model: Any, outputs: list[Any]) -> float:
-    """Return the mean absolute difference of the answers' log-probabilities from those of a model."""
+    """Return the mean absolute difference of log-probabilities between the answers and `model` for the same tokens."""
     errors = []
     for output in outputs:
         answer, start = output.outputs[0], len(output.prompt_token_ids)
@@ -163,7 +163,7 @@ def test_a_layer_without_a_scale_for_its_weights_stays_wide(method: Any, tmp_pat
     model = saved(tmp_path / "wide")
     large, near = model.model.layers[0].mlp.up_proj, model.model.layers[1].self_attn.k_proj
     with torch.no_grad():
-        large.weight[3, 5], near.weight[2, 7] = 3e6, 4e5  # int4 holds weights up to 491,280
+        large.weight[3, 5], near.weight[2, 7] = 3e6, 4e5  # int4's limit is 7.5 x float16's maximum = 491,280
     model.save_pretrained(tmp_path / "wide")
     batches = [IDS.clone(), IDS.flip(1)] if method in ("gptq", "awq") else []
     options = RoundingOptions(method)

@@ -74,7 +74,7 @@ def test_a_weight_is_held_once(directory: Path) -> None:
         second = model(IDS).logits
     assert panel_bytes(model) + resident(file) < 1.1 * file.stat().st_size
     assert torch.equal(first, second)
-    own = load_packed_model(directory)  # the same model with bytes in memory
+    own = load_packed_model(directory)  # the same model with packed tensors in memory, not mapped
     for one in layers(own):
         one.set_packed({name: tensor.clone() for name, tensor in one.packed().items()})
     wide = copy.deepcopy(model)
@@ -93,7 +93,7 @@ def peak_of(work: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # so that memory that was freed before counts when it is taken again
+            ctypes.CDLL(None).malloc_trim(0)  # so that memory freed earlier counts when it is allocated again
             Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present memory
             before = peak()
             work()
@@ -118,7 +118,7 @@ def peak() -> int:
 @native
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
 def test_the_peak_is_the_file_and_little_more(directory: Path, tmp_path: Path) -> None:
-    """No weight is unpacked whole: the linear layers would take 25 MB in float32.
+    """The linear layers are never all unpacked at once: in float32 they would take 25 MB.
 
     A forked process also copies pages of the interpreter, so the peak of a small model is subtracted.
     """

@@ -207,7 +207,7 @@ def test_the_tokenizer_of_a_gguf_file_is_that_of_the_model(splitting: str, tmp_p
 
 
 def write_values(path: Path, values: dict[str, Any], architecture: str = "llama", **tensors: Any) -> Path:
-    """Write a GGUF file with the keys of a one-layer model, an embedding, and `tensors` alone."""
+    """Write a GGUF file with the keys of a one-layer model. Its only tensors are an embedding and `tensors`."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)

@@ -248,7 +248,7 @@ def test_smoothing_preserves_the_function_before_rounding(
     wide: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, model = wide
-    # "fp32" rounds nothing: what remains are the folded scales
+    # "fp32" rounds nothing, so that only folded scales change the weights
     monkeypatch.setattr("windlass.compress.post_training.is_integer_format", lambda form: True)
     changed: list[str] = []
     from windlass.compress import post_training
@@ -305,7 +305,7 @@ def test_scales_of_layers_that_the_first_batch_does_not_reach_are_not_folded(emp
 def test_rotation_preserves_the_function_and_spreads_outliers(name: str, tied: bool, tmp_path: Path) -> None:
     model = saved(tmp_path / "wide", name, tie_word_embeddings=tied)
     directory = RotatedDirectory(ModelDirectory(tmp_path / "wide"))
-    assert not any(directory.can_map(place) for place in directory.places)  # the file does not have the rotated values
+    assert not any(directory.can_map(place) for place in directory.places)  # rotated values are not in the file
     twin = type(model)(type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": False})).eval()
     twin.load_state_dict({place: directory.read(place) for place in directory.places})
     ids = text()[0]

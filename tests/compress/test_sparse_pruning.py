@@ -43,7 +43,7 @@ def test_scores_are_those_of_plain_loops(method: str, pattern: str) -> None:
 
 
 def test_sparsegpt_equals_the_textbook() -> None:
-    """The textbook prunes column by column with the inverse Hessian of the rest. Its mask is chosen before."""
+    """The textbook chooses the mask, then prunes column by column with the inverse Hessian of the remaining columns."""
     weight, hessian = layer()
     wide = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(32, dtype=torch.float64)
     left, found = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)

@@ -357,7 +357,7 @@ class Noisy(nn.Module):
 
 
 class OneValue(nn.Module):
-    """Perceptron with one value for each sample, or for the batch."""
+    """Perceptron with one output feature; `result` makes one value for each sample, or for the batch."""
 
     def __init__(self, result: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

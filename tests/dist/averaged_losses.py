@@ -15,7 +15,7 @@ def part_of_rank(rows: Tensor) -> Tensor:
 
 
 def step_and_average(engine: Any, loss: Tensor) -> float:
-    """Take a step with a loss, and return its mean over ranks."""
+    """Take a step. Return the mean of `loss` over ranks."""
     engine.backward(loss)
     engine.step()
     total = loss.detach().clone()

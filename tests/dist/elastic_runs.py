@@ -43,7 +43,7 @@ class Layout:
     cut: str = "all"
 
     def setting(self, folder: str) -> Setting:
-        """Return the setting for `ds_config`, with parameters split over chunks and chunks of several parameters."""
+        """Return the setting for `ds_config`. Some parameters are split over chunks, and some chunks hold several."""
         state, param = TIERS[self.tier]
         away = offload_to(state, param if self.stage == 3 else "none", folder)
         return Setting(self.stage, zero=(*away, *CUTS[self.cut], ("sub_group_size", 100)))
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def bound(self) -> float:
-        """Allowed difference of losses: sums in another order, and their effect in 16 bits."""
+        """Allowed difference of losses: layouts sum in different orders, which changes losses more in 16 bits."""
         rounds = "rounds" in specimen(self.model).traits or self.optimizer == "Muon"  # Muon iterates in bf16
         return 1e-6 if self.precision == "fp32" and not rounds else 2e-2
 
@@ -185,7 +185,8 @@ def each(take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]]
 def over_ranks(
     take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]], layout_of: Callable[[Row], Layout]
 ) -> dict[Row, dict[str, Any]]:
-    """Run `each` on these rows, in one world per number of ranks. Return the results of rank 0."""
+    """Run `each` on these rows, in one world per number of ranks. Return the results of rank 0, after a check that
+    all ranks saved equal states."""
     results: dict[Row, dict[str, Any]] = {}
     for ranks in sorted({layout_of(row).ranks for row, _ in rows}):
         these = [(row, folder) for row, folder in rows if layout_of(row).ranks == ranks]
@@ -207,7 +208,8 @@ def complaints(row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> list[
 
 
 def hold(rows: list[Row], folder: Any) -> None:
-    """Assert that every resumed run equals the uninterrupted one. Common first parts are trained and saved once."""
+    """Assert that every resumed run equals the uninterrupted one. Rows that differ only in the second layout share one
+    saved run."""
     begun = list(dict.fromkeys(replace(row, second=row.first) for row in rows))
     places = {row: f"{folder}/{number}" for number, row in enumerate(begun)}
     expected = over_ranks(save_and_continue, list(places.items()), lambda row: row.first)

@@ -50,9 +50,9 @@ def allowed(row: dict[str, Any]) -> bool:
 def allowed_quick(row: dict[str, Any]) -> bool:
     """Return True if the (partial) row is a case of `make test`.
 
-    Each model trains at stage 3 and one other stage, on two ranks and one other number of ranks, and with two of three
-    values of each option; its place in the list selects them. `make parity` has all cases. Only one model of
-    transformers trains on three ranks.
+    Each model trains at stage 3 and one other stage. A model of `ZOO` trains on two ranks and one other number of
+    ranks, and with two of three values of clipping, persistence and knobs; its place in `ZOO` selects them. Models of
+    transformers train with all values on two ranks, and llama also on three. `make parity` has all cases.
     """
     if not allowed(row) or "model" not in row:
         return allowed(row)

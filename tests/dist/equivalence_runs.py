@@ -174,7 +174,7 @@ def train_ranks(name: str, recipe: Recipe, setting: Setting, timeout: float = 60
 
 
 def train_rank_in_turn(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTrace]:
-    """Train the specimen once under each setting. An exception notes its setting."""
+    """Train the specimen once under each setting. An exception gets a note with the setting."""
     traces = []
     for setting in settings:
         try:

@@ -23,7 +23,7 @@ VOCABULARY, HIDDEN, MIDDLE, EXPERTS = 11, 8, 12, 3
 
 
 class Block(nn.Module):
-    """Norm scale, a matrix up and one down, and a sum over experts weighted by a router."""
+    """Block of a norm scale, an up and a down projection, and experts whose outputs a router weights and sums."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def _environment(job: Job) -> Any:
-    """Set the variables of a launcher and of the test, and restore all afterwards."""
+    """Set the environment variables of a launcher and of the job, and restore all previous ones afterwards."""
     launcher = {
         "RANK": str(job.rank),
         "LOCAL_RANK": str(job.rank),
@@ -122,7 +122,7 @@ def _run(job: Job) -> Outcome:
 
 
 # Connection of this process to the store of its pool, which the first worker serves. In a TCP store a wait for a key
-# ends as soon as the key is set. A file store looks for the key every 10 ms, and most of a small job takes less.
+# ends as soon as the key is set. A file store polls for the key every 10 ms, longer than most waits in a small job.
 _store: Any = None
 
 
@@ -382,7 +382,7 @@ def _quiet_environment() -> Any:
 
 
 def _rank_error(failed: list[int], outcomes: dict[int, Outcome], ranks: list[Worker], more: str = "") -> RankError:
-    """Return an error with the first failure in full and the last line of the others.
+    """Return an error with the full text of the first failure and the last line of each other failure.
 
     Broken connections do not count as the first failure, since they follow from the failure of a peer.
     """
@@ -402,7 +402,7 @@ _pool: Pool | None = None
 
 
 def shared_pool(ranks: int = POOL_SIZE) -> Pool:
-    """Return the pool of this test session, with at least `ranks` processes. It ends with the interpreter."""
+    """Return the pool of this test session, with at least `ranks` processes. The pool ends with the interpreter."""
     global _pool
     if _pool is not None and _pool.size < ranks:
         atexit.unregister(_pool.end)

@@ -1,7 +1,7 @@
 """Ranks that MPI connects: the warm workers of the harness, which join a job of MPICH's process manager.
 
-`mpiexec -pmi-port` starts a shell for each rank, which prints its variables and waits. The workers, which have
-imported torch, take these variables and connect to the process manager in the shells' place: no rank imports torch.
+`mpiexec -pmi-port` starts a shell for each rank, which prints its environment variables and waits. The workers, which
+have already imported torch, take these variables and connect to the process manager in place of the shells.
 """
 
 from __future__ import annotations

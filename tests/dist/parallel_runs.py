@@ -55,7 +55,7 @@ def uneven(*, tied: bool) -> nn.Module:
 
 
 def adapted(base: nn.Module) -> nn.Module:
-    """Return a frozen model with adapters of rank 3 beside all linear layers of its blocks."""
+    """Return a frozen model with LoRA adapters of rank 3 on all linear layers of its blocks."""
     import peft
 
     with warnings.catch_warnings():
@@ -255,14 +255,14 @@ def check(case: Case, steps: int = 2) -> list[Found]:
 
 
 def hold_all(case: Case, actual: list[Found], expect: Callable[..., dict[str, Any]], steps: int) -> list[Found]:
-    """Compare the traces of the ranks with one process, which `expect` trains on all ranks' batches."""
+    """Compare the traces of the ranks with that of one process, trained by `expect` on all ranks' batches."""
     readers = 1 + max(item.reader for item in actual)
     expected = expect(case.model, case.tied, readers, case.accumulation, steps, case.optimizer, case.params)
     return hold(case, actual, expected)
 
 
 def hold(case: Case, found: list[Found], wanted: dict[str, Any], first: int = 0) -> list[Found]:
-    """Compare the traces of the ranks with one process, from step `first` on."""
+    """Compare the traces of the ranks with that of one process, from step `first` on."""
     pipelined = dict(case.axes).get("pp", 1) > 1
     for item in found:
         for at in range(len(item.losses)):

@@ -180,7 +180,7 @@ def train(case: Case, steps: int = STEPS) -> Came:
 
 
 FAULTS = ("forward", "first forward", "backward", "loss", "memory", "loader", "ended", "form", "evaluation")
-"""Places where a rank raises an error that its script catches, one at a time, between steps that succeed."""
+"""Kinds of errors that one rank raises and its script catches, one at a time, between steps that succeed."""
 
 
 class _Hurt(torch.autograd.Function):
@@ -194,7 +194,7 @@ class _Hurt(torch.autograd.Function):
 
 
 def _broken(engine: Any, case: Case, fault: str, stage: int, batches: list[Any]) -> Any:
-    """Make this rank raise at one micro-batch of the next batch. Return a function that undoes it."""
+    """Make this rank raise at one micro-batch of the next batch. Return a function that removes the cause."""
     calls = 0
 
     def forward(module: Any, given: Any, output: Any) -> Any:
@@ -228,7 +228,7 @@ def _broken(engine: Any, case: Case, fault: str, stage: int, batches: list[Any])
 
 
 def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list[str]], Came]:
-    """Train, with a batch before each step in which rank `faulty` fails. Every rank catches its exception."""
+    """Train. Before each step run a batch for each fault of rank `faulty`. Every rank catches its exception."""
     engine = start(case)
     _, reader = engine.data_loading_ranks
     outcome, results = Came(), []
@@ -257,7 +257,7 @@ def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list
 
 
 def manners(kind: str) -> dict[str, Any]:
-    """Return results and errors of a pipeline engine. `kind` is "windlass", or "deepspeed": the compat engine."""
+    """Return results and errors of the methods of an engine: "windlass", or "deepspeed" for the compat engine."""
     import windlass
     from windlass.compat.deepspeed_initialize import initialize as of_deepspeed
     from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (scripts import it)

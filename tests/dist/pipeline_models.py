@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass
 class Seen:
-    """Trace of one step on a rank: losses if it has them, gradients, and received bytes."""
+    """Trace of one step on a rank: losses if the rank computes any, gradients, and received bytes."""
 
     losses: list[float]
     grads: dict[str, Tensor | None]
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Several(nn.Module):
-    """Block that takes and returns a tuple of trainable and other tensors, integers, None and a number."""
+    """Block that takes and returns a tuple: a tensor with gradient, two without (one of integers), None, a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def unembed(embedding: nn.Module, x: Tensor) -> Tensor:
 
 
 def square(out: Tensor, y: Tensor) -> Tensor:
-    """Return the mean squared error, ignoring rows of the target beyond those of the output."""
+    """Return the mean squared error, ignoring positions of the target beyond the length of the output."""
     return F.mse_loss(out.float(), y[:, : out.shape[1]].float())
 
 
@@ -146,7 +146,7 @@ ROWS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any]]] = {
 
 
 def row(name: str, **more: Any) -> PipelineSequential:
-    """Return a layer sequence, whole or this rank's part."""
+    """Return a layer sequence in full, or this rank's part of it."""
     torch.manual_seed(SEED)
     kind = name.removesuffix(" frozen").removesuffix(" ragged")
     layers, loss_fn = ROWS[kind]
@@ -157,7 +157,7 @@ def row(name: str, **more: Any) -> PipelineSequential:
 
 
 def freeze(name: str, model: nn.Module) -> None:
-    """Freeze the first four layers of a frozen specimen."""
+    """Freeze the first four layers of the model if `name` ends with "frozen"."""
     if name.endswith(" frozen"):
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.split(".")[0] in "0123":
@@ -178,7 +178,7 @@ def row_batch(name: str, micro: int, vary: bool = True) -> Any:
 
 
 def transformer(name: str) -> nn.Module:
-    """Return a random causal language model of `DEPTH` layers. Tied ones share embedding and head."""
+    """Return a random causal language model of `DEPTH` layers. Tied models share one matrix for embedding and head."""
     import transformers
 
     torch.manual_seed(SEED)

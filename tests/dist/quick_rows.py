@@ -90,7 +90,7 @@ def _parameters_of(item: pytest.Function) -> dict[str, Hashable]:
 
 
 def _key(value: Any) -> Hashable:
-    """Return the value, or its id if it has no hash: rows of one list share the object."""
+    """Return the value, or its id if it has no hash: rows with the same value share one object."""
     try:
         hash(value)
     except TypeError:

@@ -105,7 +105,7 @@ class SimulatedSignSGD:
         return norm
 
     def relay(self, ranks: int) -> None:
-        """Continue with another number of ranks, each with the mean of the errors."""
+        """Continue with another number of ranks, each with the mean of the former ranks' errors."""
         means = [torch.stack([item[index] for item in self.errors]).mean(0) for index in range(len(self.masters))]
         self.errors = [[mean.clone() for mean in means] for _ in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""Training of a tensor-parallel model beside a full copy on each rank, and their differences."""
+"""Training of a tensor-parallel model and of a full copy on each rank, and the differences between the two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NORMS: dict[str, Any] = {"tp_sequence_norms": True}
 
 @dataclass(frozen=True)
 class Apart:
-    """Largest relative errors of a tensor-parallel model, the parameters that have them, and the bytes of a step."""
+    """Largest relative errors of a tensor-parallel model, with the names of the parameters that have these errors, and
+    the bytes moved in a step."""
 
     loss: float
     logits: float

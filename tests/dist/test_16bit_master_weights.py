@@ -15,7 +15,7 @@ from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import run_ranks
 from tests.models import ROWS, Place, cast
 
-STEPS, ACCUMULATION, SCALE = 4, 2, 128  # the scale is a power of two, which rounds nothing
+STEPS, ACCUMULATION, SCALE = 4, 2, 128  # SCALE is a power of two, so that scaling rounds nothing
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 FP16 = {"enabled": True, "fp16_master_weights_and_grads": True, "loss_scale": SCALE}
 ADAMW = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Return True if gradients go to an update that may be delayed."""
+        """Return True if `zero` sets `delayed_update`."""
         return "delayed_update" in str(self.zero)
 
     def config(self) -> dict[str, Any]:
@@ -56,9 +56,9 @@ class Case:
 def added(parts: dict[tuple[int, int], torch.Tensor], ranks: int, at_each: bool, handed: bool) -> torch.Tensor:
     """Return the mean over ranks of the sum over micro-batches, in the dtype of the parts.
 
-    By default a rank's parts are added first. With `at_each`, the parts of all ranks are summed at each micro-batch and
-    rounded once, when they are added to the earlier ones. With `handed`, the sum of each micro-batch is also rounded
-    before this addition, because it is copied to other memory.
+    By default each rank's parts are added up first. With `at_each`, the parts of all ranks are summed at each
+    micro-batch, and this sum is rounded once, when it is added to the total of the earlier micro-batches. With
+    `handed`, the sum is also rounded before this addition, because it is copied to other memory.
     """
     if not at_each:
         of_ranks = [parts[rank, 0] + parts[rank, 1] for rank in range(ranks)]
@@ -114,8 +114,8 @@ def plain(name: str, case: Case, ranks: int) -> tuple[list[list[float]], dict[st
 def trained(name: str, cases: list[Case], folder: str) -> list[Any]:
     """Train each case on this rank.
 
-    Return for each case the losses, the parameters, the dtypes of masters and states, whether parameters are their own
-    masters, and whether a resumed run is equal.
+    Return for each case the losses, the parameters, the dtypes of masters and states, whether the parameters
+    themselves are the masters, and whether a resumed run is equal.
     """
     results = []
     for number, case in enumerate(cases):
@@ -164,7 +164,7 @@ def _trained(name: str, case: Case, folder: str) -> Any:
 
 
 def loaded(folder: str, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
-    """Return the saved masters, those after a load with `config`, the saved first moments, and the loaded ones."""
+    """Return masters at a save and after its load with `config`, then first moments at the save and after the load."""
     subject = specimen("tied")
     engine = start(subject, {**config, "zero_optimization": {"stage": 1}})
     for step in range(2):

@@ -31,7 +31,7 @@ RECIPE = Recipe(ranks=2, accumulation=ACCUMULATION, steps=3)
 
 
 def by_hand(name: str, setting: Setting, way: str) -> RankTrace:
-    """Accumulate three micro-batches by manual steps, boundaries or `no_sync`, under a configuration with one."""
+    """Accumulate three micro-batches by manual steps, boundaries or `no_sync`; the configuration has one per step."""
     subject, rank = specimen(name), dist.get_rank()
     config = ds_config(replace(RECIPE, accumulation=1), setting)
     if way == "step":

@@ -33,7 +33,7 @@ def words(place: Place) -> Batch:
 
 
 def through(tier: str) -> Callable[..., Any]:
-    """Return the call for a tier of activations: plain, checkpointed, or with saved tensors on NVMe."""
+    """Return the function that calls a layer under `tier`: plainly, checkpointed, or with saved tensors on NVMe."""
     from windlass import checkpointing
 
     def regional(function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def hold(name: str, tiers: list[str], recipe: Recipe, settings: list[Setting], f
 
 
 def settings(transport: str) -> list[Setting]:
-    """Return all stages, the last one also with its strictest options."""
+    """Return a setting for each stage, and a second one for stage 3 with the options `STRICT`."""
     comm = (("comm", {"transport": transport}),)
     strict = Setting(stage=3, transport=transport, zero=STRICT, config=comm)
     return [Setting(stage=stage, transport=transport, config=comm) for stage in range(4)] + [strict]
@@ -100,7 +100,7 @@ def recipe_for(ranks: int, accumulation: int = 2) -> Recipe:
 
 
 def tiers_for(name: str, transport: str) -> list[str]:
-    """Return the plain run, checkpoints in memory, and other tiers of saved activations."""
+    """Return the tiers to compare: the plain run, checkpoints in memory, and other tiers of saved activations."""
     others = {("Net", "gloo"): ["buffer", "nvme", "region"], ("Twice", "shm"): ["nvme", "region"]}
     return ["plain", "kept", *others.get((name, transport), ["buffer" if transport == "shm" else "nvme"])]
 
@@ -155,7 +155,10 @@ class Unit:
 
 
 def train_partitioned(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], int]:
-    """Train on equal data on all ranks with sharded saved activations. Return differences and this rank's bytes."""
+    """Train on equal data on all ranks with sharded saved activations.
+
+    Return the differences from plain training, and the bytes that this rank offloaded.
+    """
     from windlass import checkpointing
     from windlass.compat import activation_names
 

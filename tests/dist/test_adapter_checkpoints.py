@@ -110,7 +110,7 @@ def test_checkpoints_of_adapters_resume_over_their_base(stage: int, tmp_path: Pa
 
 
 def kept(folder: str) -> dict[str, list[str]]:
-    """Return the content of checkpoints of models that train few and many of their parameters."""
+    """Return the stored modules and missing parameters of checkpoints of models that train few or many parameters."""
     made = {}
     for name, rank, requested in (
         ("few", 16, None),
@@ -143,7 +143,10 @@ class Grown(Adapted):
 
 
 def over_another(folder: str) -> list[str]:
-    """Return errors for a base that changed between saves and for a base with another layer, then rehashed stages."""
+    """Return errors of loads for a base that changed between saves and for a base with another layer.
+
+    The last item lists the stages at which a save hashed an unchanged base again.
+    """
     from windlass.checkpoint.tensor_hash import TensorHash
     from windlass.engine import frozen_parameters
 

@@ -167,7 +167,7 @@ BAD_RANK = 1
 
 
 class FullEngine:
-    """Engine whose disk is full."""
+    """I/O engine whose disk is full."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -285,7 +285,7 @@ def test_full_disk_raises_on_all_ranks_and_keeps_the_previous_checkpoint(tmp_pat
 
 
 def cramped(folder: str) -> list[Any]:
-    """Save although one rank has no memory for the copy."""
+    """Save asynchronously although one rank has no memory for the copy of its states."""
     import logging
 
     from windlass.checkpoint import async_save
@@ -354,7 +354,7 @@ def test_unreadable_state_on_disk_blocks_no_step(tmp_path: Path) -> None:
 
 
 def laid_out_again(folder: str) -> str:
-    """Save from disk while the engine allocates other disk space."""
+    """Save states that are on disk while `refresh` allocates other disk space for them."""
     from windlass.zero.update.optimizer_state_offload import StateRecordOnDisk
 
     case, read = CASES[5], StateRecordOnDisk.read

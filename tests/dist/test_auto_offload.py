@@ -21,7 +21,7 @@ RECIPE = Recipe(ranks=2, accumulation=2, steps=2, optimizer="AdamW", optimizer_p
 
 
 def limits(folder: Any, **more: Any) -> tuple[tuple[str, Any], ...]:
-    """Return limits that leave a part of the model to each tier."""
+    """Return memory limits under which each tier gets a part of the model."""
     return (("offload", {"nvme_path": str(folder), "device_memory": "5200K", "host_memory": "2500K", **more}),)
 
 

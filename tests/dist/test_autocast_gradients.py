@@ -41,7 +41,7 @@ def reduced(stages: list[int], names: list[str]) -> list[dict[str, torch.Tensor 
 
 
 def plain(names: list[str], ranks: int) -> dict[str, torch.Tensor]:
-    """Return the mean of the ranks' gradients, with those of the named modules rounded before the sum."""
+    """Return the mean of the ranks' gradients. Gradients of the named modules are rounded before the sum."""
     torch.manual_seed(0)
     model = mlp()
     sums: dict[str, torch.Tensor] = {}

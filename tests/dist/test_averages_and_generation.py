@@ -1,4 +1,4 @@
-"""Tests of a sharded model beside plain training: weights in the loss, averages of parameters, text generation."""
+"""Tests that a sharded model equals plain training: weights used in the loss, averages of parameters, generation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def built(rank: int = 0) -> nn.Module:
     return LossOutside()
 
 
-# tests of weights in the loss
+# tests of losses that use full weights
 
 
 def penalty(weights: list[Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ def with_weights_in_the_loss(stage: int, transport: str, tier: str, folder: str,
         batch = rows(Place(step, 0, rank))
         text, _ = engine(batch["x"])
         weights = [windlass.zero.full_param(p) for p in (first, second)]
-        weights[0].mul_(2).div_(2)  # the full weight is the caller's own copy
+        weights[0].mul_(2).div_(2)  # allowed: the full weight is the caller's copy
         assert weights[1].requires_grad is not frozen
         loss = mse(text, batch["y"]) + (rank + 1) * penalty(weights)
         engine.backward(loss)
@@ -230,7 +230,7 @@ def test_sharded_average_equals_that_of_one_process(
         assert error < 1e-6, where
         assert torch.allclose(actual["seen"][0], seen[rank], rtol=1e-5, atol=1e-6)
         largest_difference = max(float((actual["averages"][n] - actual["params"][n]).abs().max()) for n in expected)
-        assert largest_difference > 1e-4  # the average lags behind
+        assert largest_difference > 1e-4  # the average lags behind the parameters
 
 
 def saved_average(stage: int, transport: str, tier: str, folder: str, target: str, save: bool) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def largest_difference(average: Any, engine: Any) -> float:
 
 
 def loaded_averages(stage: int, tier: str, folder: str) -> None:
-    """Load averages saved before the first update and of a model with fewer layers. Assert errors of refused calls."""
+    """Load one average saved before its first update, one of a smaller model. Assert errors of refused calls."""
     import windlass
 
     def made(layers: int) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Tests of buffer dtypes beside 16-bit parameters: losses equal those of a model whose buffers are cast by hand."""
+"""Tests of buffer dtypes under 16-bit parameters: losses equal those of a model whose buffers are cast by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law: a bounded number of Python frames of windlass lies between a call of the engine and the collective it starts."""
+"""Law: the number of windlass's Python frames from a call of the engine to the collective that it starts is bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from windlass.comm.shm_transport import ShmTransport
 
 PACKAGE = str(Path(windlass.__file__).parent)
 EXACT = {"forward": 9, "gather in backward": 9, "hook": 6}
-# Messages of ZeRO++ are encoded below the transport. The second hop of a reduction starts when a rank polls the first.
+# The transport encodes ZeRO++'s messages, which adds frames. A reduction's second hop starts when a rank polls the
+# first hop.
 QUANTIZED = {"forward": 10, "gather in backward": 10, "hook": 9, "second hop in a hook": 10}
 # On shared memory a collective starts with the call of the transport, which is not counted.
 SHARED = {"forward": 7, "gather in backward": 7, "hook": 4}
@@ -120,7 +121,8 @@ def test_call_depth_from_the_engine_to_a_collective_is_bounded(
     for caller, bound in bounds.items():
         stacks = [step[caller] for step in steps if caller in step]
         assert max(map(len, stacks), default=0) <= bound, max(stacks, key=len)
-        if caller != "second hop in a hook":  # the first hop may end after the last poll in a hook
-            # The bound must be reached, so that one more frame fails. With `options` each step has such a collective.
+        if caller != "second hop in a hook":  # not in every step: the first hop may end after the last poll in a hook
+            # The bound must be reached, so that one more frame fails. With `options` each step has a collective of each
+            # caller.
             assert max(map(len, stacks), default=0) == bound, (caller, bound)
             assert len(stacks) == len(steps) or not options, (caller, len(stacks))

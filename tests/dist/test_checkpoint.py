@@ -198,7 +198,7 @@ def test_save_16bit_model_writes_the_full_model(stage: int, tmp_path: Path) -> N
 
 
 def moved(engine: Any, scales: list[float]) -> float:
-    """Return a weight after micro-batches whose losses have these factors."""
+    """Return the model's weight after micro-batches whose losses are multiplied by `scales`."""
     for scale in scales:
         engine.backward(engine(torch.ones(1, 1)).sum() * scale)
         engine.step()

@@ -94,7 +94,7 @@ def failures(rank: int, root: Path) -> dict[str, str]:
 
 
 def saved_and_loaded(root: Path) -> dict[str, Any]:
-    """Return the results of one rank."""
+    """Save and load on one rank. Return its results."""
     rank = dist.get_rank()
     result = {"resharded": resharded(rank, root), "failures": failures(rank, root)}
     into = sample_states.empty(rank, WORLD)

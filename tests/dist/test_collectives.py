@@ -109,7 +109,7 @@ def pretend(able: str) -> Any:
         backend_capabilities.BACKEND_CAPABILITIES["gloo"] = backend_capabilities.BackendCapabilities(
             {}, receives_from_any=True
         )
-    elif able == "nccl":  # new gloo supports NCCL's operations, but may change other ranks' tensors
+    elif able == "nccl":  # new gloo supports NCCL's operations, but its reduce may change inputs
         backend_capabilities.BACKEND_CAPABILITIES["gloo"] = replace(
             backend_capabilities.BACKEND_CAPABILITIES["nccl"], preserves_reduce_inputs=False
         )
@@ -183,7 +183,7 @@ def scatter_both(comm: Any, op: str, dtype: str) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("able", ABLE)
 def test_every_operator_on_every_dtype_equals_the_plain_reduction(world: int, able: str) -> None:
-    """Each dtype and operator runs in at most one row; `test_full_product` runs all of them in each row."""
+    """Each pair of dtype and operator runs in at most one row; `test_full_product` runs all pairs in each row."""
     assert run_ranks(reduce_everything, world, able, 3 * (world - 2) + ABLE.index(able))[0] > 15
 
 
@@ -199,7 +199,7 @@ def test_a_world_of_one_reduces_too() -> None:
 
 
 def pairs(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values with ties between ranks and a NaN. The lower rank has the higher index."""
+    """Return values, with ties between ranks and one NaN, and their indices, which are higher on lower ranks."""
     values = torch.tensor([1.0, rank, -rank, 2.0, rank % 2], dtype=dtype)
     if dtype.is_floating_point and rank == 1:
         values[3] = float("nan")
@@ -238,7 +238,7 @@ def locate() -> None:
 
 
 def scattered(comm: Any, op: Any, dtype: torch.dtype) -> None:
-    """Run reduce_scatter_tensor on pairs. Each rank's values are constant, and the last rank's are the best."""
+    """Run reduce_scatter_tensor on pairs of values and indices. The values of a rank are equal; the last rank's win."""
     rank, size = comm.get_rank(), comm.get_world_size()
     sign = 1 if op is comm.ReduceOp.MINLOC else -1
     values = torch.full((size, 2), sign * (5 - rank), dtype=dtype)

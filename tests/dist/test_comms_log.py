@@ -47,7 +47,7 @@ def count_calls() -> dict[str, Any]:
         comm.all_reduce(torch.ones(4))
         assert not comm.has_comm_data()  # the logger is off by default
         comm.configure({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["gradients"]}})
-        comm.all_reduce(torch.ones(4))  # not counted: neither named nor requested
+        comm.all_reduce(torch.ones(4))  # not counted: no name of prof_ops, no prof=True
         comm.all_reduce(torch.ones(4), log_name="gradients")
         comm.broadcast(torch.ones(2), 0, prof=True)
         assert comm.get_logged_comm_ops() == ["gradients", "broadcast"]

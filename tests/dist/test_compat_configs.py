@@ -60,7 +60,7 @@ def attempt_on(model: nn.Module, config: Any) -> str:
 
 
 def attempts(folder: str) -> dict[str, tuple[str, str]]:
-    """Try each file as it is, and with a batch size."""
+    """Try each configuration file as it is, and with a small batch size."""
     results = {}
     for name in AS_THEY_ARE:
         data = dict(read_source(str(CONFIGS / f"{name}.json")).data)
@@ -130,7 +130,7 @@ def test_contradictions_that_deepspeed_resolves_train() -> None:
 
 
 def rates() -> list[float]:
-    """Return the learning rate of each update, if optimizer and schedule have different rates."""
+    """Return the learning rate of each update, where the configuration gives optimizer and schedule different rates."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model = nn.Linear(4, 4)
@@ -150,7 +150,7 @@ def test_learning_rate_of_the_schedule_has_precedence() -> None:
 
 
 def half_made(stage: int) -> tuple[str, bool]:
-    """Return the error of `initialize` for its schedule, and whether the model's output is unchanged afterwards."""
+    """Return the error of `initialize` for an invalid schedule, and whether the model's output is unchanged."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model, before = nn.Linear(4, 4), torch.ones(2, 4)
@@ -254,7 +254,7 @@ def test_loader_starts_at_the_first_batch(tmp_path: Path) -> None:
 
 
 def autocasts() -> dict[tuple[bool, bool], bool]:
-    """Return whether autocast is active in the model, by the script's own autocast and the section's setting."""
+    """Return whether autocast is active in the model, by (the script's own autocast, the section's setting)."""
     from windlass.compat.deepspeed_initialize import initialize
 
     class Told(nn.Linear):
@@ -300,7 +300,7 @@ def monitored(folder: str) -> list[str]:
     engine.monitor.write_events([("Own", 0.5, 7)])
     engine.destroy()
     plain = initialize(model=nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 2})[0]
-    assert not plain.monitor.enabled  # no optimizer and no section
+    assert not plain.monitor.enabled  # neither an optimizer nor a csv_monitor section
     plain.destroy()
     evaluation = initialize(model=nn.Linear(4, 4), config=config)[0]
     evaluation.monitor.write_events([("Accuracy", 0.75, 7)])

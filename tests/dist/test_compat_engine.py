@@ -53,7 +53,7 @@ def _step(engine: Any) -> torch.Tensor:
 
 
 def _members(stages: list[int]) -> dict[str, list[str]]:
-    """Return deviations from DeepSpeed's members by owner and stage: missing names, other kinds, unexpected `ds_*`."""
+    """Return deviations from DeepSpeed's members by owner and stage: missing, of another kind, unexpected `ds_*`."""
     expected = json.loads(MEMBERS.read_text())
     missing: dict[str, list[str]] = {}
     attributes = defaultdict(list, expected["attributes"])
@@ -117,7 +117,7 @@ def _manners(stage: int) -> None:
     ]
     x = torch.ones(2, 6)
     loss = engine(x).mean()
-    assert torch.equal(engine.backward(loss), loss * 0.5) and engine.step() is None  # half of the step's gradient
+    assert torch.equal(engine.backward(loss), loss * 0.5) and engine.step() is None  # one of two micro-batches
     assert engine.micro_steps == 1 and engine.global_steps == 0 and not engine.was_step_applied()
     engine.set_gradient_accumulation_boundary(True)
     loss = engine(x).mean()
@@ -191,7 +191,7 @@ def _asked_around_a_step(stage: int) -> list[float]:
     )
     logger.removeHandler(handler)
     logger.setLevel(levels[0])
-    own_logger.setLevel(levels[1])  # setting the level of `logger` changed it too
+    own_logger.setLevel(levels[1])  # setting the level of `logger` changed this level too
     assert ("DeepSpeed info: version=" in text.getvalue()) == (engine.global_rank == 0)
     assert schedule is engine.lr_scheduler and schedule.optimizer is optimizer.optimizer
     results = []
@@ -206,7 +206,7 @@ def _asked_around_a_step(stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_schedule_log_line_and_state_offload_as_clients_use_them(stage: int) -> None:
-    """The schedule's rates are those of the steps, and clients find the log line and the objects that they check.
+    """The schedule reports the rate of each step, and clients find the log line and the objects that they check.
 
     transformers' tests search the log line, accelerate checks the owner of the schedule, and OpenRLHF offloads states
     through the optimizer.
@@ -331,7 +331,7 @@ def _engine_configs() -> None:
 
     engine = _engine(1, fp16={"enabled": True}, gradient_accumulation_steps=3)
     known = engine._config
-    assert (known.train_batch_size, known.gradient_accumulation_steps) == (6, 3)  # the third size follows
+    assert (known.train_batch_size, known.gradient_accumulation_steps) == (6, 3)  # 6 = 3 * 2 rows
     assert engine.communication_data_type == torch.float16
     known.zero_enabled = False  # as Megatron-DeepSpeed sets it to load a checkpoint
     assert known.zero_enabled is False and engine.zero_optimization_stage() == 1
@@ -527,7 +527,7 @@ def _saved_and_loaded(stage: int, folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_loaded_client_state_has_the_keys_that_deepspeed_leaves_in_it(stage: int, tmp_path: Path) -> None:
-    """`ds_config` is that of the saved run, and a script's key of the same name wins."""
+    """`ds_config` is the configuration of the saved run, and a script's key of the same name wins."""
     from windlass.compat.stand_in_version import VERSION
 
     first, own, native = run_ranks(_saved_and_loaded, 1, stage, str(tmp_path), transport="gloo")[0]

@@ -67,7 +67,7 @@ def reads(under_init: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("under_init", [False, True])
 def test_state_dict_has_names_for_one_rank_and_values_for_all(under_init: bool) -> None:
-    """Names, shapes and dtypes need no other rank; values are the plain model's; changing or pickling one raises."""
+    """Names, shapes, dtypes need no other rank; values are the plain model's; changing or pickling an entry raises."""
     plain = model().state_dict()
     first, second = run_ranks(reads, RANKS, under_init)
     assert first["names"] == [(name, tuple(value.shape), value.dtype) for name, value in plain.items()]

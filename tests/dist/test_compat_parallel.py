@@ -67,7 +67,7 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 class Mixed(nn.Module):
-    """Model with two expert layers instead of linear ones, and their losses added, as in DeepSpeed's tutorial."""
+    """Model with two expert layers, whose auxiliary losses it adds to its loss, as in DeepSpeed's tutorial."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def _parts(dtypes: list[str]) -> None:
 
 
 def test_ds_tensor_reads_and_writes_this_ranks_part() -> None:
-    """Parts of a parameter are equal in size and in memory order. The last one is padded with zeros."""
+    """The ranks' parts of a parameter have equal sizes and follow its memory order. The last part is zero-padded."""
     run_ranks(_parts, 2, ["fp32", "bf16"])
 
 
@@ -107,7 +107,7 @@ def _before_initialize() -> None:
         assert torch.equal(inside.clone(), _part(plain[0].weight.detach()))
     for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(parameter.ds_tensor.clone(), _part(other.detach()))
-    if dist.get_rank() == 1:  # one rank alone: there is nothing to exchange yet
+    if dist.get_rank() == 1:  # one rank may write alone: nothing is exchanged yet
         net[2].weight.ds_tensor.data.fill_(5)
     engine = initialize(model=net, config=_config(3))[0]
     with torch.no_grad():
@@ -273,7 +273,7 @@ def _returned() -> None:
     assert len(net.inner._forward_hooks) == hooks and torch.equal(engine(x), expected)
     engine.destroy()
     outer = _UsesBias()
-    outer.inner = nn.Sequential(outer.inner)  # passes the bias on
+    outer.inner = nn.Sequential(outer.inner)  # returns the bias of its inner module
     engine = initialize(model=outer, config=_config(3))[0]
     assert torch.equal(engine(x), expected)
     assert [parameter is outer.inner[0].bias for _, parameter in outer.ds_external_parameters()] == [True]
@@ -328,7 +328,7 @@ def _expert_states() -> list[Any]:
     }
     engine.destroy()
     spread = MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=2, k=1)
-    spread.load_state_dict(whole.state_dict())  # also loads all experts, by their global numbers
+    spread.load_state_dict(whole.state_dict())  # a state dict with all experts, by global number, loads too
     experts = spread.deepspeed_moe["experts"].deepspeed_experts
     return [held, [float(expert.weight.mean()) for expert in experts.children()]]
 

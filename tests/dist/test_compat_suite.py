@@ -134,7 +134,7 @@ def _nothing_to_train() -> None:
 
 
 def test_stage_3_engine_without_optimizer_has_parameter_offload() -> None:
-    """Without an optimizer, `initialize` at stage 3 returns an object with the parameters' hooks instead of one.
+    """Without an optimizer, `initialize` at stage 3 returns an object with the parameters' hooks in its place.
 
     trl unwraps reference models with it, and refuses an engine whose optimizer is None.
     """

@@ -89,7 +89,10 @@ def trained(stage: int, kind: str) -> dict[str, Any]:
 
 
 def plain_results(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Train in one process on all ranks' data. Return final weights, final first states, and each step's gradients."""
+    """Train in one process on all ranks' data.
+
+    Return final weights, the first optimizer state of each parameter, and each step's gradients.
+    """
     net = model()
     optimizer = plain(kind, [p for p in net.parameters() if p.requires_grad])
     gradients = []
@@ -127,7 +130,7 @@ def test_values_and_steps_equal_plain_torch(stage: int, kind: str) -> None:
 
 
 def edited(stage: int) -> dict[str, Any]:
-    """Set each kind of value, full and by this rank's shard, and read it back."""
+    """Set each kind of value, as a full tensor and as this rank's shard, and read it back."""
     import torch.distributed as dist
 
     import windlass

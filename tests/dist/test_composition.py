@@ -36,7 +36,7 @@ ROWS = pairwise(OFFERED, lambda row: not feature_matrix.unsupported_pairs(row))
 # eps is well above the rounding of a 16-bit gradient, since these optimizers divide by the gradient's size.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "elementwise": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
-    "onebit": ("OneBitAdam", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),  # only its warm-up
+    "onebit": ("OneBitAdam", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),  # runs end in its uncompressed phase
     "whole_parameter": ("Lamb", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
 }
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def specimen_of(row: Row) -> Specimen:
 
 
 def recipe_of(row: Row) -> Recipe:
-    """Return the recipe of the row. Rows with groups of two ranks have four, so that there are two groups."""
+    """Return the recipe of the row. Rows with groups of two ranks have four ranks, so that there are two groups."""
     optimizer, params = OPTIMIZERS[row["optimizer"]]
     return Recipe(
         ranks=2 if row["parallel"] == "data" else 4,
@@ -217,13 +217,13 @@ def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
     actual = run_ranks(train_row, recipe.ranks, row, env=env)
     text = complaints(actual, requested, recipe, exact=row["precision"] == "fp32")
     assert not text, "\n  ".join(["", *text[:12]])
-    # Before the first update no sum had another order, so fp32's bound holds in any precision.
+    # Before the first update all sums have the oracle's order, so fp32's bound holds in any precision.
     first = first_losses([trace.losses[0] for trace in actual])
     torch.testing.assert_close(first, first_losses(requested.losses[0]), rtol=FP32_BOUND, atol=0)
 
 
 def test_first_losses_distinguish_precisions() -> None:
-    """First losses differ between precisions. Later bounds on 16-bit training are too wide to show that."""
+    """First losses differ between precisions. The bounds on later 16-bit losses are too wide to show that."""
     base = next(row for row in ROWS if row["parallel"] == "data")
     traces = [expected({**base, "precision": precision}) for precision in OFFERED["precision"]]
     for a, b in combinations(traces, 2):

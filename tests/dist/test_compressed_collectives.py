@@ -233,11 +233,11 @@ def test_a_factor_keeps_an_integer_dtype_on_any_number_of_ranks(ranks: int) -> N
     run_ranks(integer_sums, ranks, transport="gloo")
 
 
-# ------------------------------------------------------------------- identity beside plain collectives
+# ------------------------------------------------------------------- identity codec against plain collectives
 
 
 def beside_plain(transport: str) -> float:
-    """Return the largest relative difference to gloo's own all-reduce, which sums in another order."""
+    """Return the largest relative difference of codec identity from gloo's all-reduce, which sums in another order."""
     calls, ranks = collectives(transport, get_codec("identity")), dist.get_world_size()
     own = torch.randn(1003, generator=torch.Generator().manual_seed(dist.get_rank()))
     plain = own.clone()
@@ -257,7 +257,7 @@ def beside_plain(transport: str) -> float:
 
 @pytest.mark.parametrize(("ranks", "transport"), WORLDS)
 def test_identity_codec_equals_the_plain_collective(ranks: int, transport: str) -> None:
-    # two addends have only one order, so the sums are equal bit by bit
+    # two addends have only one order, so the sums are bitwise equal
     limit = 0.0 if ranks <= 2 else 1e-3
     assert max(run_ranks(beside_plain, ranks, transport, transport=transport)) <= limit
 

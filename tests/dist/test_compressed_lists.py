@@ -1,5 +1,5 @@
-"""Law: collectives on lists with error feedback equal their explicit computation from all ranks' tensors, in bits and
-bytes."""
+"""Law: collectives on lists with error feedback bitwise equal their explicit computation from all ranks' tensors, and
+move the expected bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def aligned_bytes(codec: Codec, numels: list[int]) -> int:
 
 
 def two_phases(transport: str, name: str) -> None:
-    """Run three all-reduces of two phases with errors, and compare each with its simulation."""
+    """Run three two-phase all-reduces with error feedback, and compare each with its simulation."""
     codec, rank, ranks = get_codec(name), dist.get_rank(), dist.get_world_size()
     channel = CountingChannel(choose_channel(transport, world_group(), torch.device("cpu"), timeout=TIMEOUT))
     calls = CompressedLists(channel, codec)

@@ -53,7 +53,7 @@ def exact(cases: list[Case], steps: int = STEPS, *paths: str | None) -> list[Fou
 
 
 class Rule:
-    """Algorithm on the whole model: weights of each data rank, and a step with their gradients."""
+    """Algorithm on the whole model: weights of each data rank, and a step with the gradients of all data ranks."""
 
     def __init__(self, first: Tensors, options: dict[str, Any], readers: int) -> None:
         self.x, self.o, self.readers = first, options, readers
@@ -109,7 +109,7 @@ class ZeroOneRule(Rule):
         super().__init__(*given)
         zeros = {n: torch.zeros_like(p) for n, p in self.x.items()}
         self.shards, self.m, self.v, self.rates, self.decayed = shards, dict(zeros), dict(zeros), 0.0, 0.0
-        # `own`: each rank's momenta. `kept`: its local changes of the weights at stage 0, sums of gradients otherwise.
+        # By rank: `own` are momenta; `kept` are local changes of the weights at stage 0, sums of gradients otherwise.
         self.own, self.kept = ([dict(zeros) for _ in range(self.readers)] for _ in range(2))
 
     def weights(self, reader: int) -> Tensors:
@@ -293,7 +293,7 @@ def reference(
 
 def hold_law(case: Case, found: list[Found]) -> None:
     hold_all(case, found, partial(reference, tp=dict(case.axes).get("tp", 1), shards=case.stage > 0), STEPS)
-    for one in found:  # replicas along all axes keep the same bits
+    for one in found:  # replicas along all axes stay bitwise equal
         for other in found:
             for name in one.params.keys() & other.params.keys():
                 assert torch.equal(one.params[name], other.params[name]), name

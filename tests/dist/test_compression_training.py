@@ -292,7 +292,7 @@ OFFLOADED = {"stage": 3, **{part: {"device": "cpu"} for part in OFFLOADS}}
 DISK = {"stage": 3, **{part: {"device": "nvme"} for part in OFFLOADS}}  # the test adds a folder
 
 
-# followed: masks by gradients (snip_momentum) and bits by steps (MoQ), in place of the other techniques
+# If `followed`, masks by gradients (snip_momentum) and bits by steps (MoQ) replace the other techniques.
 @pytest.mark.parametrize(
     ("axis", "zero", "transport", "followed"),
     [

@@ -147,7 +147,7 @@ def test_parameter_parts_train_like_the_full_parameter(name: str, stage: int, ki
 _LAYOUTS = [("tp2", 3), ("dp2-ep2", 2), ("ep2-tp2", 3), ("copies2-tp2", 1), ("tp4", 0), ("ep2", 3)]
 
 
-# Each layout is saved or loaded once; the other pairs are slow.
+# In `make test` each layout is either saved or loaded, once; all other pairs are slow.
 _PAIRS = [
     pytest.param(saved, loaded, marks=() if at % 2 == 0 and to == at + 1 else pytest.mark.slow)
     for at, saved in enumerate(_LAYOUTS)

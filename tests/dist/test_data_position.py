@@ -1,6 +1,7 @@
 """Tests that a checkpoint holds the position in the data.
 
-On the same number of ranks the next batches are equal. On another number, the remaining samples of the epoch are.
+On the same number of ranks the next batches are equal. On another number of ranks, the remaining samples of the epoch
+are equal.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def begun(batches: int, folder: str) -> list[int]:
 
 
 def rest(folder: str) -> tuple[list[int], list[int]]:
-    """Return the samples of the rest of the epoch and of the next one."""
+    """Return the samples that remain of the epoch after a load, and those of the next epoch."""
     engine = engine_for(50)
     engine.load_checkpoint(folder)
     results = [trained(engine, iter(engine.training_dataloader))[1] for _ in range(2)]
@@ -148,7 +149,7 @@ def test_same_samples_on_another_number_of_ranks(before: int, after: int, tmp_pa
     result = run_ranks(rest, after, str(tmp_path))
     assert Counter(seen.values()) == {1: 3 * before * MICRO}
     left = Counter(n for item, _ in result for n in item)
-    # samples from the epoch's beginning, which fill the last batch of the ranks
+    # samples repeated from the epoch's beginning to fill the last batch of the ranks
     repeated = left - (Counter(range(SAMPLES)) - seen)
     assert left - repeated == Counter(range(SAMPLES)) - seen
     assert repeated.total() == -(SAMPLES - seen.total()) % after

@@ -1,4 +1,4 @@
-"""Tests of saving in DeepSpeed's format: the files hold the training state, and windlass loads its own files."""
+"""Tests of saving in DeepSpeed's format: the files hold the training state, and windlass can load them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def scaled(folder: str) -> list[dict[str, Any]]:
 def test_files_contain_the_loss_scale(tmp_path: Path) -> None:
     for result in run_ranks(scaled, 1, str(tmp_path))[0]:
         before, after = result["scale"]
-        if result["stage"] == 0:  # the hysteresis left is not stored there
+        if result["stage"] == 0:  # DeepSpeed's files do not store the remaining hysteresis
             before = {**before, "hysteresis_left": after["hysteresis_left"]}
         assert before == after
         assert before["scale"] > 1 and (result["same"] or result["stage"] == 0)

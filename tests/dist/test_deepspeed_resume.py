@@ -120,7 +120,7 @@ def whole_state(engine: Any) -> Trained:
     )
 
 
-# saved in DeepSpeed's layout of (stage, ranks, largest sub-group), and the stage of the load
+# stage, number of ranks and largest sub-group of DeepSpeed's files, and the stage of the load
 CASES = [(0, 1, 1 << 30, 3), (1, 2, 1 << 30, 0), (2, 3, 1 << 30, 3), (3, 2, 1 << 30, 1), (3, 3, 60, 2), (3, 1, 60, 3)]
 
 

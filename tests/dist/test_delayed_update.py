@@ -152,7 +152,7 @@ def hold_up(engine: Any) -> threading.Event:
 
 
 def overlapped(setting: Setting) -> dict[str, Tensor]:
-    """Train with each update blocked during the next forward and backward, while the learning rate is another one."""
+    """Train with each update blocked during the next forward and backward, while another learning rate is set."""
     engine = engine_of(setting)
     may = hold_up(engine)
     rate = dict(DELAYED.optimizer_params)["lr"]
@@ -281,7 +281,7 @@ def test_reads_return_values_of_the_last_step(way: str, transport: str, every: b
 
 
 def local_pieces(setting: Setting) -> bool:
-    """Compare one rank's masters and states, read alone, with those after all ranks finished the update."""
+    """Return True if masters and states that rank 1 reads alone equal those after all ranks finished the update."""
     import windlass
 
     def look() -> list[Tensor]:
@@ -424,7 +424,7 @@ WAYS_TO_NOTICE: dict[str, Callable[[Any, str], Any]] = {
 
 
 def failing(setting: Setting, way: str, folder: str) -> dict[str, Any]:
-    """Fail on rank 1 in the update of the second step, then continue from the checkpoint of the first."""
+    """Fail on rank 1 in the update of the second step, then continue from the checkpoint of the first step."""
     engine = engine_of(setting)
     train(engine, 0)
     engine.step()

@@ -1,4 +1,4 @@
-"""Parameters that differ between ranks: changes by scripts, evaluations and saves; steps that overflow under fp16."""
+"""Tests of parameters that differ between ranks: changes by scripts, evaluations, saves; overflows under fp16."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_change_while_replicas_differ_is_refused_on_all_ranks(how: str) -> Non
 
 
 def edits_after_finishing(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the weights before and after a change of all parameters by 100 on all ranks and one more step."""
+    """Return the weights before all ranks change all parameters by 100, and after this change and one more step."""
     engine = start(specimen(case.model), case.config())
     train(engine, case, 0, BETWEEN)
     engine.finish_update()
@@ -109,7 +109,7 @@ def test_a_change_after_finish_update_reaches_the_master_weights(case: Case) -> 
 
 
 def weights_after_loads(case: Case, folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """Return, for each way to load only weights, the loaded weights and those of the next training forward."""
+    """Return, for each way to load only weights, the loaded weights and those after the next training forward."""
     subject, found = specimen(case.model), []
     engine = start(subject, case.config())
     loaded = whole_params(engine.module)
@@ -135,7 +135,7 @@ def test_loaded_weights_have_no_local_changes_of_others(case: Case, tmp_path: Pa
 
 
 def evaluations(case: Case) -> dict[str, Any]:
-    """Return outputs of evaluations between two synchronizations, and the state of a run with and without them."""
+    """Return outputs of evaluations between two synchronizations, and the final state with and without evaluations."""
     found: dict[str, Any] = {}
     subject = specimen(case.model)
     batch = cast(subject.batch(Place(0, 0, 0)), case.dtype)

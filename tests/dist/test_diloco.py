@@ -66,7 +66,7 @@ def test_fragments_take_turns() -> None:
 def test_a_parameter_of_several_stages_belongs_to_part_0() -> None:
     units: list[Any] = [
         SimpleNamespace(index=index, kind=PlacementKey(shared_stages=stages))
-        for index, stages in ((0, ()), (1, ()), (3, (0, 1)), (0, (0, 1)))  # the last two on two stages
+        for index, stages in ((0, ()), (1, ()), (3, (0, 1)), (0, (0, 1)))  # the last two units are on two stages
     ]
     due = [[step for step in range(1, 9) if outer_step_due(step, unit, {**GROUP, "fragments": 2})] for unit in units]
     assert due == [[4, 8], [2, 6], [4, 8], [4, 8]]
@@ -160,7 +160,7 @@ class DiLoCoSimulation(Simulation):
         self._step(name, mean)
 
     def _late(self, name: str) -> None:
-        """Take an outer step with earlier changes, and mix the result with the present values of the ranks."""
+        """Take an outer step with the changes sent earlier, and mix the result with the ranks' present values."""
         local = [self.x[name] - changes[name] for changes in self.changes]
         self._step(name, self.sent.pop(name))
         for changes, own in zip(self.changes, local, strict=True):
@@ -218,7 +218,7 @@ def require_law(case: Case, results: list[dict[str, Any]]) -> None:
     """Compare parameters, replicas and the steps that send bytes with the simulation, on all ranks."""
     simulation = DiLoCoSimulation(case, results[0])
     simulation.run(0, case.steps)
-    # a change near the border of two codes may be rounded to either, once
+    # a change midway between two codes may be rounded to another code than in the simulation
     bound = 1e-6 if simulation.group["codec"] == "identity" else 1e-4
     shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
     for rank, found in enumerate(results):
@@ -269,7 +269,7 @@ HELD = with_params(CASE, codec="identity", inner_steps=5, overlap_steps=4)
 
 def train_beside_a_slow_message(case: Case) -> list[bool]:
     """Send a message that needs a quarter of a minute. Return whether it has arrived after the next step, and after
-    `finish_update` on a link without limit."""
+    `finish_update` on a link of unlimited rate."""
     with patch.object(sys, "path", [str(Path(__file__).parents[2] / "bench"), *sys.path]):
         from rig.link import pace
     torch.manual_seed(0)
@@ -385,7 +385,9 @@ def test_unsupported_options_of_diloco_are_refused(stage: int, more: dict[str, A
 
 
 def refreshed(case: Case, moments: list[int]) -> list[dict[str, torch.Tensor]]:
-    """Return parameters and states of this rank without a refresh, and with one after each of `moments` steps."""
+    """Return this rank's parameters and states of a run without `refresh`, and of a run for each of `moments`, the
+    number of steps before its refresh.
+    """
     found = []
     for at in (case.steps, *moments):
         engine = start(specimen(case.model), case.config())

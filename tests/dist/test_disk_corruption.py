@@ -181,7 +181,7 @@ def test_damage_aborts_the_step_and_a_load_repairs_it(ranks: int, transport: str
 
 
 def not_yet_stepped(folder: str) -> list[Any]:
-    """Damage data that is read before an update: a gradient in accumulation, and the states that a save reads."""
+    """Damage data that is read outside of an update: a gradient in accumulation, and the states that a save reads."""
     subject, engine = begin(f"{folder}/disk", "nvme", accumulation=2)
     plain, plain_engine = begin(f"{folder}/plain", "nvme", accumulation=2)
 

@@ -367,7 +367,7 @@ XTC = {
 
 
 def one_stage(stage: int | None) -> list[float]:
-    """Train fewer layers of one and two bits with the full teacher, at a ZeRO stage or (None) in plain PyTorch."""
+    """Train a student of fewer layers in 1 and 2 bits from a full teacher, at a ZeRO stage or (None) in plain torch."""
     teacher = Model(4, 8, seed=1)
     student = init_compression(Model(2, 8, seed=0), XTC, teacher_model=teacher)
     assert torch.equal(student.blocks[1].fall.weight, teacher.blocks[3].fall.weight)

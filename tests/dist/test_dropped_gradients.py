@@ -31,7 +31,7 @@ GENTLE = {**dict(SGD), "weight_decay": 0.1}  # with weight decay, a zero gradien
 
 
 class OwnZeroing(torch.optim.SGD):
-    """Client's optimizer that drops gradients in its own way."""
+    """Client's optimizer that drops gradients by its own `zero_grad`."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         for group in self.param_groups:
@@ -49,7 +49,7 @@ def one_parameter(model: Any, *_: Any) -> None:
     del model.embed.weight.grad
 
 
-DOORS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {  # module, engine, optimizer of the engine, the user's own
+DOORS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {  # module, engine, engine's optimizer, user's optimizer
     "optimizer": lambda model, engine, optimizer, own: optimizer.zero_grad(),
     "optimizer, zeros": lambda model, engine, optimizer, own: optimizer.zero_grad(set_to_none=False),
     "own optimizer": lambda model, engine, optimizer, own: own.zero_grad(set_to_none=True),
@@ -379,7 +379,7 @@ def test_gradients_of_the_stand_in_read_as_in_deepspeed() -> None:
 def uneven(settings: list[tuple[int, str]]) -> list[float]:
     """Run different numbers of backwards on ranks 0 and 1 in each step.
 
-    Return each setting's difference from DDP, which reduces the last backward of each rank.
+    Return each setting's difference from DDP, which reduces gradients in the last backward of each rank.
     """
     import windlass
 
@@ -557,7 +557,7 @@ class Renormed(nn.Module):
         assert self.head.weight.data.dim() == 2  # reading is not a change
         if self.clamps:
             self.head.weight.data.clamp_(-0.1, 0.1)
-        else:  # as an embedding with max_norm does, which several ranks may not have
+        else:  # as an embedding with max_norm does, which is refused on several ranks
             torch.embedding_renorm_(self.embed.weight.detach(), ids, 0.5, 2.0)
         return self.head(self.embed(ids)).square().mean()
 
@@ -705,7 +705,7 @@ def test_compiled_layers_of_a_pipeline_train_as_others() -> None:
 
 
 def refused_steps(stage: int) -> list[tuple[str, float, float]]:
-    """Return the error of each refused step, and a parameter's change in the steps after and before it."""
+    """Return each refused step's error, and a parameter's change in the step after it and in the step before it."""
     import windlass
 
     def start() -> Any:
@@ -774,7 +774,7 @@ def test_a_step_that_raises_drops_its_gradients(stage: int) -> None:
 
 
 def zeroed_together(stage: int) -> tuple[Tensor, list[Tensor]]:
-    """Zero gradients of an engine and of a parameter outside it in one call. Return both."""
+    """Zero gradients of an engine and of a parameter outside it in one call. Return the gradients."""
     import windlass
 
     subject = specimen("mlp")

@@ -48,7 +48,7 @@ def sensible(row: dict[str, Any]) -> bool:
 
 
 def row_of(found: dict[str, Any], transport: str) -> Row:
-    """Return the row for these factors. A step has the fewest micro-batches that both worlds can share."""
+    """Return the row for these factors. A step has the fewest micro-batches that both numbers of ranks divide."""
     first, second = (
         Layout(found[f"{which}_ranks"], found[f"{which}_stage"], found[f"{which}_home"], transport,
                found.get(f"{which}_cut", "all"))

@@ -90,8 +90,8 @@ def test_parameter_is_copied_once_during_initialize() -> None:
     numel = 1 << 25
     for rise in fresh_ranks(_rise, 1, numel, transport="gloo"):
         gradient = masters = 4 * numel
-        # One bf16 copy lives until the parameter is replaced; a second one would add 4 bytes an element in all. Some
-        # pages counted before are freed meanwhile, hence the lower bound of 98 %.
+        # One bf16 copy, of 2 bytes an element, is held until the parameter is replaced; two copies would have 4 bytes.
+        # Some pages that were counted at the start are freed meanwhile, hence the lower bound of 98 %.
         assert 0.98 * (gradient + masters) <= rise < gradient + masters + 3 * numel, (
             f"{rise / numel:.2f} bytes an element"
         )

@@ -27,7 +27,7 @@ from windlass.parallel.experts import (
 )
 from windlass.parallel.placement import compute_shard_range, get_placement
 
-_COUNT_BYTES = 8  # row counts are sent as one int64 an expert
+_COUNT_BYTES = 8  # row counts are sent as one int64 per expert
 
 BOUND = 1e-5
 Grads = dict[str, Tensor]
@@ -39,7 +39,7 @@ class Seen:
 
     loss: float
     grads: Grads
-    experts: dict[str, tuple[int, int] | None]  # rows of the full tensor; None: all of them, and other ranks have none
+    experts: dict[str, tuple[int, int] | None]  # rows of the full tensor; None: this rank has all rows, the others none
     received: int
 
 
@@ -51,7 +51,7 @@ def as_it_is(model: nn.Module) -> None:
 
 
 def one_sided(model: nn.Module) -> None:
-    """Make all logits equal: every token chooses the same experts, which lie on one rank."""
+    """Make all logits equal: every token chooses the same experts, which are on one rank."""
     for name, parameter in model.named_parameters():
         if name.endswith(("mlp.gate.weight", "router.weight", "router.bias", "router.layer.weight")):
             nn.init.zeros_(parameter)
@@ -121,7 +121,7 @@ def expected(family: str, change: str, ranks: int) -> tuple[list[float], Grads, 
     model = build(family, change)
     chosen: list[list[list[int]]] = []
     for module in model.modules():
-        # Llama 4's experts do not receive the choices of the tokens
+        # Llama 4's expert module does not receive the router's choices
         if type(module).__name__.endswith("Experts") and family != "llama4":
             counts: list[list[int]] = []
             chosen.append(counts)
@@ -223,7 +223,7 @@ def count_dispatch_bytes(
     the backward, the gradients of both take the opposite way, with the same number of bytes.
 
     Args:
-        tokens_per_expert: for each rank, the number of its slots that each expert takes.
+        tokens_per_expert: for each rank and expert, the number of the rank's tokens that choose the expert.
         spans: `[first, end)` of each rank's experts.
         rank: the receiving rank.
         hidden: elements of a row.
@@ -251,7 +251,7 @@ def test_bytes_equal_the_formula(ranks: int) -> None:
 
 
 def half(grid: MeshShape) -> tuple[float, float, dict[str, float]]:
-    """Return the loss of bf16 experts on each rank, that of a full model, and the relative errors of gradients.
+    """Return the loss with sharded bf16 experts, the loss of a full model, and the relative errors of gradients.
 
     All ranks have the same batch, so that the gradient of an expert is that of a full model times the number of ranks.
     """
@@ -279,7 +279,7 @@ def test_bf16_experts_stay_close_to_a_full_model() -> None:
         assert all(error < 0.02 for error in errors.values()), errors
 
 
-# ------------------------------------------------------------------------------------------------- layers of users' own
+# --------------------------------------------------------------------------------------------- layers that users define
 
 HIDDEN, EXPERTS = 8, 5
 LAYERS: dict[str, dict[str, Any]] = {
@@ -334,7 +334,7 @@ def tokens_of(rank: int, lengths: list[int]) -> Tensor:
 
 
 def see_layers(grid: MeshShape, lengths: list[int], skewed: bool) -> list[tuple[float, Grads, list[list[float]]]]:
-    """Return for each kind of layer: loss, this rank's gradients, and its biases after one balancing step."""
+    """Return for each kind of layer: loss, this rank's gradients, and router biases after one balancing step."""
     mesh = build_mesh(grid)
     rank, result = mesh.world.ranks[mesh.world.index], []
     for words in LAYERS.values():
@@ -389,7 +389,7 @@ def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
         pytest.param(MeshShape(ep=4), [9, 14, 4, 7], False, marks=pytest.mark.slow),
         (MeshShape(dp_shard=2, ep=2), [9, 14, 4, 7], False),
         (MeshShape(ep=2), [9, 0], False),  # a rank without a token
-        (MeshShape(ep=4), [9, 14, 4, 7], True),  # ranks without a row
+        (MeshShape(ep=4), [9, 14, 4, 7], True),  # ranks whose experts receive no row
     ],
 )
 def test_user_defined_layers_equal_one_process(grid: MeshShape, lengths: list[int], skewed: bool) -> None:

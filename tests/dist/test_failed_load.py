@@ -90,7 +90,7 @@ def test_engine_is_unchanged_or_refuses_to_train(
     name: str, stage: int, ranks: int, transport: str, tmp_path: Path
 ) -> None:
     """Damage that is found before anything is overwritten leaves the engine unchanged. Damage that is found later
-    makes the engine refuse to train, to save and to be read, until a whole checkpoint is loaded."""
+    makes the engine refuse to train, to save and to be read, until an undamaged checkpoint is loaded."""
     for texts in run_ranks(run, ranks, name, stage, str(tmp_path / "saved"), transport=transport):
         for how in ("short", "index"):
             assert texts[how].startswith("CheckpointError: ") and "State of the model" not in texts[how], texts[how]

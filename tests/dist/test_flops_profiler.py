@@ -1,4 +1,4 @@
-"""Tests that the section flops_profiler counts one step in full at every ZeRO stage, and changes no result."""
+"""Tests that the section flops_profiler counts all operations of a step at every ZeRO stage, and changes no result."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def run_known_clock() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("windlass.engine.step_profiler.synchronized_time", lambda device: 0.25 * next(ticks))
         _, _, lines = train(0, {"enabled": True, "peak_tflops": 1e-6}, 2)
-    # Two blocks of two linear layers: each layer has one product forward and two backward, the first layer only one.
+    # Two blocks of two linear layers: each layer has one product forward and two backward; the first layer has one.
     products = MICRO_BATCHES * (4 + 2 * 4 - 1)
     rate = products * 2 * ROWS * WIDTH * HIDDEN / 0.25
     found = [line for line in lines if line.startswith("step ") and "MFU" in line]
@@ -130,7 +130,7 @@ def run_recomputation() -> None:
     assert (report["flops"]["forward"], report["flops"]["recomputed"]) == (4 * product, 2 * product)
     text = next(line for line in lines if "Profile Summary at step 0" in line)
     assert "ModuleList(" not in text and "(measured)" in text
-    # the factor replaces the counted recomputation
+    # recompute_fwd_factor, here 1 forward, replaces the counted recomputation
     (line,) = (line for line in text.splitlines() if line.startswith("recomputed flops per GPU:"))
     assert line.split(":")[1].strip() == number_to_string(4 * product)
 
@@ -216,6 +216,6 @@ def count_in_stages(schedule: str) -> tuple[int, int]:
 
 
 def test_an_interleaved_pipeline_counts_all_its_parts() -> None:
-    """A rank runs one forward for each of its parts, and a micro-batch goes through all of them."""
+    """A rank runs one forward for each of its virtual stages, and a micro-batch goes through all of them."""
     plain, parts = (run_ranks(count_in_stages, 2, schedule) for schedule in ("1f1b", "interleaved"))
     assert plain == parts and all(sum(both) for both in plain[:1])

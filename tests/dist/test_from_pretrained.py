@@ -248,7 +248,7 @@ def test_training_equals_that_of_a_plain_load(tmp_path: Path, transport: str) ->
 
 
 def peak_of_load(directory: str) -> dict[str, float]:
-    """Return the peak increase of proportional memory after the load and after `initialize`, and sizes, in MB."""
+    """Return peak increases of proportional memory in the load and up to `initialize`, and parameter sizes, in MB."""
     import windlass
     from windlass.cli.benches.memory_sampler import MemorySampler
 

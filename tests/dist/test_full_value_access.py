@@ -149,7 +149,7 @@ def test_order_of_gathered_parameters_may_differ_between_ranks(stage: int, trans
 
 
 def rewritten(setting: Setting) -> dict[str, Any]:
-    """Write gradients, parameters and a moment with the full setters. Return values that are read before and after."""
+    """Write gradients, parameters and a moment with the full setters. Return values read before and after writes."""
     import windlass
 
     zero, rank = windlass.zero, dist.get_rank()
@@ -333,7 +333,7 @@ def test_edit_does_not_affect_a_slower_peer(stage: int, way: str) -> None:
 
 
 def edit_beside(way: str) -> tuple[Tensor, Tensor]:
-    """Return a parameter edited in place, before and after another change in its engine and a step."""
+    """Return a parameter after an in-place edit, and after another change in its engine and a step."""
     import windlass
 
     model = two_layers()

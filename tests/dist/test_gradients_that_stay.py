@@ -44,7 +44,7 @@ def plainly(ranks: int) -> tuple[list[dict[str, Tensor | None]], dict[str, Tenso
 
 
 def change(model: Any, outside: dict[str, nn.Parameter], optimizer: Any, step: int) -> None:
-    """Drop one of the gradients that stay, then let the parameters join the optimizer."""
+    """Drop one of the gradients that stay (step DROP), or let the parameters join the optimizer (step JOIN)."""
     if step == DROP:
         outside["blocks.1.up.weight"].grad = None
     if step == JOIN:
@@ -94,7 +94,7 @@ def test_gradient_outside_the_groups_stays_after_a_step(stage: int, place: str, 
 def scaled() -> tuple[list[Tensor], list[Tensor]]:
     """Train in fp16 with a loss scale that doubles at each step.
 
-    Return two lists of the gradient of `head.bias`, which no optimizer group has: after each step, and just before it.
+    Return two lists of the gradient of `head.bias`, which is in no optimizer group: after and just before each step.
     """
     model, outside, optimizer = built()
     config = ds_config(Recipe(precision="fp16"), Setting(stage=2))

@@ -1,4 +1,4 @@
-"""Tests of the programs printed in the guides: windlass has the losses of FSDP2 and of Accelerate on two ranks."""
+"""Tests of the programs printed in the guides: windlass gives the losses of FSDP2 and of Accelerate on two ranks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_fsdp2_run_resumes_in_windlass(tmp_path: Path) -> None:
 
 
 def accelerates(name: str) -> list[float]:
-    """Return the losses of a program of the guide over the same data in the same order."""
+    """Return the losses of a program of the guide. All programs train on the same data in the same order."""
     draw = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
         torch.randn(48, 6, generator=draw), torch.randint(0, 5, (48,), generator=draw)

@@ -30,7 +30,7 @@ def training_engine(stage: int, **sections: Any) -> Any:
 def full_copy(engine: Any) -> Any:
     """Return a plain model with the engine's weights."""
     model = build("llama", max_position_embeddings=96, seed=1).eval()
-    values = [engine.full_state_dict()]  # complete on the first rank
+    values = [engine.full_state_dict()]  # empty except on the first rank
     dist.broadcast_object_list(values)
     model.load_state_dict(values[0])
     return model
@@ -46,7 +46,7 @@ def train_step(engine: Any, rank: int, step: int) -> float:
 
 
 def alternate(stage: int, generates: bool, sections: dict[str, Any]) -> list[float]:
-    """Train; if `generates`, generate before each step, more tokens on later data ranks. Return the losses."""
+    """Train; if `generates`, generate before each step, with more tokens on later data ranks. Return the losses."""
     engine = training_engine(stage, **sections)
     engine.train()
     rank, losses = engine.data_loading_ranks[1], []
@@ -83,7 +83,7 @@ def test_generation_has_the_newest_weights_and_leaves_training_as_it_is(
 
 
 def compare_logprobs(stage: int) -> tuple[float, int, bool]:
-    """Compare log-probabilities with those of the training forward.
+    """Compare log-probabilities of generated tokens with those of the training forward.
 
     Returns:
         The largest difference, the elements of parameters whose memory changed (at stage 3 not counted: 0), and True

@@ -1,4 +1,4 @@
-"""Tests that a checkpoint with wrong plain data raises before a parameter, state or counter is overwritten."""
+"""Tests that a checkpoint with an invalid value in its index raises before anything in the engine is overwritten."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def _loop(engine: Any, steps: list[int], faults: dict[int, str], plain: bool) -> list[str]:
-    """Return the raised errors. In a step of `faults`, rank 1 raises before the named call and skips the rest."""
+    """Return the raised errors. In a step of `faults`, rank 1 raises before the named call and skips later calls."""
     text = []
     for step in steps:
         fails = faults.get(step, "") if dist.get_rank() == FAULTY else ""

@@ -1,7 +1,7 @@
 """Tests of long sequences under the engine, sharded over ranks and computed in tiles: training equals plain training.
 
 The engines have no mesh with an axis sp: ranks along sp are data-parallel ranks of dense parameters, and here all ranks
-lie along sp.
+are along sp.
 """
 
 from __future__ import annotations
@@ -128,14 +128,17 @@ def kept_elsewhere(tier: str, folder: str) -> int:
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_offloaded_layer_inputs(tier: str, tmp_path: Path) -> None:
-    """Exactly the hidden states before two layers are offloaded: 32 features of each token of two samples."""
+    """Exactly the hidden states before two layers are offloaded: 32 float32 features of each token of two samples.
+
+    Rank 0 has 31 + 32 tokens of the sequences of 63 and 64 tokens, rank 1 has 32 + 32.
+    """
     moved = run_ranks(kept_elsewhere, 2, tier, str(tmp_path), env={"WINDLASS_EMULATE_DEVICE": "1GB"})
     assert moved == [2 * 2 * tokens * 32 * 4 for tokens in (31 + 32, 32 + 32)]
 
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])
 def test_recomputation_beside_states_on_disk(tier: str, tmp_path: Path) -> None:
-    """The folder of the states is not a folder of activations."""
+    """The folder of the optimizer states on disk is not used for activations."""
     from windlass.config import load_config
     from windlass.engine.parallelize import apply_memory_savings
 

@@ -39,7 +39,10 @@ def elements(name: str) -> int:
 
 
 def volume(stage: int, accumulation: int) -> int:
-    """Return the payload of a step in multiples of P, counting an all-reduce as a reduction and a gather."""
+    """Return the payload of a step in multiples of P, counting an all-reduce as a reduction and a gather.
+
+    Stage 2 reduces every micro-batch and gathers once. Stage 3 gathers twice and reduces once for each micro-batch.
+    """
     return {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage]
 
 

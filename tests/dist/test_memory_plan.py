@@ -31,7 +31,7 @@ CASES = [
 
 
 def both(precision: str, persistence: int, params: Any, optimizer: str, transport: str) -> list[tuple[Any, Any]]:
-    """Return the predicted and the real bytes of each stage, by kind."""
+    """Return for each stage the predicted and the real bytes of slots, by kind."""
     found = []
     for stage in range(4):
         recipe = Recipe(precision=precision, optimizer=optimizer, optimizer_params=params)
@@ -227,14 +227,14 @@ def test_slots_of_a_pipeline_are_exact(pipeline: dict[str, Any]) -> None:
 def test_experts_over_ranks_are_exact(stage: int, transport: str) -> None:
     for planned, real, traced, saved in run_ranks(of_experts, 2, stage, transport, transport=transport):
         assert planned == real
-        assert traced == pytest.approx(saved, rel=0.15)  # the router sends unequal numbers of tokens
+        assert traced == pytest.approx(saved, rel=0.15)  # the real router sends unequal numbers of tokens
 
 
 @pytest.mark.parametrize(("axis", "stage"), [("tp", 1), ("sp", 0)])
 def test_slots_are_exact_and_saved_tensors_close_along_tp_and_sp(axis: str, stage: int) -> None:
     for planned, real, traced, saved in run_ranks(along_axis, 2, axis, stage):
         assert planned == real
-        # The test's hook and the trace have the batch's token ids in different forms.
+        # The test's hook and the trace count the batch's token ids differently.
         assert traced == pytest.approx(saved, rel=0.02)
 
 

@@ -130,7 +130,7 @@ def test_torch_distributed_over_mpi(mpi: MpiWorld) -> None:
 
 
 def misfit() -> list[str]:
-    """Return the messages of `torch.distributed`'s calls with tensors that do not fit each other."""
+    """Return the error messages of `torch.distributed`'s calls with tensors that do not fit each other."""
     from windlass.base.errors import CommunicationError
 
     calls: list[Any] = [
@@ -210,7 +210,7 @@ def test_compressed_optimizers_equal_their_simulations(mpi: MpiWorld, tmp_path: 
 
 
 def fail() -> list[str]:
-    """Return the messages of calls that cannot work."""
+    """Return the error messages of calls that cannot work."""
     from datetime import timedelta
 
     from windlass.base.errors import WindlassError

@@ -184,7 +184,7 @@ class Fails(torch.autograd.Function):
 
 
 def after_a_failure() -> list[dict[str, torch.Tensor]]:
-    """Run a step of one engine, with and without an earlier failed backward of another."""
+    """Run a step of one engine, with and without an earlier failed backward of another engine."""
     import windlass
 
     result, x = [], rows(Place(0, 0, dist.get_rank()))["x"]

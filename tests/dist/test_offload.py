@@ -91,7 +91,7 @@ ENVIRONMENTS = {"late": LATE, "emulated": EMULATED, "no device of its own": {}}
 @pytest.mark.parametrize("device", ENVIRONMENTS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every: bool, tmp_path: Any) -> None:
-    """Every tier trains as the oracle. `make test` runs each tier once on each device and once at each place."""
+    """Every tier trains as the oracle. `make test` runs each tier once on each device and once in each of `PLACES`."""
     ranks, transport = place
     cases = share(CASES, PLACES.index(place) + list(ENVIRONMENTS).index(device), 3, every)
     recipe = Recipe(ranks=ranks, accumulation=2, steps=2, optimizer="AdamW", optimizer_params=ADAMW)
@@ -177,7 +177,7 @@ def test_device_contains_only_its_own_slots(tmp_path: Any) -> None:
     away = run_ranks(bytes_of, 2, str(tmp_path), "cpu", "cpu", env=EMULATED, transport="gloo")[0]
     assert {tier for (slot, tier) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
     assert {tier for (_, tier) in plain["slots"]} == {"device"}
-    # the remaining memory is the ring of gradient buffers, and gradients in transfer to the host
+    # between steps the device holds the ring of gradient buffers, and gradients in transfer to the host
     assert away["rest"] < 0.35 * plain["rest"]
     assert away["peak"] < plain["peak"]
     assert away["after"] == plain["after"] == 0
@@ -331,7 +331,7 @@ def test_float64_in_host_memory() -> None:
 
 
 def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> dict[str, torch.Tensor]:
-    """Return parameters after three steps. If `fails`, a step on another batch raises before the second one."""
+    """Return parameters after three steps. If `fails`, a step on another batch raises before the second step."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="SGD", optimizer_params=(("lr", 0.05),))
     knobs = (*offload_to(state, "none", folder), ("sub_group_size", 100))
@@ -378,7 +378,7 @@ class Optional(torch.nn.Module):
 
 
 def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, torch.Tensor]:
-    """Run two unclipped steps, the first with an unused parameter; if `fails`, a clipped step raises before.
+    """Run two unclipped steps, the first with an unused parameter; if `fails`, a clipped step raises before them.
 
     Return masters and bf16 parameters.
     """
@@ -611,7 +611,7 @@ def test_late_states_are_stored_on_disk(ranks: int, tmp_path: Any) -> None:
 def without_memory(failing: int) -> tuple[list[int], float]:
     """Retry a batch after a gather ran out of memory.
 
-    Return the remaining users of each unit, and the difference from a run without the failure.
+    Return the number of users that keep each unit unsharded, and the difference from a run without the failure.
     """
     expected: dict[str, torch.Tensor] = {}
     for fails in (False, True):

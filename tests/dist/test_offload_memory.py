@@ -20,7 +20,7 @@ from tests.models import Place
 from tests.oracle import Recipe
 
 SUB_GROUP = 8000
-GRAIN = 64 << 10  # bytes in which staging buffers are allocated
+GRAIN = 64 << 10  # staging buffers are multiples of this many bytes
 MARGIN = 64 << 10  # bytes of counts, random states and messages between ranks
 
 
@@ -137,7 +137,7 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path: Any) -> None:
 
 
 def staged_bytes(folder: str) -> tuple[int, int, int]:
-    """Train two steps with states on NVMe. Return the bytes of staging buffers, all records and the largest record."""
+    """Train two steps with states on NVMe. Return bytes: of staging buffers, of all records, of the largest record."""
     zero = offload_to("nvme", "none", folder)
     subject = specimen("four_blocks")
     engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=zero)))

@@ -91,7 +91,7 @@ class Case:
 
     @property
     def same(self) -> bool:
-        """Return True if the second run has to equal the first one bit by bit."""
+        """Return True if the second run has to bitwise equal the first one."""
         return self.first == self.second and self.client == (self.other_client or self.client)
 
 
@@ -213,10 +213,10 @@ SAME = [
 
 @pytest.mark.parametrize(("ranks", "transport"), [*PLACES[:2], pytest.param(*PLACES[2], marks=pytest.mark.slow)])
 def test_resumes_bitwise_on_the_same_tiers(ranks: int, transport: str, tmp_path: Any) -> None:
-    # the slow `test_every_tier_resumes_on_every_other` runs every pair at every place
+    # the slow `test_every_tier_resumes_on_every_other` runs every pair of tiers in each of `PLACES`
     settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]
     cases = [Case(item, item, name="unused_by_step", trained=n % 2 == 0) for n, item in enumerate(settings)]
-    # this checkpoint has no states: none of the second engine may remain
+    # this checkpoint has no states: no state of the second engine may remain
     cases.append(Case(settings[-1], settings[-1], trained=True, steps=0))
     hold(cases, ranks, transport, tmp_path)
 
@@ -295,7 +295,7 @@ def close(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def recoded(cases: list[Case], folder: str) -> list[tuple[list[str], list[str]]]:
-    """Load each case in another sharding or format. Return names of inexact values, and of those not `close`."""
+    """Load each case in another sharding or format. Return names of values not bitwise equal, and not `close`."""
     results = []
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
@@ -374,7 +374,7 @@ def each(take: Callable[[Case, str], dict[str, Any]], cases: list[Case], folder:
 
 
 def across_ranks(cases: list[Case], before: int, after: int, folder: Any) -> None:
-    """Save on `before` ranks and load on `after`: masters and states are equal bit by bit."""
+    """Save on `before` ranks and load on `after`: masters and states are bitwise equal."""
     expected = run_ranks(each, before, save_and_continue, cases, str(folder), env=LATE, timeout=240)[0]
     actual = run_ranks(each, after, load_and_continue, cases, str(folder), env=LATE, timeout=240)[0]
     for case, item, other in zip(cases, expected, actual, strict=True):

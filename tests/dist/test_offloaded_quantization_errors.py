@@ -1,4 +1,4 @@
-"""Laws of offloaded errors of quantized reductions (LoCo): no bit changes, and checkpoints move between tiers."""
+"""Laws of offloaded errors of quantized reductions (LoCo): all tiers give equal bits and load all checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def values_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def on_tiers(tiers: list[Tier], folder: str) -> list[dict[str, Any]]:
-    """Return the result of four steps with errors on each tier, and where they are."""
+    """Return the result of four steps with errors on each tier, and the tiers where the errors really are."""
     results = []
     for tier in tiers:
         engine = start(specimen(LOCO.model), config_of(tier, folder))
@@ -352,8 +352,8 @@ def test_planned_bytes_of_errors_are_exact(tier: Tier, tmp_path: Path) -> None:
 
 
 def bytes_with_single_experts(folder: str) -> tuple[int, int, set[str]]:
-    """Return the reserved and the used bytes on disk of a model whose experts have one data rank, which have no errors,
-    and the parameters with errors.
+    """Return the reserved and the used bytes on disk, and the parameters with errors, of a model whose experts have one
+    data rank and therefore no errors.
     """
     config = parallel_config(Case("mixtral", (("ep", 2),), stage=3))
     config["zero_optimization"] |= config_of(Tier.NVME, folder)["zero_optimization"]

@@ -99,7 +99,7 @@ class Case:
         return 1 - beta**steps if dict(self.params).get("bias_correction", True) else 1.0
 
     def bounded(self, change: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a change without learning rate, bounded by `max_update` times `factor`."""
+        """Return a change before its scaling by the learning rate, clamped to `max_update` times `factor`."""
         limit = dict(self.params).get("max_update")
         return change if limit is None else change.clamp(-limit * factor, limit * factor)
 
@@ -501,7 +501,7 @@ def with_tiers(cases: list[Case], folder: str) -> list[dict[str, Any]]:
 
 
 def require_offloaded_errors(case: Case, folder: str) -> None:
-    """Require equal bits with per-rank states on each tier."""
+    """Require bitwise equal results with per-rank states on each tier."""
     emulated = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
     on_host, on_disk = replace(case, host=True), replace(case, nvme=True)
     # on a CPU, host memory is the memory of the device
@@ -547,7 +547,7 @@ def test_a_checkpoint_of_adamw_is_continued_without_another_warm_up(stage: int, 
 
 
 def first_step_alone(case: Case, folder: str, at: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the loaded state with its errors on one rank, and momenta and errors after a step."""
+    """Load on one rank. Return the loaded state with its errors, and momenta and errors after one more step."""
     engine = start(specimen(case.model), case.config())
     engine.load_checkpoint(folder)
     loaded = {**snapshot(engine), "errors": errors_of(engine)}
@@ -620,7 +620,7 @@ def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(optimizer: str, key
 
 
 def received(stages: list[int]) -> list[float]:
-    """Return for each stage the bytes that a rank receives in DDP's all-reduce, divided by a compressed step's."""
+    """Return for each stage the bytes that a rank receives in DDP's all-reduce, relative to a compressed step."""
     found = []
     for stage in stages:
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))

@@ -188,7 +188,7 @@ def test_a_checkpoint_loads_at_another_stage(before: int, after: int, tmp_path: 
 
 
 def continued_from_lamb(case: Case, folder: str) -> dict[str, Any]:
-    """Save two steps of `Lamb`, load them into 1-bit LAMB, and return its parameters after three steps of each kind."""
+    """Save two steps of `Lamb`, load them into 1-bit LAMB, and return its parameters after steps 5 and 8."""
     engine = start(specimen(case.model), replace(case, optimizer="Lamb", params=()).config(folder))
     train(engine, case, 0, 2)
     engine.save_checkpoint(folder)

@@ -229,7 +229,7 @@ def test_rule_over_all_parameters_is_that_of_one_process_or_refused() -> None:
 
 
 def half_the_model(setting: Setting) -> dict[str, Any]:
-    """Train a step with an optimizer of the first block, in which all parameters have gradients. Return parameters."""
+    """Train a step in which all parameters have gradients, with an optimizer of the first block. Return parameters."""
     subject, rank = specimen("mlp"), dist.get_rank()
     model = oracle.build(subject, rank)
     config = ds_config(Recipe(), setting)
@@ -308,7 +308,7 @@ def test_scalar_states_are_taken_over_and_loaded(name: str, stage: int) -> None:
 
 
 def of_a_narrow_model(name: str, setting: Setting) -> list[str]:
-    """Return the states of a bf16 model's optimizer that are not the same values in float32 after `initialize`."""
+    """Return the optimizer states of a bf16 model that `initialize` did not convert to equal values in float32."""
     model, optimizer = warmed(name, torch.bfloat16, 0 if name == "Adagrad" else 2)
     before = {id(p): dict(state) for p, state in optimizer.state.items()}
     names = {id(p): name for name, p in model.named_parameters()}

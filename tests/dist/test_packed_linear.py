@@ -1,4 +1,4 @@
-"""Tests of packed, frozen layers beside trainable ones under the engine: results equal plain PyTorch's."""
+"""Tests of models with packed, frozen layers and trainable ones under the engine: results equal plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def bytes_at_rest(precision: str) -> tuple[int, int]:
     assert all(unit.reshards == (dist.get_world_size() > 1) and not unit.trainable for unit in units)
     held = sum(unit.shard_slot.numel if unit.shard_slot is not None else unit.local_shard.numel() for unit in units)
     padding = sum(unit.layout.padded - unit.layout.numel for unit in units)
-    for unit in units:  # between uses, no other data of a unit is in memory
+    for unit in units:  # between uses, only the shard of a unit is in memory
         assert not unit.frees_memory or unit.full.untyped_storage().nbytes() == 0
     engine.destroy()
     return held, padding
@@ -235,7 +235,7 @@ def engine_of(stage: int, precision: str, seed: int = 0) -> Any:
 
 
 def train_steps(engine: Any, precision: str, first: int, last: int) -> list[float]:
-    """Return the losses of steps in which all ranks train the same micro-batches, for any number of ranks."""
+    """Return the losses of steps. All ranks train equal micro-batches, so any number of ranks has the same losses."""
     losses = []
     for step in range(first, last):
         batch = cast(micro_batch(Place(step, 0, 0)), Recipe(precision=precision).dtype)

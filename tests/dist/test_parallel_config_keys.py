@@ -52,7 +52,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def specs(default: bool) -> dict[str, Any]:
     """Return rules that shard only the first pair of each block.
 
-    The rule for the second pair comes after one that skips it.
+    A rule for `third` comes after one that skips it, and so has no effect.
     """
     layers = [
         {"patterns": [r".*\.first\.weight$"], "partition_type": "column"},

@@ -22,14 +22,14 @@ _CASES = [
     Case("gpt2", (("pp", 2),), stage=3, tied=True, accumulation=2),
     Case("mixtral", (("ep", 2), ("tp", 2)), stage=3, host=True, under_init=True),
     pytest.param(Case("llama", (("tp", 2),), stage=3, world=4, accumulation=2), marks=pytest.mark.slow),
-    # test_sequence_and_tensor_parallel has these axes
+    # slow: test_sequence_and_tensor_parallel also tests these axes
     pytest.param(Case("llama", (("sp", 2), ("tp", 2)), stage=1, tied=True), marks=pytest.mark.slow),
     pytest.param(Case("gpt2", (("sp", 2), ("tp", 2)), stage=3, sequence="ring", tied=True), marks=pytest.mark.slow),
     pytest.param(Case("mixtral", (("ep", 2), ("sp", 2)), stage=2), marks=pytest.mark.slow),
     Case("mixtral", (("ep", 2), ("sp", 2)), stage=3, sequence="ring", host=True),
     Case("llama", (("pp", 2), ("tp", 2)), stage=3, tied=True, accumulation=2, under_init=True),
     pytest.param(Case("gpt2", (("pp", 2), ("tp", 2)), stage=1, accumulation=3), marks=pytest.mark.slow),
-    # test_pipeline_engine has these axes
+    # slow: test_pipeline_engine also tests these axes
     pytest.param(Case("llama", (("pp", 2), ("sp", 2)), stage=2, accumulation=2), marks=pytest.mark.slow),
     pytest.param(
         Case("mixtral", (("pp", 2), ("ep", 2)), stage=3, accumulation=2, under_init=True), marks=pytest.mark.slow

@@ -94,7 +94,7 @@ def alone(kind: str, readers: list[list[torch.Tensor]], micros: int = 1) -> list
 
 
 def by_reader(found: list[dict[str, Any]], what: str) -> list[Any]:
-    """Return one value per data-loading rank. Ranks that read the same data have equal values."""
+    """Return one value per data-loading rank, from the first of the ranks that read its data."""
     count = found[0]["readers"][0]
     own = [[item[what] for item in found if item["readers"][1] == number] for number in range(count)]
     return [ranks[0] for ranks in own]

@@ -99,7 +99,7 @@ def test_options_of_the_engine_on_tensor_parallel_ranks(options: dict[str, Any])
 
 
 def generate_from_directory(directory: str, weights: str | None, kernels: str) -> tuple[list[Any], list[str]]:
-    """Return the answers, and the names of linear layers that keep their own weights."""
+    """Return the answers, and the names of linear layers whose weights were not packed."""
     from windlass import LLM, SamplingParams
 
     chosen = patch.dict(os.environ, {"WINDLASS_KERNELS": kernels})
@@ -116,7 +116,7 @@ def generate_from_directory(directory: str, weights: str | None, kernels: str) -
     ("name", "weights", "kernels"), [("llama", None, ""), ("gpt2", "int8", ""), ("llama", "int8", "reference")]
 )
 def test_loaded_models_pack_their_shards(tmp_path: Path, name: str, weights: str | None, kernels: str) -> None:
-    """A rank's part of a matrix has the codes and scales of the whole matrix."""
+    """A rank's part of a matrix is packed to the same codes and scales as in the full matrix."""
     model = build_longer(name)
     model.save_pretrained(tmp_path)
     found = run_ranks(generate_from_directory, 2, str(tmp_path), weights, kernels, timeout=240)
@@ -135,7 +135,7 @@ def generate_with_registered_formats(directory: str) -> dict[str, Any]:
 
 
 def test_registered_formats_are_divided_among_ranks(tmp_path: Path) -> None:
-    """A rank's part of a matrix has the codes of the whole matrix. Each rank rounds its part of the head by itself."""
+    """A rank's part of a matrix is packed to the codes of the full matrix. Only the head is rounded by part."""
     build_longer("llama").save_pretrained(tmp_path)
     found, other = run_ranks(generate_with_registered_formats, 2, str(tmp_path), timeout=240)
     for weights, outputs in found.items():
@@ -214,7 +214,7 @@ def test_init_inference_shards_the_weights_of_a_checkpoint(tmp_path: Path) -> No
         assert len(tokens) == 3 and all(torch.equal(one, expected) for one in tokens)
 
 
-@pytest.mark.slow  # the next test has this axis beside another
+@pytest.mark.slow  # the next test combines this axis with another
 def test_expert_parallel_ranks_generate_what_the_plain_model_does() -> None:
     assert_same(run_ranks(generate_everywhere, 2, ["mixtral"], {"ep": 2}, {}), ["mixtral"])
 
@@ -258,7 +258,7 @@ def test_a_refused_request_raises_on_all_ranks_and_others_go_on() -> None:
 
 
 def groups_after_engines(directory: str) -> tuple[list[int], list[str]]:
-    """Return the number of process groups after each of several engines, and errors of closed ones."""
+    """Return the number of process groups after each of several engines, and errors of calls of closed engines."""
     from torch.distributed.distributed_c10d import _world
 
     from windlass import LLM, SamplingParams
@@ -273,7 +273,7 @@ def groups_after_engines(directory: str) -> tuple[list[int], list[str]]:
             llm.generate([[3, 4]], SamplingParams(**GREEDY))
         except (CommunicationError, RequestError) as error:
             errors.append(str(error))
-    live(torch.tensor([[3, 4]]))  # its layers still communicate
+    live(torch.tensor([[3, 4]]))  # sharded by the engines, its layers still communicate
     return counts, errors
 
 
@@ -315,7 +315,7 @@ def test_an_error_on_one_rank_reaches_all(axis: str, rank: int) -> None:
 
 
 def serve_on_first_rank(axis: str) -> list[list[int]] | str:
-    """Run an asyncio engine on the first rank: answers, embeddings beside them, and requests that are cancelled."""
+    """Run an asyncio engine on the first rank: answers, concurrent embeddings, and cancelled requests."""
     import asyncio
 
     from windlass.inference.async_engine import AsyncLLMEngine
@@ -405,7 +405,7 @@ def generate_with_adapters(
     """Return greedy answers with adapters given at the start and, on the first rank, by `add_lora`.
 
     Args:
-        files: files of the model, which is loaded; None: the model is built.
+        files: directory from which the model is loaded; None: the model is built.
     """
     from windlass import LLM, SamplingParams
 

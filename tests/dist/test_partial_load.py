@@ -419,7 +419,7 @@ def test_states_of_another_optimizer_are_refused_or_left_out(stage: int, tmp_pat
 
 
 def loaded_by_other_paths(folder: str) -> str:
-    """Load one checkpoint by a different path on each rank, then different checkpoints. Return the second error."""
+    """Load one checkpoint by a different path on each rank, then a different checkpoint. Return the latter's error."""
     import windlass
 
     rank = dist.get_rank()

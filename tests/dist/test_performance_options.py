@@ -94,16 +94,16 @@ SHARDINGS: list[tuple[int, Knob]] = [
     ("accumulation", "precision", "transport"),
     [
         (2, "fp32", "gloo"),
-        pytest.param(1, "fp32", "shm", marks=pytest.mark.slow),  # see test_composition
+        pytest.param(1, "fp32", "shm", marks=pytest.mark.slow),  # slow: test_composition combines these too
         pytest.param(1, "bf16", "gloo", marks=pytest.mark.slow),
         pytest.param(3, "bf16", "shm", marks=pytest.mark.slow),
     ],
 )
 @in_shares
 def test_sharding_over_fewer_ranks(accumulation: int, precision: str, transport: str, every: bool) -> None:
-    """hpZ gathers again from a smaller group; MiCS keeps replicas of sharded states."""
+    """hpZ gathers again in backward, from a smaller group. MiCS shards within a group, and replicates across groups."""
     recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=2)
-    # groups of one rank, and of all ranks, are slow
+    # MiCS over one rank and over all ranks runs only with `every`
     shardings = SHARDINGS if every else SHARDINGS[:4]
     settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in shardings]
     hold_all("cross_attention", recipe, settings)

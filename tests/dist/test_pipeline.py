@@ -1,4 +1,4 @@
-"""Tests that a pipeline of ranks has the losses and gradients of one process, under every schedule."""
+"""Tests that a pipeline of ranks computes the same losses and gradients as one process, under every schedule."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_schedule_and_number_of_micro_batches(ranks: int, every: bool) -> 
 
 
 def _on_few_and_four(names: list[str], few: int, four: tuple[str, ...]) -> list[Any]:
-    """Return a row of each name on `few` ranks, and one on four ranks, which is slow except for the names in `four`."""
+    """Return rows of each name on `few` and on four ranks; on four, names outside of `four` are slow."""
     marks = [[] if name in four else [pytest.mark.slow] for name in names]
     return [(name, few) for name in names] + [
         pytest.param(name, 4, marks=mark) for name, mark in zip(names, marks, strict=True)
@@ -90,13 +90,16 @@ def test_transformers_models(name: str, ranks: int, every: bool) -> None:
 
 
 def _row_bytes(micros: int) -> int:
-    """Return the bytes of activations across one stage boundary: 4 bytes for each of 2 x length x WIDTH elements."""
+    """Return the bytes of all activations across one stage boundary.
+
+    A micro-batch has 2 x length x WIDTH elements of 4 bytes.
+    """
     return sum(4 * 2 * row_batch("row", micro)[0].shape[1] * WIDTH for micro in range(micros))
 
 
 @pytest.mark.parametrize("setting", [Setting("1f1b", 5), Setting("interleaved", 4, 2), Setting("zero-bubble", 3)])
 def test_only_activations_are_sent_between_stages(setting: Setting) -> None:
-    """Each rank receives exactly one activation and one gradient per stage boundary and micro-batch."""
+    """Each micro-batch sends exactly one activation and one gradient across each stage boundary."""
     once = _row_bytes(setting.micros)
     results = [item[0].moved for item in run_ranks(steps, 2, "row", [setting], True)]
     assert [moved.get("activations", 0) for moved in results] == [once * (setting.each - 1), once * setting.each]
@@ -117,7 +120,7 @@ def test_router_logits_are_sent_as_in_the_formula(setting: Setting) -> None:
     results = [item[0].moved for item in run_ranks(steps, 2, "mixtral", [setting], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     shape = from_transformers(transformer("mixtral").config.to_dict())
-    # as if all tokens were in one micro-batch
+    # the bytes of four micro-batches are those of one micro-batch with all tokens
     work = StepWorkload(tokens, activation_bytes=4, virtual_stages=setting.each)
     for pipe, moved in enumerate(results):
         reported = {
@@ -134,7 +137,7 @@ def test_router_logits_are_sent_as_in_the_formula(setting: Setting) -> None:
 def test_shapes_are_sent_once_per_micro_batch_shape() -> None:
     first = [item[0].moved.get("headers", 0) for item in run_ranks(steps, 2, "row", [Setting("1f1b", 3)])]
     longer = [item[0].moved.get("headers", 0) for item in run_ranks(steps, 2, "row", [Setting("1f1b", 8)])]
-    assert first == longer and first[0] == 0 < first[1] < 3 * 400  # three lengths, for any number of micro-batches
+    assert first == longer and first[0] == 0 < first[1] < 3 * 400  # less than 400 for each of 3 lengths
 
 
 def test_shared_parameter_gradients_are_sent_to_every_holder() -> None:

@@ -55,7 +55,7 @@ def test_every_stage_of_zero(stage: int, pp: int, ranks: int) -> None:
     [
         Case(name="several", schedule="gpipe", stage=2),
         Case(name="tied", schedule="interleaved", chunks=2, stage=3, micros=3),
-        # test_pipeline covers these models; "row frozen" below covers their schedule, stage and number of stages
+        # slow: test_pipeline covers these models; "row frozen" over pp=4 below covers their schedule, stage and pp
         pytest.param(Case(name="thrice", schedule="zero-bubble", stage=3, optimizer="SGD"), marks=pytest.mark.slow),
         pytest.param(Case(name="named", pp=4, stage=1, micros=2), marks=pytest.mark.slow),
         pytest.param(Case(name="row frozen", stage=2), marks=pytest.mark.slow),
@@ -64,7 +64,7 @@ def test_every_stage_of_zero(stage: int, pp: int, ranks: int) -> None:
         Case(name="llama checkpointed", stage=3, gather="micro-batch"),
         pytest.param(Case(name="gpt2", schedule="zero-bubble", stage=2, optimizer="SGD"), marks=pytest.mark.slow),
         Case(name="gpt2", schedule="interleaved", chunks=2, stage=3),
-        # A test below has mixtral over ep; "llama checkpointed" gathers per micro-batch.
+        # slow: a test below trains mixtral over ep, and "llama checkpointed" above gathers per micro-batch
         pytest.param(Case(name="mixtral", stage=1, gather="micro-batch"), marks=pytest.mark.slow),
         Case(name="row ragged", stage=0, micros=2),
     ],
@@ -94,7 +94,7 @@ def test_schedules_and_models(case: Case) -> None:
 def test_run_resumes_in_another_layout(before: Case, after: Case, tmp_path: Path) -> None:
     """A checkpoint of one layout continues in another.
 
-    Both layouts have the same product of data-loading ranks and micro-batches, and read the same data in another order.
+    The number of data-loading ranks times micro-batches is equal in both, so both read the same data, in another order.
     """
     run_ranks(save, 4, before, str(tmp_path), timeout=120.0)
     result = run_ranks(resume, 4, after, str(tmp_path), timeout=120.0)[0]
@@ -222,7 +222,7 @@ def test_in_16_bits_losses_fall(precision: str) -> None:
 
 
 def _payload(case: Case, ranks: int = 4) -> list[Came]:
-    """Return the traces of three steps. Every later step has the payload of the third."""
+    """Train three steps. Return the trace of each rank, with the payload of the third step, as of every later one."""
     return run_ranks(train, ranks, case, 3, transport="gloo", timeout=120.0)
 
 
@@ -252,7 +252,7 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step_or_once_a_mic
         elements = sum(shape.numel() for shape in item.shapes.values())
         assert item.payload["reduce"] == elements and other.payload["reduce"] == 4 * elements
         assert item.payload["gather"] == elements
-        if stage == 3:  # forward and backward, without units that stay unsharded in between
+        if stage == 3:  # each micro-batch gathers in forward and backward, except units that stay unsharded in between
             assert 4 * elements <= other.payload["gather"] <= 8 * elements
 
 

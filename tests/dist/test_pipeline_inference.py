@@ -1,4 +1,4 @@
-"""Law: an engine whose layers lie on several ranks generates what the plain model does."""
+"""Law: an engine with several pipeline stages generates what the plain model does."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def model_of(name: str, seed: int = 0) -> Any:
 def generate_at_random_times(
     names: list[str], axes: dict[str, int], options: dict[str, Any], requests: int
 ) -> list[Any]:
-    """Return greedy answers to requests of mixed lengths, which arrive while others run.
+    """Return, on rank 0, for each model the greedy answers to requests of mixed lengths, and three counters.
 
-    Ranks start from different weights. The leader counts steps that were started while another one was not finished.
+    Requests arrive while others run, and ranks start from different weights. The counters are preemptions, hits of the
+    prefix cache, and steps that were started while another step was not finished.
     """
     import random
 

@@ -1,4 +1,4 @@
-"""Tests that PowerSGD equals SGD bit for bit before `start_step`, and afterwards torch's communication hook for
+"""Tests that PowerSGD equals SGD bitwise before `start_step`, and afterwards torch's communication hook for
 DistributedDataParallel. Tests of its bytes and of resumed runs."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Bucket:
 
 
 def with_hook(steps: int, transport: str = "shm") -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """Return parameters under torch's hook and under the engine, from the same first Q, and the engine's bytes."""
+    """Train with torch's hook and with the engine from the same Q. Return both parameters, and the engine's bytes."""
 
     def build() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -162,7 +162,7 @@ def test_a_resumed_run_is_exact(tmp_path: Path) -> None:
 
 
 def sums(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return replicas and error feedback after some steps with a rank of 1."""
+    """Train `steps` steps with matrices of rank 1. Return this process's parameters and error feedback."""
     engine = start(specimen("mlp"), config(BASE, rank=1))
     train(engine, BASE, 0, steps)
     replicas, errors = {n: p.detach().clone() for n, p in engine.module.named_parameters()}, errors_of(engine)

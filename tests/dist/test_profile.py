@@ -68,7 +68,7 @@ def is_recording() -> bool:
 
 
 def train_twice(path: str) -> tuple[str, str, dict[str, Any] | None]:
-    """Return the fingerprint of a run, that of a profiled run, and the summary on rank 0."""
+    """Return the fingerprints of a run without and with a profile, and on rank 0 the profile's summary."""
     import windlass
 
     plain = built()
@@ -117,7 +117,7 @@ def test_a_profile_changes_nothing_and_has_all_ranks(transport: str, tmp_path: P
 
 
 def assert_format_of_a_predicted_step(real: dict[str, Any], path: Path) -> None:
-    """Check that both traces have the same fields, kinds of events and tracks, so that a reader of one reads both."""
+    """Check that a profile's trace and a predicted one have the same fields, kinds of events and tracks."""
     shape, zero = ModelShape(32, 2, 4, 64), {"stage": 3, "stage3_param_persistence_threshold": 0}
     settings = load_config({"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero})
     place = known_cluster("cpu").with_devices(2)
@@ -133,14 +133,14 @@ def assert_format_of_a_predicted_step(real: dict[str, Any], path: Path) -> None:
         assert steps and all(tracks[one["pid"], one["tid"]] == "steps" for one in steps)
         assert {(one["pid"], one["tid"]) for one in own} <= set(tracks)
         found.append((frozenset.intersection(*(frozenset(one) for one in own)), {one["name"] for one in named}))
-        # The parts of a step lie in it, in microseconds; an operation may begin before the first step.
+        # Every event ends before the last step does, in microseconds; an operation may begin before the first step.
         last = max(one["ts"] + one["dur"] for one in steps)
         assert all(one["ts"] + one["dur"] <= 1.001 * last for one in own) and last > 10
     assert found[0] == found[1]
 
 
 def profile_of_script(folder: str, steps: int, skip: int, made: int) -> str:
-    """Profile the script that makes `made` steps. Return the error."""
+    """Profile a script that makes `made` steps. Return the text of the error, or an empty text."""
     from windlass.tracing.profile_job import ProfileJob
     from windlass.tracing.profile_rank import profile_script
 

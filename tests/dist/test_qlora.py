@@ -35,7 +35,7 @@ OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device":
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the unquantized model, and the same one packed."""
+    """Return a directory with two directories: the unquantized model (`wide`), and the same model packed."""
     path = tmp_path_factory.mktemp("models")
     model = build("llama", tied=False)
     model.save_pretrained(path / "wide")
@@ -66,7 +66,7 @@ def trained(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plain(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Train adapters beside linear layers with the rounded values, in plain PyTorch."""
+    """Train adapters in plain PyTorch, on linear layers with the unpacked values of the packed weights."""
     from peft import LoraConfig, get_peft_model
 
     packed = load_packed_model(folder / "packed")
@@ -103,7 +103,7 @@ def base_config(zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of packed weights that this rank holds before `initialize`, and those of the whole."""
+    """Return the bytes of packed weights that this rank holds before `initialize`, and those of the full weights."""
     held = whole = 0
     for parameter in model.parameters():
         if parameter.dtype == torch.uint8:
@@ -173,7 +173,7 @@ def test_a_sharded_4_bit_base_trains_its_adapters_as_in_one_process(
         assert 2 * result["held"] == full + result["padding"], "and between steps"
 
 
-WIDE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 41}  # groups of 32 end at the ranks' boundaries
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 41}  # ranks split no quantization group of 32
 
 
 def pipelined(source: str) -> list[float]:
@@ -243,7 +243,7 @@ def test_parts_of_packed_weights_are_those_of_the_whole(rule: dict[str, Any]) ->
 
 
 def refused() -> tuple[str, list[str]]:
-    """Return the error of a layer that cannot be divided, and the names of parameters that were divided before it."""
+    """Return the error of a layer that cannot be divided, and the names of the parameters that were divided."""
     rule = {"num_bits": 4, "group_size": 128, "symmetric": True}
     config = {**base_config({"stage": 0}), "weight_quantization": {"post_init_quant": {"proj": rule}}}
     model = build_causal("llama", **WIDE)

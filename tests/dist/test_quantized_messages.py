@@ -144,7 +144,7 @@ def test_lossy_codecs_stay_near_exact_arithmetic() -> None:
 
 
 def run_with_a_users_codec(cases: list[Case]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run the cases; return also the errors of uses that the codec cannot serve."""
+    """Run the cases with a registered codec. Return their results, and errors of settings that refuse it."""
     register_codec(HalfCodec())
     errors = []
     for bf16, transport in ((True, "gloo"), (False, "shm")):
@@ -177,7 +177,7 @@ class ReductionSimulation:
         self.case, self.layouts, self.subject = case, layouts, specimen(case.model)
         self.model = oracle.build(self.subject)
         self.owed = [[torch.zeros(layout.padded) for _, layout in layouts] for _ in range(2)]
-        self.codec = get_codec("int8" if case.node == 2 else "int4")  # codec of the only hop in which two ranks send
+        self.codec = get_codec("int8" if case.node == 2 else "int4")  # two ranks use only one of the hops
 
     def run(self) -> None:
         loco = self.case.zero.get("zeropp_loco_param")
@@ -200,7 +200,7 @@ class ReductionSimulation:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _sent(self, rank: int, unit: int, span: slice, flats: Any, step: int, loco: Any) -> torch.Tensor:
-        """Return the decoded message of a rank, and update its error."""
+        """Return the decoded message of a rank, and update the rank's error feedback."""
         error, part = self.owed[rank][unit], flats[rank][unit][span]
         if loco is None:
             return decoded(self.codec, part)
@@ -239,7 +239,7 @@ def test_quantized_reductions_equal_their_simulation_with_and_without_errors() -
         simulation = ReductionSimulation(case, by_rank[0][number]["layouts"])
         simulation.run()
         for rank, found in enumerate(one[number] for one in by_rank):
-            # a value near the border of two codes may be rounded to either
+            # a value near the middle between two codes may be rounded to either of them
             error, where = relative_error(found["params"], simulation.params)
             assert error <= 1e-5, f"{case}: {where} is off by {error:.2e}"
             assert bool(found["owed"]) == ("zeropp_loco_param" in case.zero)
@@ -256,7 +256,7 @@ def test_quantized_reductions_equal_their_simulation_with_and_without_errors() -
 
 
 def bytes_of_a_step(settings: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return for each setting the bytes of a step, those of quantized messages from another node, and the elements."""
+    """Return for each setting the bytes of a step, those of quantized messages across nodes, and padded elements."""
     found = []
     for zero in settings:
         config = {**Case(zero, bf16=True, accumulation=1).config, "communication_data_type": "bf16"}
@@ -272,7 +272,10 @@ def bytes_of_a_step(settings: list[dict[str, Any]]) -> list[tuple[int, int, int]
 
 
 def test_quantized_traffic_across_nodes_is_below_a_quarter() -> None:
-    """One unit is the bytes that a rank receives from the other node when all 16-bit parameters are all-gathered."""
+    """The limit is a quarter of the bytes that a rank receives from the other node without quantization.
+
+    Those are three times the bytes of one all-gather: two all-gathers of 16-bit parameters, and one reduction.
+    """
     exact = {"stage3_max_reuse_distance": 0}
     short = {**all_of("weights", "gradients"), "zero_hpz_partition_size": 2, **exact}
     for (wide, _, numel), (_, across, same) in run_ranks(bytes_of_a_step, 4, [exact, short], timeout=120.0):
@@ -297,7 +300,7 @@ def test_two_hops_over_nodes_and_their_bytes() -> None:
     for found in run_ranks(run_cases, 4, cases, timeout=120.0):
         one, lossless, exact = found
         error, where = relative_error(lossless["params"], exact["params"])
-        assert error <= 1e-6, f"{where} is off by {error:.2e}"  # sums of two hops have another order
+        assert error <= 1e-6, f"{where} is off by {error:.2e}"  # two hops add in another order
         gathers = reduces = within = again = 0
         for padded, dtype, _ in one["units"]:
             shard = padded // 4
@@ -385,7 +388,7 @@ class HalfUsed(torch.nn.Module):
 
 
 def load_what_was_saved(folder: str) -> list[dict[str, torch.Tensor]]:
-    """Save LoCo's errors before a block is used. Return the errors as saved, and loaded by equal and by fewer units."""
+    """Save LoCo's errors before a block is used, and load them into equal and fewer units. Return all errors."""
     found = []
     for threshold in (0, 0, 1000):
         config = Case(all_of("gradients", zeropp_loco_param={}, stage3_param_persistence_threshold=threshold)).config
@@ -467,7 +470,7 @@ def test_errors_of_the_previous_weights_are_dropped(tmp_path: Path) -> None:
 
 
 def inexact_reads(keys: list[str]) -> list[str]:
-    """Read a frozen and a trained block in every way under each key. Return the reads that are not exact."""
+    """Read a frozen and a trained block in every way, quantized by each key. Return the reads that are not exact."""
     wrong = []
     for key in keys:
         model = HalfUsed()
@@ -496,7 +499,7 @@ def test_reads_outside_of_computation_are_exact() -> None:
 
 
 def forward_weights_after_unfreezing() -> list[torch.Tensor]:
-    """Unfreeze a block after the first of three steps. Return its weight in the next forward, and its exact value."""
+    """Unfreeze a block after the first of three steps. Return its weight in a later forward, and its exact value."""
     model, seen = HalfUsed(), []
     model.both = True
     model.blocks[0].requires_grad_(False)

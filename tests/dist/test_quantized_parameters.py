@@ -31,13 +31,13 @@ RECIPES = [(precision, stage) for precision in ("bf16", "fp16") for stage in (0,
 
 
 class PackedParameter(nn.Parameter):
-    """Parameter of a class of its own with a state that its layer reads, as bitsandbytes' `Params4bit`."""
+    """Subclass of Parameter with a state that the layer reads, like bitsandbytes' `Params4bit`."""
 
     quant_state: Tensor
 
 
 def packed(values: Tensor, scale: Tensor) -> PackedParameter:
-    """Return two 4-bit values in each byte."""
+    """Round the values to 4 bits, and return them two to a byte."""
     pairs = (values.round().clamp(-8, 7).to(torch.int16) + 8).view(-1, 2)
     made = torch.Tensor._make_subclass(PackedParameter, (pairs[:, 0] * 16 + pairs[:, 1]).to(torch.uint8), False)
     made.quant_state = scale
@@ -90,7 +90,7 @@ def batches(ranks: int) -> Tensor:
 
 
 def start(precision: str, stage: int, **zero: Any) -> windlass.Engine:
-    torch.manual_seed(dist.get_rank())  # values come from rank 0
+    torch.manual_seed(dist.get_rank())  # ranks draw different values; the engine uses those of rank 0
     config = {
         "train_micro_batch_size_per_gpu": 4,
         precision: {"enabled": True} | ({"loss_scale": 64} if precision == "fp16" else {}),

@@ -1,4 +1,4 @@
-"""Law: the methods of a RankGroup equal their explicit computation from the values of all ranks of the group."""
+"""Law: the results of RankGroup's methods equal a direct computation from the values of all ranks of the group."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_without_a_process_group_the_world_raises() -> None:
 
 
 def refused_group() -> str:
-    """Create a group whose connections seem to lead to another user on rank 0. Return the error."""
+    """Create a group while rank 0 finds that a connection leads to another user's process. Return the error."""
     if dist.get_rank() == 0:
         stranger = ForeignPeer("127.0.0.1:1", "127.0.0.1:2", 12345)
         found = {"have_own_peers": lambda opened: False, "foreign_peers": lambda inodes, connections: [stranger]}

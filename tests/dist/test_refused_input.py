@@ -61,7 +61,7 @@ def refusal(what: str) -> str:
     try:
         windlass.initialize(model=model, config=config or None).__getitem__(0).destroy()
     except windlass.WindlassError as error:
-        if what == "warm-up":  # raised last: another engine can still be built on the model
+        if what == "warm-up":  # raised after all other checks; the model still accepts an engine
             del config["scheduler"]
             windlass.initialize(model=model, config=config)[0].destroy()
         return f"{type(error).__name__}: {error}"
@@ -204,7 +204,10 @@ def test_all_space_is_reserved_before_any_transfer(optimizer: str, tmp_path: Pat
 
 
 def files_of(folder: str) -> dict[str, Any]:
-    """Return modes and remains of an engine's files and of other processes' files, and warnings about /dev/shm."""
+    """Start and end an engine with a disk tier beside files of a dead and of a live process.
+
+    Return the modes of the engine's files, which of the other files remain, and warnings about /dev/shm.
+    """
     received: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: received.append(record.getMessage())  # type: ignore[method-assign]
@@ -285,7 +288,7 @@ def test_no_file_remains_after_any_exit(tmp_path: Path) -> None:
 
 
 def nan_loss(setting: Setting) -> list[str]:
-    """Pass NaN to rank 1. Return the error, and whether all weights are finite."""
+    """Train a step with NaN in the input of rank 1. Return the error, and "True" if all weights are finite."""
     subject = specimen("mlp")
     engine = start(subject, ds_config(Recipe(), setting))
     rank = torch.distributed.get_rank()

@@ -21,7 +21,7 @@ BOUND = 1e-5
 
 
 class Own(nn.Module):
-    """User's mixtures of experts, one with a bias and one with a loss."""
+    """User-defined model of two mixtures of experts: one is balanced by a bias, the other by a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def train(kind: str, config: dict[str, Any]) -> tuple[list[float], list[Tensor]]
             losses.append(loss.item())
         engine.eval()
         with torch.no_grad():
-            loss_of(engine, 99)  # evaluation is not counted
+            loss_of(engine, 99)  # loads of experts in evaluation do not count
         engine.train()
     result = biases(engine.module)
     engine.destroy()
@@ -224,7 +224,7 @@ def biases_of_stages(drops_a_batch: bool) -> Tensor:
     model: Any = PipelineSequential(layers, loss_fn=lambda out, y: out.square().mean(), num_stages=2)
     engine: Any = windlass.initialize(model=model, config=config)[0]
     if drops_a_batch:
-        loss_fn, engine.module.loss_fn = engine.module.loss_fn, lambda out, y: out  # not a scalar
+        loss_fn, engine.module.loss_fn = engine.module.loss_fn, lambda out, y: out  # raises: the loss is not a scalar
         lopsided = torch.ones(1, 500, 8)
         with pytest.raises((ModelError, PeerError), match="his batch is dropped on all ranks"):
             engine.train_batch(iter([(lopsided, lopsided)] * 2))

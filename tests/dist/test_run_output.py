@@ -62,7 +62,7 @@ def test_monitors_write_the_engine_values(tmp_path: Path) -> None:
 
 
 class Lines(logging.Handler):
-    """Handler that collects the lines of the default level."""
+    """Handler that collects the lines that are logged at the default level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

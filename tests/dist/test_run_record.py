@@ -14,7 +14,7 @@ from tests.dist.parallel_runs import build
 
 
 def _record(kind: str, tied: bool, parallel: dict[str, int], stage: int, folder: Path) -> tuple[int, int]:
-    """Write the record of a run that starts. Return the numbers of all and of trained parameters of the full model."""
+    """Start a run, which writes its record. Return the numbers of all and of trained elements of the full model."""
     model: Any = build(kind, tied=tied)
     model.get_input_embeddings().requires_grad_(tied)
     numbers = [sum(p.numel() for p in model.parameters() if p.requires_grad >= trained) for trained in (0, 1)]

@@ -271,7 +271,7 @@ def test_errors_are_converted_for_another_number_of_ranks(stage: int, before: in
 
 
 def load_weights(case: Case, folder: str) -> list[float]:
-    """Return the largest error feedback of a parameter after training, and after each way to load weights alone."""
+    """Return the largest error feedback of a parameter after training, and after each load without optimizer states."""
     engine = start(specimen(case.model), case.config)
     largest = []
 
@@ -447,7 +447,7 @@ def fail_inside_the_update() -> None:
 
 
 def fail_part_way() -> list[str]:
-    """Return the errors of a step that fails after the update has changed a per-rank state, and of the next step."""
+    """Make a step that fails after the update has changed a per-rank state, and another step. Return both errors."""
     engine, texts = start(specimen("mlp"), Case(stage=1).config), []
     for place in ("tests.dist.sign_sgd.sign_step", "time.tzset"):
         with patch(place, side_effect=ValueError("a broken rule")):

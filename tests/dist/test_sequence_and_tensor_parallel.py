@@ -1,4 +1,4 @@
-"""Tests that sequence parallelism on a tensor-parallel model has the losses and gradients of one process."""
+"""Tests that sequence parallelism on a tensor-parallel model gives the same losses and gradients as one process."""
 
 from __future__ import annotations
 

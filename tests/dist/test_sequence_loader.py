@@ -50,7 +50,7 @@ class Batches:
 
 
 def loaded(from_first: bool) -> None:
-    """Assert that a model trains on shards as on full batches, and that a shard keeps no other memory alive."""
+    """Assert that a model trains on shards as on full batches, and that the storage of a shard holds nothing else."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
     from windlass.parallel.sequence.sequence_sharded_loader import SequenceShardedLoader
 
@@ -190,7 +190,7 @@ def test_an_epoch_begins_with_its_first_batch() -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tokens_first: bool = True) -> Tensor:
-    """Compute full-sequence attention in the layout of `DistributedAttention`, with its token order."""
+    """Compute full-sequence attention in the tensor layout and the token order of `DistributedAttention`."""
     order = (1, 2, 0, 3) if tokens_first else (0, 2, 1, 3)
     q, k, v = (x.permute(order) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

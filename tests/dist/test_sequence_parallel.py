@@ -1,4 +1,4 @@
-"""Tests that sequence parallelism over 2 to 4 ranks has the losses and gradients of one process."""
+"""Tests that sequence parallelism over 2 to 4 ranks gives the same losses and gradients as one process."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def build(name: str, **changes: Any) -> Any:
     quiet = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout"), 0.0)
     if name == "opt":  # computes positions from the mask
         return hf.OPTForCausalLM(hf.OPTConfig(**{**small, **quiet, "ffn_dim": 48, "word_embed_proj_dim": 32}))
-    if name == "biogpt":  # counts all tokens, though its embedding could use the mask
+    if name == "biogpt":  # its positions count all tokens, though its embedding could use the mask
         return hf.BioGptForCausalLM(hf.BioGptConfig(**{**small, **quiet, "layerdrop": 0.0, "activation_dropout": 0.0}))
-    if name == "roberta":  # counts ids that are not padding, from 2
+    if name == "roberta":  # its positions count non-padding ids, from 2
         return hf.RobertaForCausalLM(hf.RobertaConfig(**{**small, **quiet, "is_decoder": True}))
     assert name == "gpt2"
     return hf.GPT2LMHeadModel(
@@ -133,7 +133,7 @@ def axis_of_all(name: str = "sp") -> Any:
 
 
 def check_close(found: Tensor, wanted: Tensor, name: str, bound: float = BOUND) -> None:
-    """Assert closeness relative to the largest element."""
+    """Assert that no element differs by more than `bound` times the largest wanted element."""
     error = float((found - wanted).detach().abs().max() / wanted.abs().max().clamp(min=1e-3))
     assert error < bound, f"{name}: {error:.2e} from {wanted.abs().max():.2e}"
 
@@ -156,7 +156,7 @@ def law(way: str, cases: list[tuple[str, dict[str, Any], str, int]]) -> None:
 def check_mean(
     axis: Any, gradients: dict[str, Tensor], wanted: dict[str, Tensor], case: str, bound: float = BOUND
 ) -> None:
-    """Assert that the mean of all ranks' gradients equals the wanted one."""
+    """Assert that the mean of all ranks' gradients equals `wanted`."""
     for parameter, gradient in gradients.items():
         mean = gradient.clone()
         torch.distributed.all_reduce(mean)
@@ -172,7 +172,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 BATCHES = ("plain", "packed", "left", "right", "holes", "answers")
 ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbalanced"), (4, "both")]
-NUMBERS = {on: number + number // 2 for number, on in enumerate(ON)}  # share numbers; ulysses and ring get both shares
+# Arguments of `share`. For ulysses and for ring, the rows of 2 and of 3 ranks have different halves of the cases.
+NUMBERS = {on: number + number // 2 for number, on in enumerate(ON)}
 SLOW = [pytest.param(4, way, marks=pytest.mark.slow) for way in ("ulysses", "ring")]
 
 
@@ -321,7 +322,7 @@ TOKENS, FEATURES, LAYERS, FLOAT, SAMPLES = 24, 32, 2, 4, 2
 
 
 def loss_bytes(ranks: int) -> int:
-    """Return the bytes of a sum and a count, forward and backward, as an all-reduce is counted."""
+    """Return the bytes of all-reduces of two numbers (a sum and a count), one in forward and one in backward."""
     return 2 * (2 * 2 * FLOAT * (ranks - 1) // ranks)
 
 
@@ -353,15 +354,15 @@ def test_ring_traffic_equals_the_formula(ranks: int) -> None:
 
 
 def test_ring_stops_at_the_end_of_the_window() -> None:
-    """With 6 tokens per rank and a window of 5, one previous block is enough, and gradients return one rank."""
+    """With 6 tokens per rank and a window of 5, one previous block is enough. Its gradients return in a second pass."""
     block = 2 * SAMPLES * TOKENS // 4 * (FEATURES // 2)
     moved = run_ranks(bytes_of, 4, "ring, unbalanced", "mistral", {}, TOKENS)
     assert [item["pass_on"] for item in moved] == [LAYERS * (block + block + 2 * block) * FLOAT] * 4
 
 
 def test_combined_traffic_is_the_sum_of_both() -> None:
-    one_way = (2 * FEATURES + 2 * FEATURES // 2) * SAMPLES * TOKENS // 4 // 2  # half of a quarter of the tokens
-    block = 2 * SAMPLES * TOKENS // 2 * (FEATURES // 4)  # one key head of half the tokens
+    one_way = (2 * FEATURES + 2 * FEATURES // 2) * SAMPLES * TOKENS // 4 // 2  # half the features of 1/4 of the tokens
+    block = 2 * SAMPLES * TOKENS // 2 * (FEATURES // 4)  # one key head for half of the tokens
     expected = {
         "all_to_all": 2 * LAYERS * one_way * FLOAT,
         "pass_on": LAYERS * (block + block + 2 * block) * FLOAT,
@@ -407,7 +408,7 @@ def test_outputs_without_labels_are_full_sequences(world: int, way: str) -> None
 
 
 def other_calls() -> None:
-    """Call with positional arguments, embeddings, item counts, generation, evaluation and recomputation."""
+    """Compare other calls with one process: other arguments, evaluation, a copy, generation, recomputation."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -454,7 +455,7 @@ def test_generation_and_other_calls() -> None:
 
 
 def interleaved() -> None:
-    """Run two forwards of other lengths before their backwards: each backward recomputes its own forward."""
+    """Run two forwards of different lengths before their backwards: each backward recomputes its own forward."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -479,7 +480,7 @@ def test_several_forwards_before_their_backwards() -> None:
 
 
 def sixteen_bits(way: str) -> None:
-    """Assert that loss and gradients in bf16 are within 1 % and 6 % of fp32 in one process."""
+    """Assert that in bf16 the loss is within 1 %, and gradients are within 6 %, of fp32 in one process."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -497,7 +498,7 @@ def test_bf16_is_near_fp32_of_one_process(way: str) -> None:
 
 
 def adapters() -> None:
-    """Assert that a peft model has the loss and the adapter gradients of one process."""
+    """Assert that a peft model has the same loss and adapter gradients as in one process."""
     import peft
 
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of

@@ -1,4 +1,4 @@
-"""Tests of `zero.Init`: a model constructed sharded has the bits of one constructed in full, and trains equally."""
+"""Tests of `zero.Init`: a model constructed sharded is bitwise equal to one constructed in full, and trains equally."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def differences(build: Callable[[], nn.Module], **options: Any) -> list[str]:
 
 
 class Late(nn.Module):
-    """Parameters created after `super().__init__`, reassigned, set past the hooks, and copied into each other."""
+    """Model with parameters that are shared, reassigned or set without hooks, and with unusual shapes and strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def late() -> nn.Module:
 
 
 def aliased() -> nn.Module:
-    """Return layers that were written through earlier views, and from one parameter to another."""
+    """Return layers that were written through views, and copied from one parameter to another."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
     view, row = model[0].weight.data, model[1].weight.detach()[3]
     for layer in model:
@@ -143,7 +143,7 @@ def aliased() -> nn.Module:
 
 
 def applied() -> nn.Module:
-    """Use `apply`, a partial dtype change, weight norm and clones."""
+    """Return a model built with `apply`, one layer in another dtype, weight norm and a copied layer."""
     model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8), nn.MultiheadAttention(8, 2))
 
     def touch(module: nn.Module) -> None:
@@ -187,7 +187,7 @@ def hugging_face(name: str) -> nn.Module:
 
 
 def all_differences(names: list[str], floor: bool) -> dict[str, list[str]]:
-    """Return the differences by name of the model. Names without differences are absent."""
+    """Return the differences of each model by its name. Models without differences are absent."""
     text: dict[str, list[str]] = {}
     with shard_at_once() if floor else _nothing():
         for name in names:
@@ -241,7 +241,7 @@ def test_transformers_models_are_bitwise_equal_to_plain_ones(ranks: int) -> None
 
 
 def train_both(names: list[str], recipe: Recipe, settings: list[Setting]) -> list[str]:
-    """Train each specimen constructed in full and sharded. Return every difference in any bit."""
+    """Train each specimen constructed in full, and constructed sharded. Return every bitwise difference."""
     import windlass
 
     reported = []
@@ -431,7 +431,7 @@ def test_other_data_inside_a_context_before_initialize() -> None:
 
 
 def gather_that_fails() -> str:
-    """Return the class of a parameter after a context that could not be entered, and enter it again."""
+    """Fail to gather, then gather. Return the name of a parameter's class after the failure."""
     import windlass
     from windlass.zero.sharded_init.initial_shard import ShardedInit
 
@@ -459,7 +459,7 @@ def test_context_that_fails_to_open_is_undone() -> None:
 
 
 def forms() -> dict[str, Any]:
-    """Use Init nested, disabled, on a built module, with casts, with files, and after an error."""
+    """Use Init nested, disabled, on layers that were built before, with a cast, and with an error inside."""
     import windlass
     from windlass.zero.core.sharded_parameter import ShardedParameter
     from windlass.zero.sharded_init import initial_shard
@@ -524,8 +524,11 @@ def test_every_form_of_init() -> None:
 
 
 def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
-    """Build models with shards in files. Return True if an unlinked file of the folder is open, the differences from
-    plain models, and the names of all files in the folder."""
+    """Build models with shards in files.
+
+    Return True if an unlinked file of the folder is open, the differences from plain models, and the names of all
+    files in the folder.
+    """
     import windlass
 
     config = {

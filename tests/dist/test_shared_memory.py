@@ -1,4 +1,4 @@
-"""Tests of ranks that cannot share memory: they are in different process-id namespaces, or one has no descriptors."""
+"""Tests of ranks that cannot share memory: in different process-id namespaces, or one without free file descriptors."""
 
 from __future__ import annotations
 

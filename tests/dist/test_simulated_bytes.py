@@ -25,7 +25,7 @@ SIZES = {
 EXPERTS = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": None}
 # No parameter stays unsharded; the default settings keep all parameters of such a small model unsharded.
 SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-# Norms and the matrices of keys and values always stay unsharded, the last layers between forward and backward.
+# Norms and key and value matrices always stay unsharded; the last layers stay so between forward and backward.
 MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 9000}
 
 MERGED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "unit_merge_threshold": 20_000}
@@ -162,7 +162,7 @@ def compressed_cases(ranks: int) -> Iterator[Case]:
         yield compressed("OneBitLamb", 0, 3, axes, freeze_step=2)
         yield compressed("OneBitLamb", 1, 3, axes, freeze_step=2)
         yield compressed("DiLoCo", 0, 3, axes, **PARTS)
-    if ranks > 2:  # the first step gathers no states; under pp, that step also sends headers, which are not simulated
+    if ranks > 2:  # the first step gathers no states; not with pp, where it sends headers, which are not simulated
         yield compressed("OneBitLamb", 0, 1, {"tp": 2}, freeze_step=2)
 
 
@@ -272,7 +272,7 @@ def train_steps(model: Any, case: Case) -> Moved:
 
     engine: Any = windlass.initialize(model=model, config=case.config())[0]
     ids = torch.randint(0, 64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
-    # The second step still gathers in the order of the first one, in which nothing stayed unsharded.
+    # By default the third step is compared; the second gathers as the first, in which no unit stayed unsharded.
     for _ in range(case.steps):
         for axis in engine.mesh.axes.values():
             axis.traffic.reset()

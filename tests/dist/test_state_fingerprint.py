@@ -23,7 +23,7 @@ LAYOUTS = [
 
 
 def trained(model: str, optimizer: str, folder: str) -> list[str]:
-    """Return the fingerprint after two steps in every layout."""
+    """Train two steps in every layout. Return the fingerprint in each."""
     results = []
     for layout in LAYOUTS:
         # One micro-batch per rank, because stages sum several micro-batches in different orders, with other rounding.
@@ -86,7 +86,7 @@ def test_one_bit_changes_the_fingerprint(layout: Layout, tmp_path: Any) -> None:
     assert len(set(result.values())) == len(result) > 12
     before = result.pop("nothing").split("-")
     for what, taken in result.items():
-        which = int(" of " in what)  # 1: the half for optimizer states, 0: the half for parameters
+        which = int(" of " in what)  # half of the fingerprint: 0 for parameters, 1 for optimizer states
         assert taken.split("-")[1 - which] == before[1 - which] and taken.split("-")[which] != before[which], what
 
 

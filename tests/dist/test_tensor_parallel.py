@@ -1,4 +1,4 @@
-"""Tests that a tensor-parallel model has the loss, logits, gradients and parameters of one process."""
+"""Tests that a tensor-parallel model has the same loss, logits, gradients and parameters as in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from windlass.parallel.tensor.layer_stacks import LayerStack, find_layer_stacks
 from windlass.parallel.tensor.rank_ranges import count_elements
 from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, TensorParallelPlan
 
-NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # rounding is amplified by their norms; see the test in 64 bits
+NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # bounds: their norms amplify rounding; see the test in float64
 
 # (model, changes to its configuration, ranks, options)
 LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
@@ -101,7 +101,7 @@ def test_sharded_model_equals_the_full_model(
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
 def test_float64_logits_agree_in_float64(name: str, options: dict[str, Any]) -> None:
-    """Logits agree in 64 bits. The loss, and so the gradients, have 32 bits, as in transformers."""
+    """The loss is computed in float32, as in transformers, so gradients agree in float32 only."""
     for apart in run_ranks(trained_beside, 3, name, {}, options, 2, torch.float64):
         assert apart.logits < 1e-13, apart
         assert apart.gradients[0] < 2e-6, apart
@@ -127,10 +127,10 @@ def count_step_bytes(
     """Compute the bytes that a rank receives in the forward and backward of one micro-batch with labels, by operation.
 
     With n ranks and B = batch x tokens x hidden x itemsize: each chain, and each module of experts, costs an all-reduce
-    of B in forward and one in backward, `2 B (n - 1) / n` bytes each; so do the embedding in forward and the head in
-    backward. A module of experts also reduces top_k numbers a token, and the loss reduces three. An all-gather joins
-    gathered outputs and split inputs. With sequence sharding, chains use all-gathers and reduce-scatters instead, with
-    the same number of bytes.
+    of B in forward and one in backward, `2 B (n - 1) / n` bytes each; the embedding costs one in forward, and the head
+    one in backward. A module of experts also reduces top_k numbers a token, and the loss reduces three. A layer with
+    the style COLUMN_GATHERED or ROW_SPLIT also costs an all-gather of features. With sequence sharding, chains use
+    all-gathers and reduce-scatters instead, with the same number of bytes.
 
     The formula assumes no recomputation, that all parameters are trained, and that each chain has one input tensor
     (latent attention has several, of other widths).
@@ -205,7 +205,7 @@ def test_bytes_equal_the_formula(name: str, options: dict[str, Any], ranks: int)
 
 
 def test_a_llama_layer_costs_four_all_reduces() -> None:
-    """The formula by hand: 2 layers, an embedding and a head on 2 ranks, where an all-reduce of B bytes moves B."""
+    """On 2 ranks an all-reduce of B bytes moves B: 4 in each of 2 layers, one of the embedding and one of the head."""
     tensor = 2 * 7 * 32 * 4
     by_hand = (2 * 4 + 2) * tensor + 3 * 2 * 7 * 4
     for moved, _ in run_ranks(moved_and_predicted, 2, "llama", {}):

@@ -1,4 +1,4 @@
-"""Tests that peft adapters train as in one process beside linear layers that are sharded over tp or lie in stages."""
+"""Tests that peft adapters train as in one process on linear layers that are sharded over tp, or in pipeline stages."""
 
 from __future__ import annotations
 

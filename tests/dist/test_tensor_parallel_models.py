@@ -205,13 +205,16 @@ def placed(name: str) -> tuple[int, int, bool]:
 
 def test_tied_weights_stay_tied_and_memory_is_sharded() -> None:
     (first, full, tied), (second, _, also) = run_ranks(placed, 2, "gpt2")
-    norms_and_biases = 2 * (4 * 24 + 24 + 24) + 2 * 24 + 32 * 24  # with the embedding of positions
+    norms_and_biases = 2 * (4 * 24 + 24 + 24) + 2 * 24 + 32 * 24  # replicated; 32 * 24 is the embedding of positions
     assert first + second == full + norms_and_biases
     assert tied and also
 
 
 def of_experts() -> tuple[set[str], bool, list[int]]:
-    """Shard the features of experts that are already distributed over ep. Gather the parameters over both axes."""
+    """Shard the features of experts that are already distributed over ep.
+
+    Return the axes, True if the gathered parameters equal the plain model's, and the local shape.
+    """
     mesh = build_mesh(MeshShape(ep=2, tp=2))
     plain, model = build("mixtral"), build("mixtral")
     for layer in model.model.layers:

@@ -79,7 +79,7 @@ def test_layers_can_be_recomputed(name: str, reentrant: bool, options: dict[str,
 
 
 def frozen(name: str) -> float:
-    """Freeze all but the query layers and the norms."""
+    """Train only the query projections and the norms. Return the error of their gradients."""
     plain, model, axis, _ = pair(name, {}, {})
     for item in (plain, model):
         for parameter, value in item.named_parameters():
@@ -212,7 +212,7 @@ def test_routers_draw_the_same_noise_on_all_ranks() -> None:
 
 
 def replicated_attention() -> tuple[torch.Tensor, bool, float]:
-    """Return the mask of replicated attention, True if recomputation repeats all masks, and the share of zeros."""
+    """Return dropout mask and share of zeros of replicated attention, and True if recomputation repeats all masks."""
     axis = tensor_axis()
     model = build("olmo2", attention_dropout=0.4).train()
     model.config._attn_implementation = "eager"

@@ -64,7 +64,7 @@ def test_plain_pytorch_resumes_from_a_checkpoint(stage: int, tmp_path: Path) -> 
     expected = run_ranks(saved_by_an_engine, RANKS, str(tmp_path), stage)
     torch.manual_seed(9)
     model = Net()
-    optimizer = torch.optim.AdamW(groups_of(model)[::-1], **LR)  # groups in another order
+    optimizer = torch.optim.AdamW(groups_of(model)[::-1], **LR)  # groups in another order than the engine's
     actual = windlass.read_checkpoint(tmp_path)
     state = actual.model_state_dict()
     assert set(state) == set(model.state_dict()) and actual.global_steps == 3 and actual.client_state == {"epoch": 2}

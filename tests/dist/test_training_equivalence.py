@@ -40,7 +40,7 @@ HF_ROWS = pairwise(HF_FACTORS, allowed_quick)
 
 
 def quick(rows: list[dict[str, Any]], counts: Callable[[str, str], bool]) -> list[Any]:
-    """Return the rows as test parameters. Rows outside of a small subset that covers the pairs that count are slow."""
+    """Return the rows as test parameters. Rows outside of a small subset with the pairs of `counts` are slow."""
     kept = covering_rows(rows, counts, cost=lambda row: float(row["ranks"]))
     return [pytest.param(row, marks=() if k else pytest.mark.slow) for row, k in zip(rows, kept, strict=True)]
 
@@ -68,7 +68,7 @@ def short_recipe(name: str, steps: int, accumulates: bool = True) -> Recipe:
     return Recipe(accumulation=2 if accumulates and "once" not in ZOO[name].traits else 1, steps=steps)
 
 
-# A gather from shared memory needs no partner, so only gloo reveals a wrong order.
+# A gather from shared memory needs no partner, so only gloo reveals a wrong order of collectives.
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_with_all_parameters_resharded(name: str, transport: str) -> None:

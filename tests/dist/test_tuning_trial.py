@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
 
 
 def train_in_trial(as_deepspeed: bool, steps: int) -> tuple[int, int, list[int]]:
-    """Train until the trial ends. Return the stage, the number of steps, and sizes of batches."""
+    """Train until the trial ends. Return the ZeRO stage, the number of steps, and the batch and micro-batch sizes."""
     import windlass
     from windlass.compat.deepspeed_initialize import initialize as deepspeed_initialize
     from windlass.engine import trial_run

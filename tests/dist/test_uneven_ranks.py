@@ -215,7 +215,7 @@ def test_units_to_be_kept_are_resharded_if_ranks_sync_elsewhere() -> None:
 
 
 def alone_in_a_forward(transport: str) -> list[torch.Tensor]:
-    """Evaluate twice on rank 1 while rank 0 is already in its step, and joins the all-gathers of rank 1."""
+    """Evaluate twice on rank 1 while rank 0, which is already in its step, joins the all-gathers of rank 1."""
     subject, rank = specimen("mlp"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
     batch = subject.batch(Place(0, 0, rank))
@@ -239,7 +239,7 @@ def test_rank_at_a_step_joins_the_evaluation_of_another(transport: str) -> None:
 
 
 def alone_before_a_step(transport: str) -> float:
-    """Evaluate on rank 0 while rank 1 is in its next forward, which starts with running statistics of rank 0."""
+    """Evaluate on rank 0 while rank 1, in its next forward, waits for the running statistics of rank 0."""
     subject, rank = specimen("batch_norm"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
     for step in range(3):

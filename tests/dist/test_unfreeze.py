@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def net(seed: int = 0) -> Net:
-    """Return a model that trains only its first and last bias, so the parameters to unfreeze are larger."""
+    """Return a model that trains only its first and last bias, which are smaller than the weights to unfreeze."""
     torch.manual_seed(seed)
     made = Net(4)
     made.requires_grad_(False)
@@ -86,7 +86,7 @@ def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
             if not everything:
                 engine.optimizer.add_param_group({"params": parameters})
             steps(engine, step, step + 1)
-            assert engine._sharded is laid_out  # nothing was gathered and sharded again
+            assert engine._sharded is laid_out  # the layout is the same: nothing was gathered and sharded again
         engine.save_checkpoint(place)
         taken = engine.fingerprint()
         steps(engine, 4, 6)

@@ -45,7 +45,7 @@ def test_an_unused_parameter_is_not_decayed(optimizer: str, stage: int, transpor
 
 @pytest.mark.parametrize("name", ["unused_by_step", "unused_by_micro"])
 def test_momentum_and_step_count_of_an_unused_parameter_are_unchanged(name: str, stage: int) -> None:
-    """AdamW has a step count per parameter: bias correction of a branch used later has to start from one."""
+    """AdamW has a step count per parameter: bias correction of a branch that is first used later starts at step 1."""
     recipe = Recipe(ranks=2, accumulation=2, steps=5, optimizer="AdamW", optimizer_params=DECAYING)
     expected = oracle.train(specimen(name), recipe)
     for snapshots in run_ranks(stepped, 2, name, recipe, Setting(stage=stage)):

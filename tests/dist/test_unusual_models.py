@@ -25,7 +25,7 @@ SETTINGS = [Setting(stage=stage, transport=name) for stage, name in ((3, "gloo")
 
 
 def train_all(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTrace]:
-    """Train one specimen under each setting, in one world."""
+    """Train one specimen under each setting, in one process group."""
     ZOO[name] = HOSTILE[name]  # the harness finds specimens by name
     try:
         return [equivalence_runs.train_rank(name, recipe, setting) for setting in settings]
@@ -38,7 +38,7 @@ def train_all(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTr
 def test_unusual_model_trains_as_in_plain_pytorch(name: str, every: bool) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3 if every else 2, optimizer_params=SGD)
     expected = oracle.train(HOSTILE[name], recipe)
-    # Stage 3 over gloo, which reveals a wrong order; every fourth model has one of the other settings.
+    # Stage 3 over gloo reveals a wrong order of collectives; every fourth model has one of the other settings instead.
     number = list(HOSTILE).index(name)
     settings = SETTINGS if every else [SETTINGS[1 + number // 4 % 3 if number % 4 == 3 else 0]]
     named = [Setting(s.stage, transport=s.transport, config=(("comm", {"transport": s.transport}),)) for s in settings]
@@ -61,7 +61,7 @@ def split(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
-    """Train with the engine and one habit. `in_one_process` returns the expected result."""
+    """Train with the engine and one habit of scripts. `in_one_process` returns the expected result."""
     import windlass
 
     model = built()
@@ -192,7 +192,10 @@ def stage_3(place: str, folder: Any) -> tuple[Setting, str]:
 
 
 def train_hidden(setting: Setting, alone: bool) -> tuple[str, dict[str, torch.Tensor]]:
-    """Make a step with `alone`, unless it is refused, and a step with both losses. Return the error and the weights."""
+    """Make a step with the hidden loss alone if `alone`, else with both losses, and another step with both.
+
+    Return the text of the error if the first step is refused, and the weights.
+    """
     import windlass
 
     torch.manual_seed(7)
@@ -218,7 +221,7 @@ def test_a_hidden_tensor_trains_as_in_plain_pytorch_or_is_refused(alone: bool, p
     torch.manual_seed(7)
     model = SecondOutputs()
     optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
-    is_refused = alone and place != "shm"  # ranks that share one buffer keep the values
+    is_refused = alone and place != "shm"  # over shm the ranks share one buffer, in which freed values remain
     for step in (1,) if is_refused else (0, 1):
         for rank in range(2):
             (model(**rows(Place(step, 0, rank)), alone=alone and step == 0) / 2).backward()
@@ -235,7 +238,7 @@ def test_a_hidden_tensor_trains_as_in_plain_pytorch_or_is_refused(alone: bool, p
 
 
 def clipped_samples(model: nn.Module, weights: dict[str, torch.Tensor], place: Place) -> dict[str, torch.Tensor]:
-    """Return the mean of the gradients of single samples, each clipped to norm 1 as in private training."""
+    """Return the mean of per-sample gradients, each clipped to norm 1 as in differentially private training."""
 
     def loss(given: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, given, (x[None], y[None]))

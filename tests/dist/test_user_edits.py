@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def with_habit(habit: str, precision: str, setting: Setting) -> dict[str, Any]:
-    """Train with the engine and one habit. `in_one_process` returns the expected result."""
+    """Train with the engine and one habit of scripts. `in_one_process` returns the expected result."""
     subject, rank = specimen("tied"), dist.get_rank()
     recipe = Recipe(precision=precision, optimizer_params=SGD)
     model = oracle.build(subject, rank)
@@ -105,7 +105,7 @@ def _copy(model: torch.nn.Module, masters: list[torch.Tensor]) -> None:
             p.copy_(master)
 
 
-OUTSIDE_A_FORWARD = ["edit", "regularise"]  # refused by name at stage 3, see the next test
+OUTSIDE_A_FORWARD = ["edit", "regularise"]  # refused at stage 3, see the next test
 HABITS = [(habit, stage) for habit in ("hook", "rate", "zero_grad") for stage in range(4)]
 HABITS += [(habit, stage) for habit in OUTSIDE_A_FORWARD for stage in range(3)]
 
@@ -231,7 +231,7 @@ def test_loader_distributes_data_over_ranks() -> None:
 
 
 def open_things() -> tuple[int, int]:
-    """Return the numbers of file descriptors and of shared mappings."""
+    """Return this process's numbers of file descriptors and of shared mappings."""
     gc.collect()
     with open("/proc/self/maps") as maps:
         shared = sum("memfd" in line or "/dev/shm" in line for line in maps)

@@ -188,14 +188,17 @@ def test_other_accumulation_and_master_dtypes_are_equal(precision: str, config: 
 
 
 def test_the_bound_of_a_sum_does_not_hide_a_lost_part() -> None:
-    """The tolerance of the reduce phase is rounding: a lost part of 1e-5 of a gradient exceeds it."""
+    """The tolerance of the reduce phase allows for rounding only, so losing 1e-5 of a gradient exceeds it."""
     from windlass.verify.tolerance import Tolerance
 
     assert Tolerance(torch.float32, torch.float32, torch.float32, 1 << 20, 64).reduce < 1e-5
 
 
 def train_with_drops(door: str, config: dict[str, Any]) -> None:
-    """Run a script that drops gradients of the first micro-batch in every step: all, or one parameter's ("one")."""
+    """Run a script that drops gradients of the first micro-batch in every step.
+
+    By `door`, "optimizer" and "module" call their `zero_grad`, and "one" sets one parameter's `.grad` to None.
+    """
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()

@@ -68,7 +68,7 @@ def config(key: str, stage: int) -> dict[str, Any]:
 
 
 def run(key: str, stage: int, is_built_sharded: bool) -> dict[str, Any]:
-    torch.manual_seed(dist.get_rank())  # rank 0's values count
+    torch.manual_seed(dist.get_rank())  # ranks draw different values; the engine uses those of rank 0
     settings = config(key, stage)
     with windlass.zero.Init(config_dict_or_path=settings, enabled=is_built_sharded):
         model = Model()

@@ -1,4 +1,4 @@
-"""Laws of 0/1 Adam: its schedule, AdamW bit for bit at first, then a simulation of each kind of step; resumed runs."""
+"""Laws of 0/1 Adam: its schedule, AdamW bitwise at first, then a simulation of each kind of step; resumed runs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class ZeroOneSimulation(Simulation):
             self._copy(name)
 
     def _gather(self, kind: StepKind, name: str, step: int, parts: list[torch.Tensor]) -> None:
-        """Take a local step on every rank of stage 0, and synchronize in a SYNC step."""
+        """Simulate a local step of every rank at stage 0, and in a SYNC step also the synchronization."""
         root, case = self._root(name), self.case
         for rank, part in enumerate(parts):
             self.own[rank][name] = self.own[rank][name] * BETA1 + part
@@ -159,7 +159,7 @@ class ZeroOneSimulation(Simulation):
             self.of_rank[rank][name] = (self.x[name] - moved).to(self.case.dtype)
 
     def _two_phases(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of messages, compressed again at stage 0."""
+        """Compress each rank's part. Return the mean, which stage 0 compresses again."""
         ranks, total = self.case.ranks, torch.zeros_like(self.x[name])
         for rank, part in enumerate(parts):
             sent = part + self.worker[rank][name] if ranks > 1 else part
@@ -221,7 +221,7 @@ CASES = [
     replace(CASE, stage=1),
     replace(CASE, stage=2, transport="shm", accumulation=2),
     replace(CASE, stage=2, bf16=True),
-    replace(CASE, stage=1, params=(*CASE.params, ("sync_interval", 2))),  # syncs after compressed and local steps
+    replace(CASE, stage=1, params=(*CASE.params, ("sync_interval", 2))),  # syncs come after compressed and local steps
     replace(CASE, params=(*CASE.params, ("bias_correction", False))),
     replace(CASE, stage=1, params=(*CASE.params, ("bias_correction", False))),
     replace(CASE, params=(*CASE.params, ("max_update", 0.1))),
@@ -233,7 +233,7 @@ CASES = [
 def test_every_kind_of_step_equals_its_simulation(ranks: int, tmp_path: Path) -> None:
     cases = [
         replace(case, ranks=ranks) for case in (CASES if ranks == 2 else CASES[: ranks // 2 + 1])
-    ]  # with one rank, stages do not differ
+    ]  # with one rank, all stages compute the same
     by_rank = run_ranks(run_cases, ranks, cases, str(tmp_path), timeout=120.0)
     for number, case in enumerate(cases):
         require_law(case, [found[number] for found in by_rank])
@@ -247,7 +247,7 @@ OFFLOADED = [
 
 
 def test_every_kind_of_step_with_offloaded_states_equals_its_simulation(tmp_path: Path) -> None:
-    env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
+    env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # emulates a device with its own memory
     by_rank = run_ranks(run_cases, 2, OFFLOADED[:2], str(tmp_path), env=env, timeout=120.0)
     on_disk = run_ranks(run_cases, 2, OFFLOADED[2:], str(tmp_path), timeout=120.0)
     for number, case in enumerate(OFFLOADED):
@@ -268,7 +268,7 @@ class FrozenAdamW(ZeroOneSimulation):
 
 
 def test_without_errors_and_local_steps_it_is_adamw_with_a_constant_variance(tmp_path: Path) -> None:
-    """One rank sends nothing, so every step after the freeze is AdamW's, and the momentum contains no decay."""
+    """A single rank sends nothing, so every step after the freeze is AdamW's, and the momentum has no decay."""
     case = replace(CASE, ranks=1, steps=20, params=(*CASE.params, ("local_step_clipper", 1)))
     found = run_ranks(run_cases, 1, [case], str(tmp_path))[0][0]
     simulation = FrozenAdamW(case, found["frozen"])
@@ -343,9 +343,9 @@ def continued(case: Case, folder: str, at: int, into: str = "") -> dict[str, Any
 
 
 def test_stage_change_warns_of_dropped_local_states(tmp_path: Path) -> None:
-    """Load a stage-0 checkpoint from between two synchronizations at stage 1, save it there, and load it at stage 0.
+    """Save a checkpoint at stage 0 between two synchronizations. Load and save it at stage 1, and load that at stage 0.
 
-    Local steps then begin with the common momentum.
+    Local steps then begin with the momentum that all ranks share.
     """
     case = replace(CASE, params=(*CASE.params[:3], ("local_step_clipper", 4)))
     run_ranks(save, 2, case, str(tmp_path / "0"), 9)

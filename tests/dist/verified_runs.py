@@ -19,7 +19,7 @@ from tests.models import Place, cast
 
 
 def train_specimen(name: str, config: dict[str, Any], dtype: torch.dtype, steps: int) -> None:
-    """Train as any script would. The position of each micro-batch determines its batch."""
+    """Train as any script would, with data that depend on the step, index and rank of the micro-batch."""
     import windlass
 
     subject, rank = specimen(name), dist.get_rank()
@@ -52,7 +52,7 @@ def watch(train: Callable[..., None], steps: int, fault: str | None, *args: Any)
 def verify_training(
     train: Callable[..., None], *args: Any, ranks: int = 2, steps: int = 3, fault: str | None = None, **more: Any
 ) -> list[dict[str, Any]]:
-    """Return the verdicts on `train(*args)`, one per engine; `more` is for `run_ranks`."""
+    """Return the verdicts on `train(*args)`, one per engine; `more` has arguments of `run_ranks`."""
     result: list[list[dict[str, Any]]] = run_ranks(watch, ranks, train, steps, fault, *args, **more)
     return result[0]
 

@@ -125,7 +125,7 @@ def trained() -> Trained:
 
 
 def readers(directory: Path, out: Path) -> dict[str, Reader]:
-    """Return all readers of a checkpoint in one process, by name. Each returns tensors by name, or an empty dict."""
+    """Return all checkpoint readers that need one process, by name. Each returns tensors by name, or an empty dict."""
 
     def exported() -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
@@ -185,7 +185,7 @@ def seeds_of(readers: dict[str, Reader]) -> dict[str, list[torch.Tensor]]:
 
 
 def one_of(seeds: dict[str, list[torch.Tensor]]) -> Callable[[str, Any], str]:
-    """Return a check that accepts only values of the seed, under any name. Bytes that were never written are an error.
+    """Return a check that accepts only values of the unchanged files, under any name.
 
     The index chooses the dtype of a tensor, so values of any reader are accepted after a cast to the returned dtype.
     """

@@ -1,6 +1,6 @@
 """Mutations of files, and the law for every reader of mutated files.
 
-The law: a reader returns the result of the seed or another valid value, or raises a WindlassError. It raises nothing
+The law: a reader returns the original or another valid value, or raises a WindlassError. It raises nothing
 else, does not hang, and takes no more memory than four times the file and a floor. `WINDLASS_FUZZ_SECONDS` is the total
 time of all fuzzers of a run, including those of small texts (`texts`); each fuzzer gets a fraction.
 `WINDLASS_FUZZ_SEED` seeds the draws; by default the seed is random if the time is set.
@@ -30,8 +30,8 @@ SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "8"))
 # A short run has the same cases each time: findings of a long run must not fail an unrelated change.
 _SHORT = random.SystemRandom().randrange(1, 1 << 31) if LONG else 20261123
 SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
-_OF_CHECKPOINTS = 0.66  # fraction of the total time; the rest is for texts
-FLOOR = 64 << 20  # bytes beyond four times the file
+_OF_CHECKPOINTS = 0.66  # fraction of the total time for checkpoints; `texts` has the other part
+FLOOR = 64 << 20  # bytes that a reader may take beyond four times the file's size
 PATIENCE = 20  # seconds of computation for one case
 WAITS = 10  # factor on PATIENCE for time on the clock, because other processes may use the CPU
 
@@ -128,7 +128,7 @@ BYTES: tuple[Mutation, ...] = (flipped_bits, cut_short, repeated, edged_number, 
 
 
 def as_text(value: Any) -> str:
-    """Return a value's JSON text. "deep" and "long" become deeper nesting and longer numbers than encoders write."""
+    """Return a value as JSON. "deep" and "long" in it become deeper nesting and longer numbers than encoders write."""
     try:
         text = json.dumps(value)
     except RecursionError:  # repeated mutations can nest that deep

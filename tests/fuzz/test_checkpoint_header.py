@@ -52,7 +52,7 @@ def test_every_reader_of_a_data_file(tmp_path: Path) -> None:
 
 
 def test_the_reader_of_a_hubs_files(tmp_path: Path) -> None:
-    """Hub files have no checksums: each tensor must lie in the file with the bytes of its shape."""
+    """Hub files have no checksums. Each tensor must have the bytes of its shape, inside the file."""
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.zeros(0, 2)}, path, {"format": "pt"})
     good = path.read_bytes()

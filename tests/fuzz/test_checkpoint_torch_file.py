@@ -1,4 +1,4 @@
-"""Fuzz tests of the `.pt` files of DeepSpeed checkpoints, for every reader. Some pickles use any opcode."""
+"""Fuzz tests of the `.pt` files of DeepSpeed checkpoints, for every reader. Some pickles consist of any opcodes."""
 
 from __future__ import annotations
 

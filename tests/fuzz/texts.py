@@ -120,7 +120,7 @@ def _mutate(data: bytearray, draw: random.Random, seeds: Sequence[bytes]) -> Non
 
 
 def outcome(read: Callable[..., Any], *given: Any) -> Any:
-    """Return the result of `read(*given)` or its WindlassError, and check that its text is printable and short.
+    """Return the result of `read(*given)` or its WindlassError, and check that the error's text is printable and short.
 
     Any other exception fails the test, with the input (for a path, the file's bytes) in its notes.
     """

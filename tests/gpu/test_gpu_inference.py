@@ -72,7 +72,7 @@ def test_a_decode_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, max_tokens=40, ignore_eos=True, seed=1)
         for number in range(4):
             engine.add_request(str(number), [3 + number] * 5, params)
-        for _ in range(12):  # prompts, and the recording
+        for _ in range(12):  # compute the prompts, and record the decode step
             engine.step()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -31,7 +31,7 @@ def test_outputs_are_those_of_the_reference(
     most_programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Batches of decode steps, of prompt chunks, and of both, with the keys in one part or in several."""
+    """Batches of decode steps, of prompt chunks, and of both; a sequence's keys are read in one part or in several."""
     from windlass.kernels import triton_attention
 
     monkeypatch.setattr(triton_attention, "_PROGRAMS", most_programs)

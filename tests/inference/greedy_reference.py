@@ -30,7 +30,7 @@ def answer_arrivals(
     """Answer requests that arrive while others run, and check that no block leaks.
 
     Args:
-        params: parameters of each request, or one for all, with answers of 4 to 23 tokens.
+        params: sampling parameters of each request; or one for all requests, which then get answers of 4 to 23 tokens.
         steps: function from the number of a request to the number of steps before the next request arrives.
         more: other arguments of `add_request` for each request.
     """
@@ -48,7 +48,7 @@ def answer_arrivals(
 
 
 def make_prompts(count: int, vocab: int, longest: int = 20, seed: int = 0, shared: int = 0) -> list[list[int]]:
-    """Return random prompts of 1 to `longest` tokens. Every second one has a common prefix of `shared` more tokens."""
+    """Return random prompts of 1 to `longest` tokens. Before these, every second prompt has `shared` common tokens."""
     r = random.Random(seed)
     prefix = [r.randrange(3, vocab) for _ in range(shared)]
     prompts = []

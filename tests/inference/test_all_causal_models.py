@@ -36,7 +36,7 @@ RECURRENT = {
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
     *("rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 }
-INDEXED = {"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"}  # models with a cache beside keys and values
+INDEXED = {"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"}  # models that cache more than keys and values
 RECOMPUTED = {"blt", "recurrent_gemma"}
 OWN_CACHE = OWN_ATTENTION | OWN_MASKS | WITHOUT_POSITIONS | RECURRENT | INDEXED
 
@@ -51,7 +51,7 @@ def _types() -> list[str]:
 
 
 def _avoid_padding(model: Any) -> None:
-    """Make padding unlikely if the head has a bias: RoBERTa's plain forward does not count positions of padding."""
+    """Make the padding token unlikely if the head has a bias: RoBERTa's positions do not count padding."""
     bias, padding = getattr(model.get_output_embeddings(), "bias", None), getattr(model.config, "pad_token_id", None)
     if bias is not None and isinstance(padding, int) and 0 <= padding < bias.shape[0]:
         with torch.no_grad():

@@ -55,7 +55,7 @@ def test_a_cache_that_is_too_small_for_one_request_says_what_to_change() -> None
     message = r"the KV cache holds 32 tokens, fewer than max_model_len \(96\); raise kv_cache_tokens or lower max_model"
     with pytest.raises(ConfigError, match=message):
         serve(llama(), kv_cache_tokens=32, max_model_len=96)
-    with serve(llama(), kv_cache_tokens=32) as llm:  # the cache is the limit
+    with serve(llama(), kv_cache_tokens=32) as llm:  # the cache limits max_model_len
         assert llm.max_model_len == 32
         with pytest.raises(RequestError, match="32"):
             llm.generate([[3] * 40], GREEDY)
@@ -136,7 +136,7 @@ def test_tokens_that_are_skipped_are_decoded_once() -> None:
 
 @pytest.mark.parametrize("method", ["decode", "_decode"])
 def test_tokens_become_text_by_the_tokenizers_own_decode(method: str) -> None:
-    """A client's tokenizer can change the text of tokens."""
+    """A subclass of a tokenizer can change the text of tokens in `decode` or `_decode`."""
     tokenizer = byte_level_tokenizer()
 
     class Upper(type(tokenizer)):  # type: ignore[misc]
@@ -251,7 +251,7 @@ def test_bad_words_are_not_generated() -> None:
 
 @pytest.mark.parametrize("cache", [112, 2048])
 def test_several_answers_share_the_prompt_and_leak_nothing(cache: int) -> None:
-    """A single answer is the first of four; the best two are among the four, in the order of mean log-probability."""
+    """The answer of n=1 is the first of n=4. `best_of` returns two of these four, ordered by mean log-probability."""
     prompts = make_prompts(6, VOCABULARY, 20, shared=18)
     params = [SamplingParams(seed=number, max_tokens=16, ignore_eos=True) for number in range(6)]
     with serve(llama(), kv_cache_tokens=cache, max_model_len=64) as llm:
@@ -492,7 +492,7 @@ def test_modes_of_the_caller_change_no_token() -> None:
 
 
 def test_started_steps_and_embeddings_run_outside_the_modes_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pp, a call between steps runs the forward of a started step."""
+    """With pp, any call of the engine may run the forward of a step that was started before."""
     model = llama()
     modes: list[tuple[bool, str]] = []
 

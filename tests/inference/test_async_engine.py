@@ -197,7 +197,7 @@ def test_a_client_that_leaves_frees_its_blocks() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await engine.embed([[3]])  # behind the cancellation in the queue
+        await engine.embed([[3]])  # runs after the cancellation, which is before it in the queue
         stats = engine.stats()
         assert stats.num_running == stats.num_waiting == 0
         assert stats.kv_cache_usage == 0

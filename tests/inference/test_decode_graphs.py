@@ -1,6 +1,6 @@
 """Laws of recorded decode steps and of steps that are queued ahead, on the CPU: no token changes.
 
-The graph of the tests calls the recorded function again, on the same inputs.
+In place of a CUDA graph, a replay calls the recorded function again, on the same input tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CalledAgain:
 
 
 class AsynchronousRunner(PagedModelRunner):
-    """Runner that reports asynchronous steps, as that of a CUDA device does."""
+    """Runner that reports asynchronous steps, as the runner of a CUDA device does."""
 
     is_asynchronous = True  # type: ignore[assignment]
 

@@ -71,7 +71,7 @@ def test_layers_that_are_not_called_keep_their_weights(weights: str | None) -> N
 
 
 def test_a_model_that_calls_a_layer_and_reads_its_weight_is_refused() -> None:
-    """Packing replaces the weight that the model reads by a tensor without values."""
+    """The weight that such a model reads is a tensor without values, once the layer is packed."""
     options = EngineOptions.from_arguments(max_model_len=64, **SMALL)
     with pytest.raises(
         ModelError, match="WeightReader computes other logits with packed weights .* serve the module itself"

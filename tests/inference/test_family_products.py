@@ -76,7 +76,7 @@ def write_adapters(model: Any, name: str, folder: Path) -> dict[str, Path]:
         "target_modules": _TARGETS.get(name, ["q_proj", "v_proj"]),
         "fan_in_fan_out": name == "gpt2",
     }
-    # TiedTwice has no norms: larger adapters make logits of 12,000, with rounding in fp32 above the tolerance.
+    # TiedTwice has no norms: larger adapters make logits of 12,000, whose rounding in fp32 exceeds the tolerance.
     config["std"] = 0.2 if name == "TiedTwice" else 0.5
     return {one: write_adapter(model, folder / one, rank, r=rank, **config) for one, rank in (("two", 2), ("three", 3))}
 
@@ -107,7 +107,7 @@ def answer(
         outputs = answer_arrivals(llm.engine, prompts, params, lambda _: r.choice([0, 0, 1, 4]), more)
         stats = llm.stats()
     assert (stats.prefix_cache_hits > 0) == (options.prefix_caching and is_paged)
-    if options.max_tokens_per_step > 1:  # else each step is one token of one request
+    if options.max_tokens_per_step > 1:  # with 1, each step computes one token of one request
         assert (stats.draft_tokens > 0) == (speculation is not None and is_paged)
         assert stats.num_preemptions > 0
     return outputs

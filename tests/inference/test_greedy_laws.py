@@ -62,7 +62,7 @@ RECURRENT = {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
     },
-    "BambaForCausalLM": {  # without positions, a forward counts from 0; by default it returns the last logits only
+    "BambaForCausalLM": {  # a forward without position ids begins at 0; by default it returns the last token's logits
         **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [1]},
         **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
     },
@@ -141,7 +141,7 @@ PAGED: dict[str, dict[str, Any]] = {
     },
     "RobertaForCausalLM": {"is_decoder": True, "num_key_value_heads": None},  # positions start after pad_token_id
     "CamembertForCausalLM": {"is_decoder": True, "pad_token_id": 5, "num_key_value_heads": None},
-    # rotary frequencies that depend on the length, only for sequences above a limit
+    # rotary frequencies that change once a sequence is longer than a limit
     "Phi3ForCausalLM": {
         "rope_parameters": {
             **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40},
@@ -626,7 +626,7 @@ def test_modules_without_a_cache_are_computed_again() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
-    """Tokens and logprobs are equal alone, in a batch, and for every split of the prompt."""
+    """A request has equal tokens and logprobs alone, in a batch, and for every split of its prompt."""
     model = build_longer(name, **WINDOWED.get(name, {}))
     prompts = make_prompts(12, VOCABULARY, 40)
     params = GREEDY.replace(logprobs=3, max_tokens=16)
@@ -669,7 +669,7 @@ def test_weights_that_change_in_place_are_packed_again() -> None:
 
 @pytest.mark.parametrize("policy", ["orca", "prefill-first"])
 def test_whole_prompts_have_the_bits_of_their_parts(policy: str, tmp_path: Any) -> None:
-    """A step of whole prompts may be longer than the recorded steps."""
+    """A step of whole prompts may have more tokens than a recorded step."""
     build("llama", vocab_size=401, max_position_embeddings=128).save_pretrained(tmp_path)
     prompts = make_prompts(10, 401, 80, seed=1)
     params = GREEDY.replace(logprobs=3, max_tokens=12)

@@ -1,4 +1,4 @@
-"""Law: `init_inference(model).generate` returns what transformers' `generate` returns, in every accepted form."""
+"""Law: `init_inference(model).generate` returns what transformers' `generate` returns, for every form of arguments."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_draws_follow_the_distribution_of_top_k_and_temperature() -> None:
     expected = top.values.softmax(0).double() * count
     observed = torch.stack([(drawn == token).sum() for token in top.indices]).double()
     assert observed.sum() == count
-    assert ((observed - expected) ** 2 / expected).sum() < 13.8  # 0.1 % quantile of chi-square, 2 degrees of freedom
+    assert ((observed - expected) ** 2 / expected).sum() < 13.8  # chi-square, 2 degrees of freedom: p = 0.1 %
 
 
 def test_a_model_that_generates_nothing_is_called() -> None:
@@ -298,7 +298,7 @@ def test_an_answer_that_exceeds_the_window_is_refused(limit: dict[str, int]) -> 
         with pytest.raises(RequestError, match=f"{name} is {value}, and a prompt has 10 tokens; the engine takes 16"):
             engine.generate(ids, **length)
     assert engine.generate(ids, max_new_tokens=6).shape == (1, 16)
-    assert engine.generate(ids).shape == (1, 16)  # without a length, transformers cuts the answer too
+    assert engine.generate(ids).shape == (1, 16)  # cut at the limit, as in transformers
     with pytest.raises(RequestError, match="takes 16 together"):
         engine.generate(torch.full((1, 16), 4))
 

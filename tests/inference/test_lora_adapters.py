@@ -116,7 +116,7 @@ def test_layers_may_get_their_inputs_by_name(tmp_path: Path) -> None:
         assert_adapters(model, llm.generate([[3, 4], [5]], GREEDY, lora_request=["a", None]), {"a": directory})
 
 
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")  # peft looks for both paths
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")  # peft expects both paths
 def test_a_module_with_two_paths_has_one_adapter(tmp_path: Path) -> None:
     """The keys of a state dict, which some versions of peft save, name a shared module by each of its paths."""
     model = served("llama")

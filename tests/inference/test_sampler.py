@@ -157,7 +157,7 @@ def test_draws_follow_their_distribution(params: SamplingParams) -> None:
 def test_one_row_at_a_time_draws_what_all_rows_together_do(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float, size: int
 ) -> None:
-    """Both invert the cumulative distribution of the same nucleus. Rounding may add or remove its last token."""
+    """Both ways invert the cumulative distribution of one nucleus, whose last token rounding may add or remove."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     logits = logits_of(seed, size)
     uniforms = [(k + uniform) / 64 for k in range(64)]
@@ -180,7 +180,7 @@ def test_one_row_at_a_time_draws_what_all_rows_together_do(
 
 @pytest.mark.parametrize("size", [1500, 4000, 40_000])
 def test_a_nucleus_of_nearly_all_tokens_may_exceed_their_rounded_sum(size: int) -> None:
-    """`top_p` times the sum of all weights can exceed their sum in another order."""
+    """`top_p` times the sum of all weights can exceed the sum of the same weights in another order."""
     for seed in range(100):
         logits = logits_of(seed, size)
         weights = (logits - logits.max()).exp().numpy()

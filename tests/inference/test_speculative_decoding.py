@@ -110,7 +110,7 @@ def test_sampled_tokens_follow_the_distribution_of_the_model() -> None:
     """Chi-square test of the first three tokens over 1,000 seeds. A part of the drafts is accepted."""
     model, draws, kept = model_of(), 1000, 3
     prompt = [5, 6, 7]
-    speculative = {"method": "draft", "num_tokens": 3, "model": model_of()}  # the likeliest tokens, so many are refused
+    speculative = {"method": "draft", "num_tokens": 3, "model": model_of()}  # drafts the likeliest tokens only
     params = [SamplingParams(seed=seed, max_tokens=4, top_k=kept, ignore_eos=True) for seed in range(draws)]
     options = {"max_sequences": 128, "max_tokens_per_step": 1024, "kv_cache_tokens": 4096}
     with LLM(model, check_at_load=False, speculative=speculative, **options) as llm:

@@ -29,7 +29,7 @@ RECORDED = {
     "glm": set(),
     "cohere": set(),
 }
-EXPERTS = ("mixtral", "qwen2_moe", "gpt_oss")  # the rows of stacked matrices depend on the batch
+EXPERTS = ("mixtral", "qwen2_moe", "gpt_oss")  # the batch determines how many rows each expert computes
 
 
 def saved(name: str, directory: Path) -> Any:
@@ -54,7 +54,7 @@ def test_recorded_steps_generate_what_the_plain_model_does(name: str, tmp_path: 
             if name in RECORDED:
                 assert RECORDED[name] <= set(program.operators), f"not fused: {program.operators}"
             if name == "llama":
-                assert program.num_calls < 14, program.operators  # layers are native runs
+                assert program.num_calls < 14, program.operators  # a layer takes few calls: see [Note: native runs]
             outputs = llm.generate(make_prompts(9, VOCABULARY, 30), GREEDY)
         assert_greedy(model, outputs)
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])

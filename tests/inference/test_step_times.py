@@ -26,7 +26,7 @@ class TimedRunner(PagedModelRunner):
     """Runner with a simulated clock, which advances only by the stated time of each step."""
 
     now = 0.0
-    prompts, decodes = 1.0, 1.0  # ratio of the time of a step to its predicted time
+    prompts, decodes = 1.0, 1.0  # time of a step relative to its predicted time
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         ratio = self.prompts if batch.num_tokens >= PROMPT else self.decodes
@@ -85,7 +85,7 @@ def test_a_request_that_would_wait_too_long_is_refused() -> None:
             engine.add_request(str(number), [1 + (number + place) % 40 for place in range(64)], params)
             accepted += 1
     assert raised.value.retry_after == 1
-    assert 2 <= accepted <= 4  # each takes 0.064 seconds
+    assert 2 <= accepted <= 4  # a prompt takes 0.064 seconds
     answered: dict[str, float] = {}
     while engine.has_requests():
         for output in engine.step():
@@ -125,7 +125,7 @@ def test_an_engine_whose_only_request_is_refused_goes_on() -> None:
 
 
 def make_preempted(**options: int) -> tuple[LLMEngine, GenerationSequence]:
-    """Return an engine, and a sequence of 20 prompt tokens and 12 of an answer, preempted and computed again."""
+    """Return an engine, and its running sequence of 20 prompt tokens and 12 of an answer, for tests of preemption."""
     model = build("llama", max_position_embeddings=96).eval()
     runner = TimedRunner(model, block_size=16, num_blocks=lambda _: 8)
     settings = EngineOptions(max_tokens_per_step=32, max_sequences=4, max_model_len=96, prefix_caching=False, **options)
@@ -157,7 +157,7 @@ def test_preempted_blocks_are_kept_if_by_corrected_times_that_is_cheaper(correct
     saved = engine._table._saved
     seconds = engine.cost.prefill_seconds(sequence.num_computed) * 1.5
     nbytes = 2 * engine.runner.block_nbytes
-    saved._rates["host"] = 2 * nbytes / seconds  # by the times at the start, moving takes half again as long
+    saved._rates["host"] = 2 * nbytes / seconds  # uncorrected: moving takes 1.5 times as long as computing
     for _ in range(60 if corrects else 0):
         engine._planner.correct_cost(4.0, 1.0)
     engine._table.preempt(sequence)

@@ -112,7 +112,7 @@ def test_formats_have_the_bits_of_packed_weights_in_memory(weights: str, tmp_pat
 
 
 def test_weights_pass_through_the_stated_memory(tmp_path: Path) -> None:
-    """Staging takes at most three of the largest products or a quarter of all, and no streamed weight is resident."""
+    """Staging takes at most three of the largest weights or a quarter of all. No streamed weight is resident."""
     model = saved("llama", tmp_path, num_hidden_layers=12)
     with streamed(tmp_path) as llm:
         parts = modules_of(llm)
@@ -144,7 +144,7 @@ def test_a_changed_model_gets_a_new_file_and_an_incomplete_one_is_made_again(tmp
     with streamed(tmp_path, check_at_load=False) as llm:
         llm.generate([[3, 4]], GREEDY)
     (first,) = tmp_path.glob("windlass-weights/*.weights")
-    first.write_bytes(first.read_bytes()[:5000])  # killed while it was written
+    first.write_bytes(first.read_bytes()[:5000])  # as if the writer had been killed
     model = saved("llama", tmp_path, seed=1)
     with streamed(tmp_path, check_at_load=False) as llm:
         assert_greedy(model, llm.generate([[3, 4]], GREEDY))
@@ -281,7 +281,7 @@ def test_any_order_of_use_gets_the_bytes_of_its_units(seed: int) -> None:
 
 
 class LateRead:
-    """Read that writes into its memory when it is finished."""
+    """Read that fills its buffer only in `wait` or `finish`."""
 
     def __init__(self, source: LateSource, unit: int, into: torch.Tensor) -> None:
         self.source, self.unit = source, unit

@@ -59,7 +59,7 @@ def test_texts_obey_their_structure(make: Any, option: str) -> None:
     tokenizer = make()
     model = text_model(tokenizer)
     params = [
-        # the bias of the end token ends numbers and spaces of a random model
+        # a random model ends numbers and spaces only with a bias for the end token
         SamplingParams(
             n=2,
             seed=seed,
@@ -171,7 +171,7 @@ def test_whitespace_and_properties_of_json_can_be_limited() -> None:
 
 
 def test_branches_of_all_of_stay_open_together() -> None:
-    """A branch that was closed by itself would refuse the properties that another branch requires."""
+    """A branch that allowed only its own properties would refuse those that another branch requires."""
     tokenizer = byte_level_tokenizer()
     compiler = StructuredOutputCompiler(tokenizer, len(tokenizer))
     compiler.load()

@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
 
 def experts_by_place(place: Place) -> Batch:
-    """Return a batch and its experts. In step 1 all ranks choose the same; one expert is never chosen."""
+    """Return a batch and its experts. In step 1 all ranks choose the same. Layer 2 never chooses its last expert."""
     generator = place.generator() if place.step != 1 else torch.Generator().manual_seed(place.micro)
     first, second = torch.randint(0, 6, (2,), generator=generator).tolist()
     return {**rows(place), "first": first % 3, "second": second % 2}
@@ -86,13 +86,13 @@ class EarlyExit(nn.Module):
 
 
 def path_by_place(place: Place) -> Batch:
-    """Return a path of up to four blocks, from the first on."""
+    """Return a batch whose path is the first zero to four blocks."""
     depth = int(torch.randint(0, 5, (), generator=place.generator()))
     return {**rows(place), "path": list(range(depth))}
 
 
 def random_path(place: Place) -> Batch:
-    """Return a path of any blocks in any order, any number of times."""
+    """Return a batch whose path is up to five blocks, in any order and with repetitions."""
     generator = place.generator()
     length = int(torch.randint(0, 6, (), generator=generator))
     return {**rows(place), "path": torch.randint(0, 4, (length,), generator=generator).tolist()}
@@ -113,7 +113,7 @@ class Plain(nn.Module):
 
 
 def batch_or_none(place: Place) -> Batch:
-    """Return a batch or None. Rank 0 has all micro-batches, other ranks the first 0 to 3, and none in step 3."""
+    """Return a dict of a batch or None. Rank 0 has all micro-batches, others the first 0 to 3, and none in step 3."""
     left = int(torch.randint(0, 4, (), generator=Place(place.step, 0, place.rank).generator()))
     here = place.rank == 0 or (place.micro < left and place.step != 3)
     return {"batch": rows(place) if here else None}

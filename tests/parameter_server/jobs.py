@@ -22,7 +22,7 @@ from windlass.parameter_server.shard_process import ShardProcess
 from windlass.parameter_server.worker import ParameterServerWorker
 
 CONNECT = timedelta(seconds=240)  # a test machine may be suspended
-_RANDOM = threading.Lock()  # all threads share torch's generator: a seed of one must not reach the model of another
+_RANDOM = threading.Lock()  # threads share torch's generator: one thread's seed must not reach another thread's model
 
 
 class Job:

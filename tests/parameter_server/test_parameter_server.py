@@ -263,7 +263,7 @@ def test_backup_workers_do_not_hold_up_an_update() -> None:
 
 @pytest.mark.parametrize("mode", ["asynchronous", "bounded"])
 def test_workers_come_and_go(mode: Any) -> None:
-    """A worker that dies silently does not hold up the others; a worker that comes later joins at their step."""
+    """A worker that dies silently does not hold up the others; one that joins later begins at their current step."""
     job = Job(mlp, sgd, ParameterServerSettings(mode=mode), servers=2, workers=2)
     job.start_servers()
     (model, stays), (other, dies) = job.worker(0), job.worker(1)
@@ -369,7 +369,7 @@ class _Left:
 
 
 def lose(job: Job, server: int) -> None:
-    """End a server silently, as a kill does: its links close, and its threads find no worker."""
+    """End a server silently, as a kill does: its links to workers close, and no message is sent."""
     lost = job.servers.pop(server)
     lost.abandon()
 
@@ -391,7 +391,7 @@ def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) ->
     close(dict(model.named_parameters()), wanted)
     worker.close()
     job.finish()
-    again = Job(mlp, adamw, settings, servers=2, workers=1)  # a new run continues too
+    again = Job(mlp, adamw, settings, servers=2, workers=1)  # a new run continues from the snapshots too
     again.start_servers()
     model, worker = again.worker(0)
     assert worker.pull() == STEPS
@@ -610,7 +610,7 @@ def test_a_worker_that_has_not_connected_yet_can_still_take_part() -> None:
     clock.join(0, 0, -1)
     clock.join(1, 0, -1)
     clock.leave(1, retires=True)
-    assert clock.stuck_because() == ""  # worker 2 starts slowly
+    assert clock.stuck_because() == ""  # worker 2 may still connect
     clock.leave(2, retires=False)
     assert clock.stuck_because().startswith("1 of the 2 workers")
     clock.join(2, 0, -1)
@@ -775,7 +775,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def assert_a_failure_is_named(job: Job, cause: str) -> None:
-    """Check that the failure of a job's only server reaches its worker and its caller."""
+    """Check that the failure of a job's only server is raised on its worker and by `Job.finish`."""
     job.start_servers()
     model, worker = job.worker(0)
     with pytest.raises(CommunicationError, match=f"server 0 .* failed: RuntimeError: {cause}"):
@@ -860,7 +860,7 @@ def test_sparse_adam_is_for_sparse_gradients() -> None:
 
 
 def test_only_the_dtype_of_messages_has_to_be_equal() -> None:
-    """Narrower parameters are converted on their process; float64 parameters change the size of each message."""
+    """Each process converts bf16 parameters itself; float64 parameters change the size of messages."""
     fingerprint = layout_of(mlp(), 1).fingerprint
     assert layout_of(mlp().bfloat16(), 1).fingerprint == fingerprint != layout_of(mlp().double(), 1).fingerprint
 

@@ -194,7 +194,7 @@ def test_a_server_that_was_replaced_becomes_a_replica_without_a_request() -> Non
 
 
 def test_a_server_that_was_replaced_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a suspension it counts the time as one without workers, before it reads the shard's entry in the store."""
+    """After a suspension, the server counts the time without workers before it reads the shard's entry in the store."""
     is_late = threading.Event()
     monkeypatch.setattr(server, "_PLACE_CHECK_S", 3600.0)
     monkeypatch.setattr(ParameterServer, "_is_over", lambda self: is_late.is_set())
@@ -227,7 +227,7 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
 
 
 def test_process_takes_over_the_entry_with_its_own_replica_number() -> None:
-    """A process finds an entry with its own replica number, registers as generation 2, and lacks a snapshot."""
+    """A process finds an entry with its own replica number, registers as generation 2, and then finds no snapshot."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     rendezvous = job.rendezvous()
     rendezvous.register_server(0, replica=1)

@@ -1,4 +1,4 @@
-"""Tests that each name that DeepSpeed's clients import exists with its kind, or raises one sentence at its use."""
+"""Tests that each name that DeepSpeed's clients import exists with its kind, or raises one sentence when it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the end of processes with a disk tier: no file remains; the next tier removes the folder of a killed one."""
+"""Tests of the end of processes with a disk tier: no file remains; the next tier removes a killed process's folder."""
 
 from __future__ import annotations
 

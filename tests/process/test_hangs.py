@@ -124,7 +124,7 @@ def test_each_fault_is_diagnosed_by_its_cause(tmp_path: Path) -> None:
 def test_error_caught_inside_a_collective_computation(tmp_path: Path) -> None:
     """An error caught on one of two ranks along tp ends the run; an error caught on both does not.
 
-    A collective of one call is never matched with that of another call.
+    A collective of one call is never matched with a collective of another call.
     """
     result = run(tmp_path, ["caught", "alike"], "gloo", 1)
     check("caught", result["caught"], "gloo", 1)
@@ -134,7 +134,7 @@ def test_error_caught_inside_a_collective_computation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_call_left_out_along_ep_with_sharded_parameters_ends_all_ranks(tmp_path: Path) -> None:
-    """A rank catches an error between forward and backward. The other one needs it in the all-gathers of its backward.
+    """A rank catches an error between forward and backward. The other rank's backward needs this rank for all-gathers.
 
     So the ranks cannot drop the batch. Both end before `timeout_s`: a rank that detects the different calls raises, and
     the watchdog ends a rank that waits.

@@ -1,4 +1,4 @@
-"""Tests of the native kernels' threads beside Python's, and after a fork."""
+"""Tests of the native kernels' threads when several Python threads use them at once, and after a fork."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests of a parameter of 2^31 + 1 elements: no count, offset or length overflows 32 bits.
 
-Run the slow tests alone: they need 9 GB of memory and 14 GB of disk, and the one that trains needs 18 GiB and 16 GiB.
+Run the slow tests alone: they need 9 GB of memory and 14 GB of disk; training needs 18 GiB and 16 GiB.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def test_ranks_of_mpich_are_connected_by_mpi(
 
 @pytest.mark.slow
 def test_mpirun_alone_starts_ranks(program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """Rank, world and the address of the rendezvous come from MPI. Ranks that mpirun has not started are refused."""
+    """Rank, world size and rendezvous address come from MPI. Ranks that mpirun has not started are refused."""
     (tmp_path / "rank.py").write_text(MPI_RANK)
     done = program(mpiexec(), "-n", "2", sys.executable, "rank.py")
     assert sorted(done.stdout.splitlines()) == ["0 3.0 mpi4py", "1 3.0 mpi4py"], done.stderr

@@ -81,7 +81,7 @@ def test_module_is_run(tmp_path: Path, script: Callable[[str], str], monkeypatch
 
 def test_worst_exit_code_is_returned(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     outcome = start_ranks([script("import os, sys; sys.exit([4, 9, 2][int(os.environ['RANK'])])")], 3)
-    # Timing decides which ranks fail before the launcher stops the others; only these failures count.
+    # Timing decides which ranks fail before the launcher stops the others; only failures before the stop count.
     assert outcome.exit_code == max(failure.status for failure in outcome.failures)
     assert outcome.exit_code in (2, 4, 9)
     assert "Traceback" not in capfd.readouterr().err, "torch told its own version of the failure"

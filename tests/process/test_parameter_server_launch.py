@@ -93,7 +93,7 @@ def test_replicas_are_ranks_between_servers_and_workers() -> None:
 
     words = ["--servers", "2", "--replicas", "1", "--workers", "3", "job.py"]
     plan = plan_from_args(parse_flags(build_run_parser(), words), {})
-    assert len(plan.hosts[0].slots) == 7 and plan.servers == 4  # the first four are started again
+    assert len(plan.hosts[0].slots) == 7 and plan.servers == 4  # the first four ranks (servers, replicas) are restarted
     assert plan.env["WINDLASS_SERVERS"] == "2" and plan.env["WINDLASS_REPLICAS"] == "1"
 
 

@@ -63,7 +63,7 @@ def test_a_failure_of_one_rank_ends_the_wait_for_the_others(
 def test_a_command_without_an_answer_is_named() -> None:
     with RankPool(partial(Echo, ""), 1, label="echo", timeout_s=0.5) as pool:
         pool._timeout_s = None
-        pool.ask("meet")  # the process has started
+        pool.ask("meet")  # an answer: the process has started
         pool._timeout_s = 0.5
         with pytest.raises(RankPoolError, match="rank 0: no answer to 'fail' in 0.5 s"):
             pool.ask("fail", rank=1, kind="")

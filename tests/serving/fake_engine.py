@@ -231,7 +231,7 @@ class FakeEngine:
 
 
 def make_fake_engine(model: str, **options: Any) -> FakeEngine:
-    """Return a fake engine, for the server processes of tests. The models broken, bug and dies cause a failure."""
+    """Return a fake engine, for the server processes of tests. The models "broken", "bug" and "dies" fail here."""
     if model == "broken":
         raise ConfigError("the model is broken")
     if model == "bug":

@@ -86,7 +86,7 @@ class ServerProcess:
 
     Args:
         model: kind of engine; see `make_fake_engine`.
-        has_router: a single engine is a replica behind a router too, in another process.
+        has_router: if True, a single engine too runs as a replica in another process, behind a router.
         options: options of the engine, and settings of the server.
     """
 

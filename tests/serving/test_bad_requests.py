@@ -85,7 +85,7 @@ def test_a_body_that_is_no_json_object(client: TestClient, body: bytes, part: st
     ("body", "parameter", "part"),
     [
         ({}, "prompt", "required"),
-        ({"prompt": ""}, None, None),  # the tokenizer adds a token: this one is served
+        ({"prompt": ""}, None, None),  # served: the tokenizer adds a token
         ({"prompt": []}, "prompt", "send a text"),
         ({"prompt": [1, "a"]}, "prompt", "prompt.0"),
         ({"prompt": [[1], [True]]}, "prompt", "prompt.1"),
@@ -238,7 +238,7 @@ def test_many_wrong_elements_are_one_error(model: type[RequestModel]) -> None:
                 errors = [one for one in error.errors(include_url=False) if one["loc"][0] == name]
                 # `parse` refuses the first unknown field itself
                 errors = [one for one in errors if one["type"] != "extra_forbidden"]
-            assert len(errors) <= 3, name  # one for each member of a union
+            assert len(errors) <= 3, name  # one for each member of the field's union
 
 
 def test_a_chat_without_a_template() -> None:
@@ -367,7 +367,7 @@ def test_a_text_that_cannot_fit_is_refused_without_its_tokens() -> None:
     engine = FakeEngine()
     engine.tokenizer = tokenizer = make_byte_tokenizer()
     client = client_of(engine)
-    tokenizer.encode = None  # a call raises
+    tokenizer.encode = None  # a call of the tokenizer raises
     text = "a" * 10_000
     chat = {"messages": [{"role": "user", "content": text}]}
     for path, body, field in (

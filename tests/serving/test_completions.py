@@ -1,4 +1,4 @@
-"""Tests of the forms of completions, and of fields beyond OpenAI's."""
+"""Tests of completions and chats: forms of prompts, fields beyond OpenAI's, usage, and metrics."""
 
 from __future__ import annotations
 

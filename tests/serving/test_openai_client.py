@@ -93,7 +93,7 @@ def test_chat_logprobs_have_the_likeliest_tokens_in_order(client: openai.OpenAI)
 
 
 class City(pydantic.BaseModel):
-    """Arguments of a tool, and form of an answer."""
+    """Arguments of a tool call, and schema of a structured answer."""
 
     city: str
 

@@ -1,4 +1,4 @@
-"""Tests of the browser page: it is one file, its policy allows only its own parts, and a browser can use it."""
+"""Tests of the browser page: it is one file, its CSP allows only its own script and style, and a browser can use it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def client(engine: FakeEngine) -> Iterator[openai.OpenAI]:
 
 
 def prompt_of(engine: FakeEngine) -> str:
-    """Return the text of the last prompt."""
+    """Return the text of the last prompt that the engine received."""
     return engine.tokenizer.decode(engine.seen[-1][0])
 
 
@@ -85,7 +85,7 @@ def test_a_stream_grows_to_the_whole_response(client: openai.OpenAI, engine: Fak
     assert list(map(plain, last.output)) == list(map(plain, whole.output))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert whole.output[0].content[0].logprobs  # type: ignore[union-attr, index]
-    # OpenAI's accumulation of the events checks their order and their places.
+    # OpenAI's client accumulates the events, and so checks their order and indices.
     with client.responses.stream(**arguments) as stream:
         assert list(map(plain, stream.get_final_response().output))[0]["content"][0]["text"] == "One moment.\n"
 

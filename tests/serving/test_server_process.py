@@ -199,7 +199,7 @@ def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path
         connection = HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         connection.request("POST", TEXT, b"\x1f\x8b", headers)
-        assert connection.getresponse().status == 415  # from the router, which forwards no encoding
+        assert connection.getresponse().status == 415  # from the router, which forwards no encoded body
         connection.close()
         redirect = server.open("POST", f"{TEXT}/", {"prompt": "a"})
         assert (redirect.status, redirect.headers["location"]) == (307, f"http://127.0.0.1:{server.port}{TEXT}")

@@ -19,7 +19,7 @@ FILES = {path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.rglo
 
 
 def first_files(text: str) -> list[str]:
-    """Return the files that a page lists to be read first, without folder and suffix."""
+    """Return the names of the files that a page says to read first, without folder and suffix."""
     (paragraph,) = re.findall(r"(?is)read (?:the code, read )?these eight files first(.*?)(?:\n\n|\Z)", text)
     return re.findall(r"(\w+)(?:`|\.py\])", re.sub(r"\]\([^)]*\)", "]", paragraph).split("docs/")[0])
 

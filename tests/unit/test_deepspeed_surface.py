@@ -111,7 +111,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "zero/sharded_init/from_pretrained_patch.py": "is_deepspeed_zero3_enabled",
     },
 }
-"""Words of each file, separated by spaces, under the reason for which they may stand there."""
+"""Words of each file, separated by spaces, under the reason for which they are allowed there."""
 
 
 def test_the_search_finds_each_kind_of_name() -> None:

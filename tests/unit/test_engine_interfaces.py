@@ -36,7 +36,7 @@ def test_a_file_uses_no_private_attribute_of_an_engine(path: Path) -> None:
 
 
 def test_private_accesses_are_found() -> None:
-    """Each form of a private access is found, and public names and other owners are not."""
+    """Each form of a private access is found; public names and attributes of other objects are not."""
     source = "engine._sharded.units\nself._engine._config = 1\nEngine._scaling_engine\nengine.module\nself._sharded"
     assert len(private_accesses(source)) == 3
 
@@ -74,7 +74,7 @@ def test_private_names_that_cross_a_file_are_declared(file: str) -> None:
 
 
 def _own_compat_names(file: str) -> set[str]:
-    """Return the names that DeepSpeed's pipeline engine takes from DeepSpeed's engine."""
+    """Return the private names that `deepspeed_pipeline.py` may use because `deepspeed_engine.py` defines them."""
     return NAMES["deepspeed_engine.py"][1] if file == "deepspeed_pipeline.py" else set()
 
 

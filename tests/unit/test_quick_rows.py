@@ -23,7 +23,7 @@ def all_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
 
 @given(SIZES, st.data())
 def test_every_value_of_every_parameter_stays(sizes: dict[str, int], data: st.DataObject) -> None:
-    """Each value of each parameter is in a quick row, for any rows of a test."""
+    """Whatever rows a test has, each value of each parameter is in a row that `make test` keeps."""
     rows = data.draw(st.lists(st.sampled_from(all_rows(sizes)), min_size=1, unique_by=str))
     kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
     for name in sizes:

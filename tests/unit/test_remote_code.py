@@ -190,7 +190,7 @@ def test_code_in_a_directory_is_refused_regardless_of_stdin(
         read(folder)
     assert str(folder) in str(refusal.value)
     assert not mark.exists()
-    assert sys.stdin.read().count("y") == 20  # no prompt consumed the answers on stdin
+    assert sys.stdin.read().count("y") == 20  # no prompt consumed one of the 20 answers on stdin
 
 
 def test_custom_generate_is_ignored(strange: tuple[Path, Path], alone: None) -> None:

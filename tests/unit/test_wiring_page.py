@@ -16,7 +16,7 @@ from tests.paused_collection import paused_collection
 
 ROOT = Path(windlass.__file__).parent
 PAGE = (ROOT.parent / "docs" / "wiring.md").read_text("utf-8")
-# Attribute that has the same name as a callable of another class.
+# Assignments that `later_assignments` reports only because another class's callable has the attribute's name.
 OTHER_ATTRIBUTES = {("CompressionClock.source", "zero/sharded_init/deferred")}
 SECTIONS = {result[1]: result[2] for result in re.finditer(r"(?ms)^## `(\w+)`\n(.*?)(?=^## |\Z)", PAGE)}
 
@@ -100,7 +100,7 @@ def assigned_attributes(tree: ast.Module) -> set[str]:
 
 
 def later_assignments(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
-    """Return the attributes annotated as callables, with the other files that assign to them, by their names."""
+    """Return pairs (attribute annotated as a callable, other file that assigns to an attribute of that name)."""
     owners: dict[str, dict[str, str]] = {}
     for file, tree in trees.items():
         for attribute, owner in callable_attributes(tree).items():
@@ -133,7 +133,7 @@ def wires(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def rows(section: str) -> dict[str, str]:
-    """Return the file of the call by the member, from a section's table."""
+    """Return, for each member in a section's table, the file in which it is called."""
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     column = table[0].index("called in")
     return {row[0].strip("`"): row[column].strip("`") for row in table[2:]}
@@ -202,6 +202,6 @@ class Record:
 """
     wire, record = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     assert callable_fields(record) == []
-    assert callable_fields(wire) == []  # two of three: under three quarters
+    assert callable_fields(wire) == []  # two of three fields are callables: under three quarters
     del wire.body[2]
     assert callable_fields(wire) == ["call", "other"]

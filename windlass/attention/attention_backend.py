@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
             that changes the result raises an error that names it.
         computes_local_heads: `attend` may be called with some heads of a layer, given by `heads`, and full sequences,
             so the backend can be combined with Ulysses sequence parallelism.
-        depends_on_head: the computation of a head depends on its index, as the slopes of ALiBi do. The backend is
+        depends_on_head: the computation of a head depends on its index, e.g. through ALiBi slopes. The backend is
             then refused under tensor parallelism, where a layer holds some heads without their indices.
     """
 
@@ -73,7 +73,7 @@ class AttentionBackend(Protocol):
             key: `[samples, key heads, keys, features]`; the number of query heads is a multiple of the key heads.
             value: `[samples, key heads, keys, value features]`.
             mask: returned by `make_mask`; or the tensor (or None) that the model made itself, without transformers'
-                mask functions. A backend that needs its own form raises a ModelError for it.
+                mask functions. A backend that supports only the masks of `make_mask` raises a ModelError for others.
             scaling: factor of the scores; None means `features ** -0.5`.
             dropout: probability of dropping an attention weight.
             heads: the query heads of the layer that `query` holds.

@@ -41,7 +41,8 @@ def attention(
         scaling: factor of the scores; None means `features ** -0.5`.
         dropout: probability of dropping an attention weight; give 0 in eval mode.
         module: the calling layer, for backends with state per layer.
-        heads: the heads of the layer that `query` holds, if not all; for backends whose heads differ.
+        heads: the heads of the layer that `query` holds, if not all; for backends in which a head's computation depends
+            on its index.
         arguments: further arguments that the backend supports, e.g. `softcap`.
 
     Returns:

@@ -24,8 +24,8 @@ class AttentionMask:
         sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; requires as many queries as
             keys. None: one document in each sample.
         position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies;
-            requires as many queries as keys, and a band or chunks. None: positions in the whole row. A band may use
-            either, because it depends only on differences of positions.
+            requires as many queries as keys, and a band or chunks as the pattern. None: positions in the whole row. A
+            band may use either, because it depends only on differences of positions.
         device: device of the dense mask.
 
     Raises:
@@ -95,7 +95,7 @@ def _evaluate_predicate(
     if not predicate.needs_vmap:
         head = torch.zeros((), dtype=torch.long, device=queries.device)
         return predicate.function(samples[:, None, None, None], head, queries[:, None], keys)
-    from transformers.masking_utils import sdpa_mask  # works around indexing with scalars inside vmap
+    from transformers.masking_utils import sdpa_mask  # makes vmap work where a mask indexes with scalars
 
     if "q_length" in inspect.signature(sdpa_mask).parameters:
         positions = {"q_length": len(queries), "q_offset": queries[:1], "device": queries.device}

@@ -28,7 +28,7 @@ class EagerBackend(AttentionBackend):
         return mask.to_dense()
 
     def bias_scores(self, scores: torch.Tensor, heads: HeadSlice) -> torch.Tensor:
-        """Return `scores`, `[samples, heads, queries, keys]`, with the bias of these heads added. By default there is
+        """Return `scores`, `[samples, heads, queries, keys]`, with the bias of `heads` added. By default there is
         no bias."""
         return scores
 

@@ -36,7 +36,7 @@ def recognize_mask(function: MaskFunction, *, needs_vmap: bool = False) -> Recog
     """Decompose a mask function. A function with unknown parts becomes a `MaskPredicate` as a whole.
 
     Args:
-        needs_vmap: `use_vmap` of transformers: the function has a part that its caller wrote.
+        needs_vmap: `use_vmap` of transformers: True if the function contains one that a caller of transformers passed.
     """
     found = RecognizedMask()
     complete = _collect(function, found)
@@ -93,7 +93,7 @@ def _set_once(found: RecognizedMask, name: str, value: Any) -> bool:
 
 
 def _add_pattern(pattern: MaskBand | ChunkedMask, found: RecognizedMask) -> bool:
-    """Intersect the pattern found so far with another one; return False for two kinds of chunks."""
+    """Intersect the pattern found so far with `pattern`. Return False if both are chunked: these are not combined."""
     before = found.pattern
     if isinstance(before, MaskBand) and isinstance(pattern, MaskBand):
         found.pattern = before.intersect(pattern)

@@ -57,8 +57,8 @@ def resolve_mask(
     """Return the dense mask (None: no mask tensor), and True if attention is causal.
 
     Args:
-        mask: a description that needs no tensor, a tensor, or None. None is read as transformers does: causal if
-            `is_causal` or, by default, `module.is_causal`, unless there is a single query.
+        mask: an `AttentionMask` that needs no dense tensor, a tensor, or None. None means the same as in transformers:
+            causal if `is_causal` or, by default, `module.is_causal`, unless there is a single query.
 
     Raises:
         ModelError: the mask has another type.

@@ -1,8 +1,8 @@
 """The attention function and the mask function that windlass registers with transformers, under the name "windlass".
 
 Without an active backend both do what transformers' `"sdpa"` does; layers with soft caps or sinks use `EagerBackend`. A
-model's code decides which layers get which mask, so sliding windows on some layers and bidirectional attention arrive
-unchanged; see [Note: active backends].
+model's code decides which layers get which mask, so sliding windows on some layers and bidirectional attention reach
+the backend unchanged; see [Note: active backends].
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ATTENTION_NAME = "windlass"
 MASK_ARGUMENTS = frozenset(
     {"local_size", "allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix", "dtype", "config"}
 )
-"""Keyword arguments of mask functions that repeat the `AttentionMask`, or only choose a form of the dense mask."""
+"""Keyword arguments, passed to mask functions, that repeat `AttentionMask` or only choose the form of a dense mask."""
 
 _IGNORED_ARGUMENTS = {
-    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # in the mask
+    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # mask has these
     *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache", "deterministic"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
     *("labels", "shift_labels", "token_type_ids", "logits_to_keep", "is_causal"),
@@ -123,7 +123,8 @@ def attention_forward(
             shape.
     """
     backend, mask = get_active_backend(), attention_mask
-    if isinstance(attention_mask, BoundMask):  # takes precedence: a recomputation runs after the context has ended
+    # The mask's backend takes precedence: a recomputation runs after the context of `use_backend` has ended.
+    if isinstance(attention_mask, BoundMask):
         backend, mask = attention_mask.backend, attention_mask.mask
     if backend is None:
         if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
@@ -169,8 +170,8 @@ def make_transformers_mask(
         q_length, q_offset, device: number of queries, position of the first one, and device of the mask.
         cache_position: `[queries]`, positions of the queries. Older releases (5.0) pass it instead of `q_length`,
             `q_offset` and `device`.
-        use_vmap: True if the mask function has a part that its caller wrote. None (releases such as 4.57 do not pass
-            it): it may have such a part.
+        use_vmap: True if the mask function contains a function that a caller of transformers passed. None (releases
+            such as 4.57 do not pass `use_vmap`): it may contain one.
 
     Raises:
         ModelError: an argument is not known, or the active backend cannot compute the pattern.
@@ -194,7 +195,7 @@ def make_transformers_mask(
         )
     if cache_position is not None:
         q_length, device = cache_position.shape[0], cache_position.device
-        # Where there are as many keys as queries, both begin at the same token; the value stays on its device.
+        # With as many keys as queries, both begin at the same token. Otherwise the offset stays a tensor on its device.
         q_offset = kv_offset if q_length == kv_length else cache_position[0]
         use_vmap = use_vmap is not False
     elif q_length is None:

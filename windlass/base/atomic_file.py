@@ -44,7 +44,7 @@ def open_new(path: str | os.PathLike[str], mode: str = "xb", **options: Any) -> 
 def temporary_path_beside(path: Path) -> Path:
     """Return a hidden path in the directory of `path` that no other process uses.
 
-    Create it exclusively (mode "x", O_EXCL).
+    The caller must create it exclusively (mode "x", O_EXCL), so that an existing file is never overwritten.
     """
     return path.with_name(f".{_stem(path)}.{secrets.token_hex(_TOKEN_BYTES)}{PARTIAL_SUFFIX}")
 
@@ -64,7 +64,7 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = _FILE_MODE, d
 
     Args:
         mode: permissions before the umask is applied.
-        durable: return after the bytes are on the disk. To make the name durable, sync the directory too.
+        durable: True: return only once the bytes are on the disk. To make the name durable, sync the directory too.
 
     Raises:
         OSError: the file can't be written; `path` is unchanged.

@@ -30,7 +30,7 @@ class CollectiveActivity:
         self.caught_error = ""
         self.is_evaluating = False
         self.progress_count = 0  # counts transfers inside waits, to distinguish a long wait with progress from a hang
-        self.is_watched = False  # a watchdog runs, and clears `pending_collective` when the collective has ended
+        self.is_watched = False  # True: a watchdog runs, and clears `pending_collective` when the collective has ended
 
     @property
     def current_wait(self) -> WaitScope | None:

@@ -1,4 +1,4 @@
-"""Access to the transforms of torch.func around the running code, through private names of torch, in one place."""
+"""Detection and suspension of the torch.func transforms that call the running code. Uses private names of torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def in_transform() -> bool:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context without transforms of torch.func.
+    """Return a context inside which no transform of torch.func is active.
 
-    A transform wraps every tensor that is created inside it, and wrapped tensors have no memory to gather into.
+    A transform wraps every tensor that is created inside it. Values cannot be gathered into a wrapped tensor, as it has
+    no memory of its own.
     """
     if not in_transform():
         return _OUTSIDE

@@ -56,7 +56,9 @@ def restore_kept_memory() -> None:
 
 @contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """Apply [Note: freed memory while building] inside the context."""
+    """Make malloc return large freed blocks to the system inside the context, and afterwards keep freed memory again if
+    `keep_freed_memory` was called before (see [Note: freed memory while building]).
+    """
     return_freed_memory()
     try:
         yield
@@ -66,7 +68,8 @@ def returning_freed_memory() -> Iterator[None]:
 
 @contextmanager
 def loading_without_gaps() -> Iterator[None]:
-    """Apply [Note: freed memory while building] to a model that is served afterwards.
+    """Make malloc return large freed blocks to the system while a model that will be served is loaded (see
+    [Note: freed memory while building]).
 
     After the context, steps get blocks of up to 32 MiB from malloc's heap, as with glibc's own adaptation.
     """

@@ -1,4 +1,4 @@
-"""Announcement of matrix products in native code, which torch's dispatch modes cannot observe."""
+"""Counting of the FLOPs of matrix products in native code, which torch's dispatch modes cannot observe."""
 
 from __future__ import annotations
 

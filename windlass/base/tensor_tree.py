@@ -15,7 +15,7 @@ _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in `value` once, in order.
 
-    Attributes of other objects are searched too, except those of modules, classes and callables.
+    Containers and dataclasses are searched, and the attributes of other objects except modules, classes and callables.
     """
     yield from _iterate(value, set())
 
@@ -41,7 +41,7 @@ def _iterate(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """Return the attributes of an object, also those in slots of its classes."""
+    """Return the values of an object's attributes, also of those in `__slots__` of its classes."""
     slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
     names = [name for of_class in slots for name in ((of_class,) if isinstance(of_class, str) else of_class)]
     own = list(getattr(value, "__dict__", {}).values())

@@ -98,7 +98,7 @@ class AsyncSave:
                 group.destroy()
 
     def _background_ranks(self, ranks: CheckpointRanks) -> CheckpointRanks:
-        """Return the same ranks in a group that only writer threads use."""
+        """Return `ranks` with a process group that only writer threads use."""
         if ranks.world_size == 1:
             return replace(ranks, in_background=True)
         if self._group is None:

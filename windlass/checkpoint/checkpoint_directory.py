@@ -200,7 +200,7 @@ def require_space(path: Path, needed: int) -> None:
 
 @contextmanager
 def disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Turn an OSError while writing `path` into a CheckpointError, for a full disk with the bytes needed and free."""
+    """Turn an OSError while writing `path` into a CheckpointError: for a full disk, with the needed and free bytes."""
     try:
         yield
     except OSError as error:

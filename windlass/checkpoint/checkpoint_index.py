@@ -1,4 +1,4 @@
-"""Index of a checkpoint, `checkpoint.json`: the file of each box of each tensor, and the plain data."""
+"""Index of a checkpoint, `checkpoint.json`: the file of each rectangular part (box) of each tensor, and plain data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """One box of a tensor: its position in the tensor, the file and entry that hold it, and the crc32 of its bytes.
+    """Rectangular part (box) of a tensor: its position, the file and entry that hold it, and the crc32 of its bytes.
 
     In an index built from other libraries' files, `crc32` is None if the file itself has a checksum that covers the
     entry, and `file` may be any name in the directory.
@@ -163,7 +163,7 @@ def check_index(index: CheckpointIndex, path: Path) -> None:
     """Check that an index, read or built, does not contradict itself. Opens no file.
 
     Raises:
-        CheckpointError: a tensor's boxes do not cover it exactly once, a tensor has an unknown dtype or file or more
+        CheckpointError: a tensor's chunks do not cover it exactly once, a tensor has an unknown dtype or file or more
             than 64 dimensions, a file name leads out of the directory, `ranks` does not have `world_size` items, or
             plain data is too deep, or refers to a tensor that is missing, too large, or named twice.
     """

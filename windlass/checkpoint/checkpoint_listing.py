@@ -110,7 +110,8 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
 
 
 def find_damage(path: Path, index: CheckpointIndex) -> str:
-    """Return a description of damaged bytes in a checkpoint; empty if there are none. Memory: some megabytes."""
+    """Return a description of damaged bytes in a checkpoint; empty if there are none. Needs only some megabytes of
+    memory."""
     by_file: dict[str, list[tuple[TensorRecord, ChunkRecord]]] = {}
     for record in index.tensors.values():
         for chunk in record.chunks:

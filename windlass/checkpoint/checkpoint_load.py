@@ -43,12 +43,13 @@ def load(
 ) -> LoadedState:
     """Fill the tensors of `into` in place from `directory`/`tag`. Collective over the group.
 
-    `into.shards` and `into.tensors` may have any sharding over any number of ranks. Ranks need not cover a tensor, and
-    ranges may overlap. The plain data of `into` is ignored; the saved plain data is returned.
+    `into.shards` and `into.tensors` may have any sharding over any number of ranks. The ranks together need
+    not cover a tensor, and their ranges may overlap. The plain data of `into` is ignored; the saved plain data is
+    returned.
 
     Args:
         tag: tag of the checkpoint; None: the tag in `latest`.
-        process_group: as in `save`.
+        process_group: the ranks that load together; see `save`.
         strict: raise on missing and unexpected names; else only report them.
         ignore: prefixes of names in the checkpoint that need not be requested, such as `("state/",)`.
         optional: prefixes of names whose absence, in `into` or in the checkpoint, is only reported.

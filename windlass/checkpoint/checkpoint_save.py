@@ -36,8 +36,8 @@ def save(
 
     Data is written under a hidden name, fsynced, and renamed once complete; `latest` is written after that. A
     checkpoint of the same tag is replaced. If the save fails, earlier checkpoints are intact. Memory: host
-    copies of tensors that are not on the CPU, at most 256 MiB plus one box at a time; for lazy tensors, one storage
-    handle at a time.
+    copies of tensors that are not on the CPU, at most 256 MiB plus one box (part of a tensor) at a time; for lazy
+    tensors, one storage handle at a time.
 
     Args:
         process_group: the ranks that save together, gloo or nccl. None: the default group, or this process alone if
@@ -72,7 +72,9 @@ class DerivedMetadata(Protocol):
 
 
 class CheckpointSave:
-    """Save whose ranks have agreed on the writer of each box; no data is written yet. Its construction is collective.
+    """Save whose ranks have agreed which rank writes each box (part of a tensor). No data is written yet.
+
+    Construction is collective.
 
     Args:
         on_finished: called on the first rank once the checkpoint exists and, with `save_latest`, `latest` names it. Its
@@ -84,7 +86,7 @@ class CheckpointSave:
             `on_finished` is then called on the first rank of each disk ([Note: node-local checkpoints]).
 
     Raises:
-        CheckpointError: as `save`, the same on all ranks.
+        CheckpointError: in the cases of `save`; the same on all ranks.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class CheckpointSave:
         return self._writer.file
 
     def finish(self, ranks: CheckpointRanks, local_error: Exception | None = None) -> Path:
-        """Write the checkpoint and return its path. Collective over the same ranks.
+        """Write the checkpoint and return its path. Collective over the ranks of the construction.
 
         May be called in any thread, if `ranks` has a process group of its own for that thread.
 
@@ -229,7 +231,8 @@ class CheckpointSave:
 def _prepare_save(
     held: dict[str, HeldTensor], shared_plain: list[Any], root: Path, tag: str, state: SavedState, rank: int
 ) -> tuple[str, Any]:
-    """Fill `held` with this rank's boxes. Append encoded plain data to `shared_plain`; None on ranks other than 0.
+    """Fill `held` with this rank's parts of tensors. On rank 0, append its encoded plain
+    data to `shared_plain`; on other ranks, append None.
 
     Return the target path and this rank's own encoded plain data.
     """

@@ -1,4 +1,4 @@
-"""State in a checkpoint: named tensors, sharded or full, and plain data."""
+"""State in a checkpoint: named tensors, sharded or full, and plain data, i.e. values that are stored as JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OffloadedStorage:
         """Make updates of these values wait from now on."""
 
     def release_writers(self) -> None:
-        """Let updates continue: the values were copied, or will not be."""
+        """Let updates continue, because the values were copied or will not be copied."""
         self._released.set()
 
     def wait_until_released(self) -> None:
@@ -201,7 +201,7 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class HeldBox:
-    """One box of a named tensor. `get` returns its memory in the box's shape, while its storage handle is open."""
+    """One box (rectangular part) of a named tensor. `get` returns its memory, in its shape, while `storage` is open."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -211,7 +211,7 @@ class HeldBox:
 
 @dataclass
 class HeldTensor:
-    """Boxes of one named tensor that this rank holds; none if its ranges are empty."""
+    """Boxes (rectangular parts) of one named tensor that this rank holds; none if its ranges are empty."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

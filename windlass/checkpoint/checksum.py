@@ -1,4 +1,4 @@
-"""Computation of crc32, with `isal`'s processor instructions if it is installed: zlib alone is slower than a disk."""
+"""Computation of crc32 by the package `isal` if it is installed, else by zlib, which is slower than a disk."""
 
 from __future__ import annotations
 

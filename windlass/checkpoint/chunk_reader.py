@@ -1,4 +1,6 @@
-"""Reading of stored boxes in a load: part by part into their target memory, with a check of their crc32."""
+"""Reading of stored boxes (rectangular parts of tensors) in a load: part by part into their target memory, with a
+check of their crc32.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from windlass.checkpoint.open_file_cache import OpenFileCache
 from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
 from windlass.checkpoint.shard_load_planner import Wanted
 
-_RUN_BYTES = 1 << 22  # bytes converted, moved to a device, checksummed, or read as one run at a time
+_RUN_BYTES = 1 << 22  # maximum bytes converted, moved to a device, checksummed or read at a time
 _SMALL = 1 << 18  # bytes; smaller boxes are read together with their neighbours: a copy costs less than another read
 
 
 class _Box(NamedTuple):
-    """Stored box with its byte range in the file, and its parts that fill memory of one storage handle."""
+    """Stored box, its byte range `[begin, end)` in the file, and those of its parts that are read in one pass."""
 
     file: TensorFile
     begin: int
@@ -35,7 +37,7 @@ class _Box(NamedTuple):
 
 @dataclass
 class _ChecksumProgress:
-    """Number of bytes of an entry read so far, and their crc32."""
+    """Number of bytes of a stored box that have been read so far, and the crc32 of these bytes."""
 
     position: int = 0
     crc32: int = 0
@@ -44,8 +46,9 @@ class _ChecksumProgress:
 class ChunkReader:
     """Reader of boxes of a checkpoint into their target memory. Use it in a `with` statement.
 
-    A box with parts in several storage handles is read part by part, as the handles are opened. Its crc32 is checked
-    after its last part. Small boxes that are wanted in full and follow each other in their file are read together.
+    Target memory may be offloaded: then it is filled while its handle (`LazyStorage`) is open. A box with parts in
+    several handles is read part by part, as the handles are opened. Its crc32 is checked after its last part. Small
+    boxes that are wanted in full and follow each other in their file are read together.
 
     Args:
         files: the open files of the checkpoint.
@@ -114,7 +117,7 @@ class ChunkReader:
         )
 
     def _read_run(self, run: list[_Box]) -> None:
-        """Fill the targets of boxes that follow each other in their file with one read. Check the crc32 of each box."""
+        """Read boxes that follow each other in their file with one read, and fill their targets. Check each crc32."""
         file, first = run[0].file, run[0].begin
         raw = file.read_run(first, run[-1].end, run[0].parts[0].chunk.entry)
         data, start = memoryview(raw), ctypes.addressof(raw)
@@ -204,7 +207,7 @@ class ChunkReader:
 
 
 def _sum_up(file: TensorFile, entry: str, progress: _ChecksumProgress, until: int) -> None:
-    """Read the bytes up to `until` for the checksum alone, which covers the full box."""
+    """Read the bytes up to `until` only to add them to the checksum, which covers the full box."""
     while progress.position < until:
         scratch = torch.empty(min(_RUN_BYTES, until - progress.position), dtype=torch.uint8, device="cpu")
         raw = file.read_part(entry, progress.position, scratch)

@@ -19,7 +19,9 @@ from windlass.checkpoint.write_assignment import HeldTensorInfos, assign_writers
 def plan_save(
     path: Path, held: dict[str, HeldTensor], ranks: CheckpointRanks, plain: Any, rank_plain: Iterable[Any]
 ) -> SafetensorsWriter:
-    """Agree on the rank that writes each box to the directory `path`. Return this rank's writer. Collective.
+    """Agree on the rank that writes each box (rectangular part of a tensor) to the directory `path`. Collective.
+
+    Return this rank's writer.
 
     Raises:
         CheckpointError: on all ranks, if any of them fails or the disk has too little space.
@@ -54,7 +56,7 @@ def load_held_tensors(
     check: Callable[[], object],
     on_overwrite: Callable[[], object],
 ) -> None:
-    """Fill this rank's boxes from a checkpoint. Collective.
+    """Fill this rank's parts of tensors from a checkpoint. Collective.
 
     Args:
         first: names of tensors that all ranks fill before any other tensor. Then `check` is called on all ranks.

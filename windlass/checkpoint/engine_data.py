@@ -22,7 +22,7 @@ from windlass.checkpoint.checkpoint_index import Count, validation_message
 
 
 def _check_hyperparameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Reject invalid hyper-parameters, by the names that all optimizers use."""
+    """Return the hyper-parameters unchanged. Raise ValueError if a common one (`lr`, `betas`, ...) is invalid."""
     for key in ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "step"):
         value = values.get(key, 0)
         if isinstance(value, bool) or (isinstance(value, (int, float)) and not 0 <= value < float("inf")):

@@ -1,9 +1,10 @@
 """Checkpoint formats of other libraries: the protocol of a format, and the registry of all formats.
 
-[Note: foreign formats] A checkpoint directory that another library wrote is read through an index made in memory, whose
-boxes are in that library's files. So everything behind the index (loading in any layout, listing, export) has no code
-for individual formats. `windlass.compat` implements DeepSpeed's format; it imports this package, so the registry holds
-the dotted name of the class and imports it on first use.
+[Note: foreign formats] A checkpoint directory that another library wrote is read through an index made in memory. Each
+entry of the index describes a rectangular part of a tensor and its place in that library's files. Code that reads
+through the index (loading in any layout, listing, export) is the same for all formats. `windlass.compat` implements
+DeepSpeed's format; it imports this package, so the registry holds the dotted name of the class and imports it on first
+use.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ForeignFormat(Protocol):
     """Checkpoint format of another library.
 
     Attributes:
-        name: name in the registry; also the value of `checkpoint.format` that exports it.
+        name: name in the registry; also the value of `checkpoint.format` with which a save adds files of this format.
     """
 
     @property
@@ -76,7 +77,8 @@ class ForeignFormat(Protocol):
         ...
 
     def find_damage(self, path: Path, indexed_files: Collection[str]) -> str:
-        """Compare every byte of this format's files in `path` with its checksum. Return the damage as text, or "".
+        """Check all bytes of this format's files in `path` against the files' checksums. Return the damage as text, or
+        "".
 
         Args:
             indexed_files: names of the files that the index refers to. A load needs no other files.

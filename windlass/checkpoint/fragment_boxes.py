@@ -68,12 +68,13 @@ def is_contiguous(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class BoxPart:
-    """Box of a global tensor, and its position in a flat range of a local part of that tensor.
+    """Box of a global tensor, and the place of its elements in a flat range of a rank's local part of that tensor.
+
+    The flat range consists of boxes of the local part; the containing box is the one that contains this box.
 
     Attributes:
         offsets, sizes: position and sizes in the global tensor.
-        containing_start, containing_sizes: position in the flat range, and sizes, of the containing box: the box of the
-            flat range in which this box lies.
+        containing_start, containing_sizes: first element of the containing box in the flat range, and its sizes.
         starts_in_box: position of this box inside the containing box.
     """
 

@@ -1,9 +1,9 @@
 """Checkpoints on disks that belong to single nodes: each node gets all files.
 
 [Note: node-local checkpoints] Ranks that cannot access rank 0's staging directory write to a staging directory of their
-own node, which the node's first rank creates. Once all files are written, and the index on rank 0's node, the nodes
-send each other the missing files. So every node's directory holds the full checkpoint, and any number of ranks on any
-node can load it; each node needs space for all of it. If all nodes share the directory, nothing is copied.
+own node, which the node's first rank (its leader) creates. Once all files are written, and the index on rank 0's node,
+the nodes send each other the missing files. So every node's directory holds the full checkpoint, and any number of
+ranks on any node can load it; each node needs space for all of it. If all nodes share the directory, nothing is copied.
 
 The other ranks of a node wait until the files are copied. Their leader sends them a message for each second of
 progress, so that the watchdog does not take a long copy for a hang.

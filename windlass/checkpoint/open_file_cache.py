@@ -13,9 +13,9 @@ _OPEN = 64  # maximum number of open files; a checkpoint has about one file for 
 
 
 class OpenFileCache:
-    """Files of one checkpoint by name.
+    """Files of one checkpoint by name, at most 64 of them open.
 
-    The least recently used file is closed when the limit is reached, and reopened by a read.
+    The least recently used file is closed to open another one, and is reopened when it is read.
 
     Args:
         path: the checkpoint's directory.

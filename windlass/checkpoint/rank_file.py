@@ -22,7 +22,7 @@ _MAX_UNWAITED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class RankFileItem:
-    """Entry of the file. `get` returns the tensor while its storage handle is open."""
+    """Entry of a rank's data file. `get` returns the tensor while its storage handle is open."""
 
     name: str
     entry: TensorEntry
@@ -36,8 +36,8 @@ class RankFile:
     [Note: saving while training goes on] An async save copies resident tensors to a host buffer with the layout of the
     file; from there full pages are written to disk without another copy. Offloaded values are not copied but read one
     storage handle at a time, before the copy is written. An update waits before it changes the values of a handle
-    that is not yet read, and that handle is read next (`OffloadedStorage`). So the memory is a buffer for this rank's
-    resident tensors, which the next save reuses, and one storage handle.
+    that is not yet read, and that handle is read next (`OffloadedStorage`). So a save takes host memory for a copy of
+    this rank's resident tensors, which the next save reuses, and for the values of one storage handle.
 
     Args:
         items: entries of the file, which has them in this order, except that wide dtypes come first.
@@ -80,7 +80,7 @@ class RankFile:
             for handle, items in group_items_by_storage(requested):
                 with handle.open() if handle is not None else nullcontext():
                     copies += [self._copy_item(item, data[self._offsets[item.name] - start :]) for item in items]
-                    for copy in copies:  # the copies read the open handle's memory
+                    for copy in copies:  # before the handle closes: they read its memory
                         copy.wait()
                     copies.clear()
         for handle in {id(item.storage): item.storage for item in self._items.values()}.values():
@@ -104,7 +104,8 @@ class RankFile:
         try:
             if self._items:
                 with TensorFileWriter(self.path, self.entries, self._layout) as file:
-                    # offloaded values first, because updates wait for them; closing a handle waits for all writes
+                    # Offloaded values first, because updates wait for them, and because closing a handle waits for all
+                    # submitted writes, which would include those of the copies.
                     self._write_from_storages(file, handles, sums)
                     for names, start, data in self._copied_runs:
                         file.submit_bytes(names, start, data)

@@ -27,7 +27,8 @@ def remove_old_checkpoints(
 ) -> list[str]:
     """Remove the oldest checkpoints of a run beyond the last `keep_last`. Called on one rank.
 
-    Return the tags to remove. Checkpoints that cannot be removed stay, with a warning: the save itself succeeded.
+    Return the tags chosen for removal. A checkpoint that cannot be removed stays, with a warning: the save itself
+    succeeded.
 
     Args:
         saved_tag: the tag that was just saved.

@@ -55,7 +55,7 @@ class ExportResult:
     Attributes:
         tensors, nbytes: number of tensors, and their bytes.
         files: names of the safetensors files.
-        tied: aliases of tensors that are stored once, with the names under which they are stored.
+        tied: name of the stored tensor, by alias, for tensors that are stored once.
         companions: further files that were copied.
         absent: parameters that the checkpoint does not hold.
     """

@@ -191,8 +191,8 @@ class TensorFile:
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
         """Fill `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on.
 
-        Return the tensor's memory as bytes. They are not checked: compute the crc32 of the full entry for
-        `compare_crc32`, or call `verify_checksum` before.
+        Return the tensor's memory as bytes. They are not checked: pass the crc32 of the full entry to
+        `compare_crc32` afterwards, or call `verify_checksum` first.
 
         Raises:
             CheckpointError: the file has fewer bytes, or cannot be read.

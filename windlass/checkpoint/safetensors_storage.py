@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Size of a rank's file and the crc32 of each entry in order, sent to the first rank."""
+    """Size of a rank's file, and the crc32 of each of its boxes as `boxes_to_write` orders them; sent to rank 0."""
 
     nbytes: int
     checksums: list[int]
@@ -58,8 +58,9 @@ class SafetensorsWriter:
     Args:
         rank: this rank; its file is `rank_<rank>.safetensors`.
         held: the tensors that this rank holds.
-        ranks: for each rank, the boxes that it holds, and a flag for each box that is 1 if the rank writes the box
-            (`write_assignment.assign_writers`). Rank 0 needs the items of all ranks, another rank only its own.
+        ranks: for each rank, the boxes (rectangular parts of tensors) that it holds, and a flag for each box that is 1
+            if the rank writes the box (`write_assignment.assign_writers`). Rank 0 needs the items of all ranks, another
+            rank only its own.
         plain: plain data shared by all ranks, as `windlass.checkpoint.plain_data` encodes it.
         rank_plain: plain data of each rank.
 
@@ -91,7 +92,7 @@ class SafetensorsWriter:
         self.file = RankFile(path / _file_name(rank), items, self._on_tensor_written)
 
     def observe(self, callback: Callable[[str, tuple[int, ...], int, torch.Tensor], object]) -> None:
-        """Call `callback` for each box as it is written.
+        """Call `callback` for each box (rectangular part of a tensor) as it is written.
 
         The arguments are the tensor's name and shape, the flat position of the box's first element in the tensor, and
         the box's elements `[n]`. A box that is not a flat range is passed as several ranges.
@@ -206,7 +207,7 @@ def _completed_future(result: T) -> Future[T]:
 
 
 def _stored_box(item: ReadItem) -> tuple[str, tuple[int, ...]]:
-    """Return the tensor name and the offsets that identify a stored box."""
+    """Return the tensor name and the offsets in the tensor of the stored chunk that an item reads."""
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 

@@ -1,4 +1,7 @@
-"""Planning of a load: the parts of stored boxes that fill this rank's boxes, for any sharding of file and model."""
+"""Planning of a load: which parts of the stored boxes fill this rank's boxes, for any sharding of file and model.
+
+A box is a rectangular part of a tensor: an offset and a size in each dimension.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(held: Mapping[str, HeldTensor], index: CheckpointIndex) -> Iterator[Wanted]:
-    """Yield the parts of a checkpoint that fill `held`, in the order of its boxes.
+    """Yield the parts of a checkpoint that fill `held`, in the order of the boxes in `held`.
 
     The checkpoint must hold every name in `held` with its shape.
     """

@@ -40,8 +40,8 @@ class StagingCheckpoint:
     """Hidden directory `.TAG.XXXXXXXX.writing`, initially empty, which becomes `TAG` or is removed.
 
     [Note: abandoned staging checkpoints] Every attempt has a unique name, so that a rank of a dead run cannot affect
-    the next one. Rank 0 locks a file in its staging directory while its process runs. If another process can take
-    that lock, the writer has ended, on any host, and the process removes the directory; a locked directory stays. If
+    the next one. Rank 0 locks a file in its staging directory while its process runs. If another process can take that
+    lock, the writer has ended, whichever host it ran on, and the process removes the directory. A locked one stays. If
     the file system has no locks, the file records its writer, so that writers that died on this host are recognized.
 
     Args:
@@ -170,7 +170,7 @@ def _warn_concurrent_writers(directory: Path, tag: str, others: list[Path]) -> N
 
 
 def _read_writer(staging: Path) -> tuple[str, str]:
-    """Return the identity of the process that writes a staging directory, and its description."""
+    """Return the identity and the description of the process that writes a staging directory."""
     try:
         process, _, description = read_regular(staging / _LOCK, staging).decode("utf-8", "replace").partition("\n")
     except OSError:

@@ -161,7 +161,7 @@ class StoredCheckpoint:
         return name in self.index.tensors
 
     def meta_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor on the meta device with this tensor's shape and dtype."""
+        """Return a tensor on the meta device with the shape and dtype of the tensor `name`."""
         record = self._record(name)
         return torch.empty(record.shape, dtype=dtype_from_code(record.dtype), device="meta")
 
@@ -204,7 +204,8 @@ class StoredCheckpoint:
         Each part is overwritten by the next one.
 
         Raises:
-            CheckpointError: as `read_full`; damage is detected at the end of the damaged box.
+            CheckpointError: as `read_full`; damage is detected at the end of the damaged box (stored part of the
+                tensor).
         """
         record = self._record(name)
         if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
@@ -228,7 +229,8 @@ class StoredCheckpoint:
     def iter_span(self, name: str, start: int, stop: int, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield elements `[start, stop)` of the flat tensor as consecutive parts, as `iter_parts` does.
 
-        If only a part of a box is needed, the full box is read first, because its checksum covers all of it.
+        If only a part of a box (stored part of the tensor) is needed, the full box is read first, because its checksum
+        covers all of it.
 
         Raises:
             CheckpointError: as `iter_parts`.
@@ -265,7 +267,10 @@ class StoredCheckpoint:
 
 
 def _index_identity(path: Path) -> tuple[int, int] | None:
-    """Return time and size of a checkpoint's index; None if there is none. Inodes may change on a network disk."""
+    """Return the modification time and the size of a checkpoint's index file; None if there is none.
+
+    The inode number is left out, because it may change on a network disk.
+    """
     try:
         found = (path / INDEX_FILE).stat()
     except OSError:
@@ -274,7 +279,7 @@ def _index_identity(path: Path) -> tuple[int, int] | None:
 
 
 def missing_names(stored: StoredCheckpoint, names: Iterable[str]) -> list[str]:
-    """Return the names that a checkpoint does not hold."""
+    """Return those of `names` that the checkpoint does not hold."""
     return [name for name in names if name not in stored]
 
 

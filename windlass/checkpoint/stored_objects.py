@@ -18,7 +18,10 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class UnknownObject:
-    """Object whose class is not declared, or not imported, where a checkpoint is read. It is saved as it was read.
+    """Stored form of an object: name of its class, and state.
+
+    A load returns it in place of an object whose class is neither known nor declared as safe, or not imported. It is
+    then saved again as it was read.
 
     Attributes:
         module: module that defines the class.

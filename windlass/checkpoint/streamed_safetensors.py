@@ -17,7 +17,7 @@ from windlass.checkpoint.safetensors_file import TensorEntry, build_header, tens
 def stream_tensors(
     path: Path, entries: Mapping[str, TensorEntry], parts: Iterable[Iterable[torch.Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    """Write the file durably. Memory: one part.
+    """Write the file durably, with at most one part in memory.
 
     Args:
         entries: all tensors, in the order in which they are written.

@@ -19,13 +19,13 @@ from windlass.checkpoint.checkpoint_directory import disk_errors
 from windlass.checkpoint.pickle_writer import PlannedTensor, write_pickle
 from windlass.checkpoint.safetensors_file import tensor_bytes
 
-_ALIGNED = 64  # bytes; torch's alignment, for readers that map the file
+_ALIGNED = 64  # bytes; torch's alignment, for readers that memory-map the file
 _SMALL = 1 << 31  # size in bytes from which a record uses zip's 64-bit format
 _HEADER = 30  # bytes of a record's header, without name and extra field
 
 
 def write_torch_file(path: Path, value: Any) -> None:
-    """Write `value` (see `pickle_writer`) durably. Memory: one part of a tensor, and the plain data.
+    """Write `value` (see `pickle_writer`) durably, with the plain data and at most one part of a tensor in memory.
 
     Raises:
         CheckpointError: the disk is full, the path cannot be written, `value` contains other values than plain

@@ -19,7 +19,7 @@ from windlass.kernels.update_tensors import count_scales
 from windlass.optim import quantized_states
 from windlass.optim.elementwise_optimizers import SCALAR_STATES
 
-# group keys that select an implementation, which each run chooses itself
+# keys of parameter groups that select an implementation: they are not restored, since each run chooses its own
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable", "state_dtype"})
 
 

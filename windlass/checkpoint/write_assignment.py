@@ -1,4 +1,6 @@
-"""Assignment of boxes to the ranks that write them: each box once, covering all of every tensor."""
+"""Assignment of boxes (rectangular parts of tensors) to ranks: each box is written once, and all of every tensor is
+written.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
         ranks: descriptions of the tensors that each rank holds.
 
     Returns:
-        For each rank, one byte per box that it holds, in order: 1 if it writes the box; and the total bytes of all
-            boxes. A box that several ranks hold is written by the rank with the fewest bytes so far.
+        For each rank, one byte per box that it holds, in order: 1 if it writes the box. Also the total bytes of all
+            boxes, each counted once. A box that several ranks hold is assigned to the one with the fewest bytes so far.
 
     Raises:
         CheckpointError: ranks disagree on a tensor's shape or dtype, or their boxes leave gaps or overlap.

@@ -111,8 +111,8 @@ def offload(
     rivals: Annotated[bool, typer.Option(help="Measure DeepSpeed too, if it is installed.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure samples per second, memory and copies with states and parameters on the device, in host memory and on
-    disk, beside DeepSpeed."""
+    """Measure samples per second, memory and copies, for states and parameters on the device, in host memory and on
+    disk. DeepSpeed is measured too."""
     from windlass.cli.benches import offload_bench as experiment
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
@@ -193,8 +193,9 @@ def device(
     size: Annotated[int, typer.Option(min=16, max=1 << 15, help="Rows and columns of a product's factors.")] = 2048,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure products, attention, memory and the smallest operation of this device, and write the section `[device]`
-    of a cluster file for `windlass simulate`. A CPU is measured with this process's threads (OMP_NUM_THREADS).
+    """Measure matrix products, attention, memory and the smallest operation of this device, and write the section
+    `[device]` of a cluster file for `windlass simulate`. A CPU is measured with this process's threads
+    (OMP_NUM_THREADS).
     """
     from windlass.cli.benches import device_bench
 

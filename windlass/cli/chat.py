@@ -72,7 +72,7 @@ class Conversation:
 
     Attributes:
         messages: messages in the form of chat templates; without a chat template, their texts are joined.
-        tokens, seconds: tokens of the last answer, and its time from the first token on.
+        tokens, seconds: number of tokens of the last answer, and the time from its first to its last token.
     """
 
     def __init__(self, engine: ServedEngine, params: Any, system: str | None) -> None:

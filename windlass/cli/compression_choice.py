@@ -39,7 +39,7 @@ from windlass.compress.rotation import RotatedDirectory, untie_head
 from windlass.compress.token_times import ANCHOR_FORMAT, TokenTimes
 
 ATTEMPTS = 4  # maximum number of choices that are rounded and measured
-_MARGIN = 0.9  # the next choice is made for this fraction of the allowed loss
+_MARGIN = 0.9  # the next choice aims at this fraction of the allowed loss
 _USED = 0.8  # a choice that uses less than this fraction of the allowed loss is made again
 _LEAST_SHARE = 1e-3
 _LOOSEST = 4.0  # largest factor by which the allowed loss rises between two successive choices
@@ -87,8 +87,8 @@ class FormatChooser:
         return BudgetChoice(groups, uniform=None if uniform is None else tuple(uniform), **value)
 
     def _measure(self, share: float) -> dict[str, Any]:
-        """Compute a choice and return it as JSON data. The losses of single groups are measured by the first call
-        only."""
+        """Compute a choice and return it as JSON data. The loss that rounding each group of layers causes is
+        measured by the first call only."""
         settings, budget = self._settings, self._settings.limits
         assert budget is not None
         times = self._times()
@@ -132,7 +132,7 @@ class FormatChooser:
         return asdict(choice)
 
     def _time_formats(self, directory: ModelDirectory, formats: dict[str, str]) -> float:
-        """Return the measured seconds of a token, with the layers in `formats` rounded to nearest."""
+        """Return the measured seconds per token, with the layers in `formats` rounded to nearest."""
         path = self._work.kept(self.folder) / "timed"
         trust = self._settings.trust_remote_code
         write_packed_directory(directory, path, formats.get, overwrite=True, trust_remote_code=trust)
@@ -258,8 +258,9 @@ def _next_share(tried: Sequence[RoundedChoice], limit: float) -> float:
     """Return the share of the allowed loss for the next choice.
 
     The last share is scaled by the limit over the measured loss. The result is between the largest share whose loss
-    was within the limit and the smallest share whose loss was not. After a loss above the limit, the share that
-    the last choice was predicted to use is scaled if it is below the last share, so that the next choice differs.
+    was within the limit and the smallest share whose loss was not. After a loss above the limit, the share
+    that the last choice was predicted to use is scaled instead, if it is the smaller one: the last choice used no more
+    than that, so a share between the two would give the same choice.
     """
     last = tried[-1]
     if last.loss <= limit:

@@ -1,8 +1,8 @@
 """Training of a compressed model against a teacher, a stage of `windlass compress`.
 
 [Note: trained codes] With a weight format, the forward rounds the weights of the layers, so that the trained weights
-are packed to exactly the values that the loss was computed with. Without a weight format, or with a rounding method,
-the weights stay unquantized.
+are packed to exactly the values that the loss was computed with. Without a weight format, or with a rounding method
+(which rounds after the training), the training leaves the weights unquantized.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WARM_UP_SHARE = 20  # number of all steps divided by the number of warm-up step
 
 @dataclass(frozen=True)
 class DistillationSettings:
-    """Training against a teacher.
+    """Settings of a training against a teacher.
 
     Attributes:
         teacher: directory of the teacher.
@@ -88,9 +88,9 @@ def check_teacher_directory(teacher: Path, student: Path) -> None:
     """Check the teacher without loading its weights.
 
     Raises:
-        ConfigError: the teacher has another tokenizer.
-        ModelError: the directory is not a model.
-        DataError: one of the two has no tokenizer.
+        ConfigError: the teacher and the student have different tokenizers.
+        ModelError: the teacher's directory is not a model.
+        DataError: the teacher or the student has no tokenizer.
     """
     ModelDirectory(teacher)
     check_tokenizers(load_tokenizer(student).backend, load_tokenizer(teacher).backend)
@@ -124,7 +124,7 @@ def distil_directory(
         Distillation loss at the beginning and at the end: means of the first and of the last tenth of the steps.
 
     Raises:
-        ConfigError: teacher and model do not fit.
+        ConfigError: the teacher and the model do not match.
         ModelError: there is a weight format, but no layer that can be rounded while it is trained.
         LossError: the loss is not finite.
         DistillationStopped: a signal was received before the last step.
@@ -223,7 +223,7 @@ def _train(
         losses = list(state["losses"])
     saved = monotonic()
     while len(losses) < settings.steps:
-        torch.manual_seed(len(losses))  # each step has the same dropout after a resume
+        torch.manual_seed(len(losses))  # a step has the same dropout with and without a resume
         batch = {name: ids.to(engine.device) for name, ids in next(loader).items()}
         loss = engine(**batch).loss
         if not bool(torch.isfinite(loss)):

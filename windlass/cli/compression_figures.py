@@ -40,14 +40,14 @@ class ModelFigures:
 
     @classmethod
     def of(cls, nbytes: int, bits: float | None, run: RunFigures | None) -> ModelFigures:
-        """Combine the figures of a model with those of its run."""
+        """Return the figures of a model: its size, its bits per byte, and the speed and memory of a run."""
         if run is None:
             return cls(nbytes, bits)
         return cls(nbytes, bits, 1 / run.seconds, 1e3 * run.seconds, run.memory, run.idle_memory)
 
 
 def format_name(weights: str, group: int | None) -> str:
-    """Return the full name of a weight format: `int4_g128` for `int4` and no group.
+    """Return the full name of a weight format: `int4_g128`, with the default group size, for `int4` and `group` None.
 
     Raises:
         ConfigError: there is no format of this name and group size.
@@ -151,7 +151,7 @@ def measure_figures(
 
 
 def measure_bits(path: Path, held_out: Any, *, trust_remote_code: bool = False) -> float:
-    """Return the bits per byte of held-out text, with the inputs that the inference engine would use."""
+    """Return the bits per byte of held-out text, with layer inputs rounded as in the inference engine."""
     from windlass.compress.calibration_text import bits_per_byte
     from windlass.inference.model_loading import load_model
 

@@ -1,4 +1,4 @@
-"""Picture of a compression: figures of the model before and after, and the format and bytes of each layer."""
+"""SVG picture of a compression: size, loss and speed of the model before and after, and format and size by layer."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def layer_sizes(directory: ModelDirectory, formats: Mapping[str, str]) -> list[L
 def draw_compression(
     before: Mapping[str, Any], after: Mapping[str, Any], layers: Sequence[LayerBytes], choice: BudgetChoice | None
 ) -> str:
-    """Return an SVG with bars for the figures before and after, a mark at the figures that were predicted for a
-    budget's choice, and a bar for each layer.
+    """Return an SVG with bars for the model's values before and after, lines at the values that `choice` predicted,
+    and a bar for each layer.
 
     Args:
         before, after: fields of `ModelFigures`.
@@ -113,7 +113,7 @@ def _draw_panel(x: float, title: str, before: float, after: float, expected: flo
 
 
 def _draw_layers(layers: Sequence[LayerBytes], top: float) -> list[str]:
-    """Draw a bar for each layer: its width is the size before, its height the ratio of the sizes."""
+    """Draw a bar for each layer: its width is the size before, its height the size after relative to that before."""
     total, x, low = sum(one.wide_bytes for one in layers) or 1, 20.0, top + _LAYERS
     most = max((one.nbytes / (one.wide_bytes or 1) for one in layers), default=1.0) or 1.0
     drawn = []

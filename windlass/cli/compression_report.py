@@ -20,7 +20,7 @@ class CompressionReport:
     """Contents of the report of one run.
 
     Attributes:
-        figures: lines of the table of both models.
+        figures: lines of the table that compares the model before and after compression.
         pruned: lines about pruning.
         layers: sizes of all matrices.
         choice: formats chosen for a budget; None: no budget.

@@ -58,9 +58,9 @@ class CompressionRun:
     def __init__(self, settings: CompressionSettings) -> None:
         self._settings = settings
         self.progress = StageProgress()
-        self.is_complete = False  # the output directory is complete; measurements may still follow
+        self.is_complete = False  # True once the output directory is complete; measurements may still follow
         self._bits_before: float | None = None  # bits per byte of the source model on held-out text
-        self._run_before: RunFigures | None = None  # run of the source model
+        self._run_before: RunFigures | None = None  # figures of a run of the source model
         self._layers: list[LayerSize] = []
         self._pruned: list[str] = []
         self._notes: list[str] = []

@@ -1,4 +1,5 @@
-"""Command `windlass env`: prints the facts of this machine that a bug report needs. A missing fact is not an error."""
+"""Command `windlass env`: prints the properties of this machine that a bug report needs. A property that cannot be read
+is not an error."""
 
 from __future__ import annotations
 

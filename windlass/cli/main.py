@@ -29,7 +29,7 @@ class CliCommand:
     attribute: str
     summary: str
     takes_program: bool = False  # all arguments after the program's name belong to the program
-    passes_unknown_options: bool = False  # options unknown to the command belong to the script
+    passes_unknown_options: bool = False  # options unknown to the command belong to the script that it runs
     parses_itself: bool = False  # the command's function parses all arguments, `--help` included
 
     def load(self) -> Any:

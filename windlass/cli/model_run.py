@@ -25,7 +25,7 @@ class RunFigures:
     """Figures of a process that loaded a model and generated tokens for one request.
 
     Attributes:
-        seconds: seconds of a generated token.
+        seconds: seconds per generated token.
         memory: peak resident bytes of the process, mapped pages of the model's files included; None without /proc.
         idle_memory: resident bytes of the process before it loaded the weights: interpreter, libraries, classes of the
             model; None without /proc.
@@ -63,7 +63,8 @@ def run_model(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    build_empty(ModelDirectory(path), trust_remote_code=trust_remote_code)  # imports the modules of the model's class
+    # import the modules of the model's class now, because they count as idle memory
+    build_empty(ModelDirectory(path), trust_remote_code=trust_remote_code)
     idle = resident_bytes()
     options: dict[str, Any] = {"max_sequences": 1, "skip_tokenizer_init": True, "weights": weights}
     with LLM(path, device="cpu", trust_remote_code=trust_remote_code, **options) as llm:

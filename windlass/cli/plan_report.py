@@ -19,7 +19,7 @@ def format_size(nbytes: int) -> str:
 
 
 def places_of(plan: MemoryPlan) -> list[str]:
-    """Return the places that a plan uses."""
+    """Return the places (device, host, disk) in which a plan uses memory."""
     return [place for place in PLACES if plan.kinds(place)]
 
 
@@ -63,7 +63,10 @@ def _amounts(missing: dict[str, int]) -> str:
 
 
 def ladder_table(choice: Choice) -> Table:
-    """Return a table with a row for each rung that was planned or refused, from the fastest to the smallest."""
+    """Return a table with a row for each configuration of the ladder that was planned or refused.
+
+    The ladder goes from the fastest configuration to the one that needs the least memory.
+    """
     table = Table(title="from the fastest to the smallest", title_justify="left")
     for name in ("configuration", *PLACES, "result"):
         table.add_column(name, justify="right" if name in PLACES else "left")
@@ -78,7 +81,9 @@ def ladder_table(choice: Choice) -> Table:
 
 
 def refusal_lines(choice: Choice) -> list[str]:
-    """Return one line for each reason for which `initialize` refuses rungs, with its number in the table."""
+    """Return one line for each reason for which `initialize` refuses configurations, with the reason's number in
+    `ladder_table`.
+    """
     return [f"reason {number}: {problem}" for problem, number in _reasons(choice).items()]
 
 
@@ -88,10 +93,11 @@ def _reasons(choice: Choice) -> dict[str, int]:
 
 
 def choice_line(choice: Choice, *, may_use_nvme: bool) -> str:
-    """Return one line with the chosen rung and the reason for it; if none fits, with the nearest rung and remedies.
+    """Return one line with the chosen configuration and the reason for it. If none fits, the line names the one that
+    lacks the fewest bytes, and remedies.
 
     Args:
-        may_use_nvme: True if the ladder had rungs on NVMe.
+        may_use_nvme: True if configurations with NVMe were tried.
     """
     if choice.chosen is None:
         others = ["more ranks", "a smaller micro-batch", "shorter samples", *([] if may_use_nvme else ["--nvme"])]

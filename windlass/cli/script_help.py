@@ -1,4 +1,4 @@
-"""Help text of the argument of commands that run a training script."""
+"""Help text of the argument SCRIPT of commands that run a training script."""
 
 SCRIPT_HELP = (
     "A training script and its arguments. Options of this command may be anywhere before --; all words after -- belong "

@@ -31,7 +31,9 @@ def format_time(seconds: float) -> str:
 
 
 def step_tables(predictions: list[tuple[StepPrediction, Goodput | None]]) -> list[Table]:
-    """Return tables with a column for each number of ranks, at most `_RANK_COLUMNS` in one table (80 characters)."""
+    """Return tables with a column for each number of ranks, at most `_RANK_COLUMNS` in one table, so that it
+    fits 80 characters.
+    """
     return [
         _step_table(predictions[first : first + _RANK_COLUMNS]) for first in range(0, len(predictions), _RANK_COLUMNS)
     ]
@@ -64,7 +66,9 @@ def _step_table(predictions: list[tuple[StepPrediction, Goodput | None]]) -> Tab
 
 
 def wait_table(one: StepPrediction) -> Table:
-    """Return a table of waits, links, and bytes that a rank receives."""
+    """Return a table of the times of compute, waits and busy links, and of the bytes sent over links and received by a
+    rank.
+    """
     table = Table(title=f"{one.world_size:,} ranks: where the step waits, and the bytes of links", title_justify="left")
     for name in ("", "time", "of the step", "bytes"):
         table.add_column(name, justify="left" if not name else "right")
@@ -81,7 +85,7 @@ def wait_table(one: StepPrediction) -> Table:
 
 
 def kinds_table(kinds: list[KindPrediction]) -> Table:
-    """Return a table of an optimizer's kinds of steps, and of their average in a long run."""
+    """Return a table of the time and traffic of each kind of optimizer step, and of the average in a long run."""
     table = Table(title="kinds of steps of the optimizer", title_justify="left")
     for name in ("gradients", "such as step", "of a long run", "time", "bytes received"):
         table.add_column(name, justify="left" if name == "gradients" else "right")
@@ -105,7 +109,7 @@ def fit_line(work: StepWork, cluster: Cluster) -> str:
 
 
 def goodput_line(good: Goodput) -> str:
-    """Return one line about failures and checkpoints."""
+    """Return one line with the time between failures, the time between checkpoints, and the goodput."""
     return (
         f"a failure every {format_time(good.mtbf)}; a checkpoint every {format_time(good.interval)} (Young "
         f"{format_time(good.young)}, Daly {format_time(good.daly)}): goodput {good.goodput:.1%}"
@@ -113,7 +117,7 @@ def goodput_line(good: Goodput) -> str:
 
 
 def draw_timeline(one: StepPrediction, path: Path) -> bool:
-    """Write a PNG of the first 60 streams and links. Return False, and log one line, without matplotlib."""
+    """Write the timeline of the first 60 streams and links as a PNG. Without matplotlib, log one line, return False."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -97,7 +97,7 @@ def tune(
     if exhaustive and trials is not None:
         raise ConfigError(f"--trials {trials} has no effect with --exhaustive; leave one of them out")
     if sampler == "optuna":
-        import_optuna()  # raises before the first trial
+        import_optuna()  # without Optuna, fail before the first trial
     path = config if config is not None else find_config(program)
     low, high = _parse_range(batch)
     limits = SearchLimits(

@@ -62,9 +62,9 @@ def verify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON, and nothing else.")] = False,
 ) -> None:
-    """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
-    phase: weights and outputs of every module, every gradient before and after the reduction, norm and clipping, every
-    new weight. Exit code 0: equal; 1: not equal, or the comparison failed."""
+    """Train with plain PyTorch in one process, and sharded by CONFIG on N ranks, on the same batches; compare each step
+    phase by phase: weights and outputs of every module, every gradient before and after the reduction, norm and
+    clipping, every new weight. Exit code 0: equal; 1: not equal, or the comparison failed."""
     counts = _parse_rank_counts(nproc)
     _check_options(script, config, model, batch)
     from windlass.verify.verification_job import VerificationJob

@@ -1,4 +1,4 @@
-"""Agreement board: fast exchange of a few integers between the ranks of a group, for the order of collectives."""
+"""Agreement board: fast exchange of a few integers between ranks of a group, to agree on the order of collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.comm.shared_memory import Counters
 
 WIDTH = 32  # maximum number of integers in one exchange through shared memory
 COUNTERS = 1 + 2 * WIDTH
-"""Number of counters of a board: the number of posted exchanges, and `WIDTH` each for the last two exchanges."""
+"""Counters of a board: one for the number of posted exchanges, and `WIDTH` for each of the last two exchanges."""
 
 
 class Posted(Protocol):
@@ -28,7 +28,7 @@ class Posted(Protocol):
 
 
 class AgreementBoard(Protocol):
-    """Small exchanges over one group, independent of the collectives of a transport."""
+    """Board for exchanges of a few integers between the ranks of a group, independent of a transport's collectives."""
 
     def post(self, mine: list[int], what: str) -> Posted:
         """Post `mine`, at most `WIDTH` integers, equally many on all ranks.
@@ -102,7 +102,7 @@ class _PostedCounters:
 
 
 class WireBoard:
-    """Board of CPU messages over gloo or MPI, for any wire transport."""
+    """Board of CPU messages over gloo or MPI, for transports without shared memory."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

@@ -36,7 +36,8 @@ class ByteChannel(Protocol):
     def start_exchange(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
-        """Start an `exchange`, and return a function that waits for its end. A channel may block here instead.
+        """Start an `exchange`, and return a function that waits for its end. Some channels block in this call until the
+        exchange has ended.
 
         All ranks start the same exchanges in the same order, because messages in flight are matched by this order.
         """

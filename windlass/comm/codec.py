@@ -1,7 +1,7 @@
-"""Codecs: encodings of a message before it is sent and after it arrives, and their registry.
+"""Codecs: encoding of a message before it is sent and decoding after it arrives, and their registry.
 
 [Note: codecs] A codec maps a flat tensor to bytes and back. It has no state: error feedback, statistics and random
-numbers belong to the caller. The size of an encoding depends on the number of elements and the dtype alone, so that a
+numbers belong to the caller. The size of an encoding depends only on the number of elements and the dtype, so that a
 receiver can allocate its buffer before the message arrives. `windlass.comm.compressed_collectives` sends every message
 through a codec.
 """
@@ -89,7 +89,8 @@ class IdentityCodec:
 
 
 class Bf16Codec:
-    """Codec that sends floating-point values as bfloat16, rounded to nearest, ties to even, as `Tensor.bfloat16`."""
+    """Codec that sends floating-point values as bfloat16, rounded to nearest, ties to even, as `Tensor.bfloat16`
+    does."""
 
     name = "bf16"
     exact = False  # only bfloat16 tensors are sent exactly

@@ -15,8 +15,8 @@ def check_codec(key: str, name: str, dtype: torch.dtype, device: torch.device, *
     """Raise an error if the codec of a configuration key cannot carry messages of `dtype`.
 
     Args:
-        keeps_overflow: True if infinity must be decoded as values that are not finite, as in gradients: every rank has
-            to find an overflow.
+        keeps_overflow: True if infinity must be decoded as values that are not finite. Gradients need this, because
+            every rank has to find an overflow.
 
     Raises:
         ConfigError: the codec does not accept the dtype, fails on a trial message, decodes finite values as values that

@@ -160,7 +160,7 @@ class CommsLogger:
         return sum(record[0] for sizes in self.comms_dict.values() for record in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """Return the summary of `log_all` by message size, or None if nothing is recorded under that name."""
+        """Return the summary of `log_all` by message size, or None if nothing is recorded under `operation_name`."""
         with self._lock:
             sizes = self.comms_dict.get(operation_name)
             return (

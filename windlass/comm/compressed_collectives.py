@@ -52,7 +52,7 @@ class CompressedCollectives:
 
         Args:
             tensor: `[rows, ...]`.
-            sizes: rows of each rank; by default those of `tensor` on every rank.
+            sizes: number of rows of each rank's tensor; by default all have as many as `tensor`.
 
         Returns:
             `[sum(sizes), ...]`, a new tensor (`tensor` itself on one rank).
@@ -77,7 +77,7 @@ class CompressedCollectives:
 
         Args:
             tensor: `[rows, ...]`, of the same size on every rank.
-            sizes: rows of each rank's part.
+            sizes: number of rows of each rank's part.
             factor: factor of the sum.
 
         Returns:
@@ -121,8 +121,8 @@ class CompressedCollectives:
 
         Args:
             tensor: `[sum(sends), ...]`, the rows for rank 0 first.
-            sends: rows for each rank. By default all are equal, and the number of ranks must divide the rows.
-            receives: rows from each rank; `sends` by default.
+            sends: number of rows for each rank. By default all are equal, and the number of ranks must divide the rows.
+            receives: number of rows from each rank; `sends` by default.
 
         Returns:
             `[sum(receives), ...]`, the rows of rank 0 first (`tensor` itself on one rank).
@@ -162,7 +162,10 @@ class CompressedCollectives:
         return self._decode_into(message, tensor)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send `tensor` to the rank with group index `to`, which calls `recv`. Blocks as `torch.distributed.send`."""
+        """Send `tensor` to the rank with group index `to`, which calls `recv`.
+
+        Blocks the caller in the same way as `torch.distributed.send`.
+        """
         self._check_peer(to)
         self._check_dtype(tensor)
         self.channel.exchange({to: self._encode(tensor)}, {})
@@ -184,7 +187,7 @@ class CompressedCollectives:
 
         Args:
             tensor: `[rows, ...]`.
-            sizes: rows of the messages into which a collective splits the tensor; one message by default.
+            sizes: number of rows of each message into which a collective splits the tensor; one message by default.
         """
         self._check_dtype(tensor)
         if self.size == 1:
@@ -252,7 +255,7 @@ class CompressedCollectives:
         return torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
 
     def _lengths(self, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[int]:
-        """Return the rows of each rank's part."""
+        """Return the number of rows of each rank's part."""
         rows = tensor.shape[0]
         if sizes is None:
             return [rows // self.size + (rank < rows % self.size) for rank in range(self.size)]

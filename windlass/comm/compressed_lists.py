@@ -44,7 +44,7 @@ class CompressedLists:
         self._peers = [i for i in range(self.group.size) if i != self.group.index]
 
     def message_bytes(self, numels: Sequence[int]) -> int:
-        """Return the bytes of a message of tensors of these sizes."""
+        """Return the number of bytes of a message with one tensor of each number of elements in `numels`."""
         return message_bytes(self.codec, numels)
 
     def reduce_scatter(
@@ -101,7 +101,7 @@ class CompressedLists:
             own: decoded values of this rank's own message; the sums overwrite them. None: decode the message.
         """
         index, size = self.group.index, self.group.size
-        if own is None or index > 1:  # `own` is not one of the first two summands
+        if own is None or index > 1:  # a sum in rank order cannot begin with `own`
             sums = self._decoded(messages[0], like)
             for rank in range(1, size):
                 if rank == index and own is not None:
@@ -113,7 +113,7 @@ class CompressedLists:
                 for value, total in zip(own, sums, strict=True):
                     value.copy_(total)
                 sums = own
-        else:  # the sum of two floats does not depend on their order
+        else:  # the sum of the first two does not depend on their order
             sums = own
             for rank in range(size):
                 if rank != index:
@@ -209,7 +209,10 @@ class CompressedLists:
 
 
 def message_bytes(codec: Codec, numels: Sequence[int]) -> int:
-    """Return the bytes of a message of tensors of these sizes. Each tensor starts at a multiple of 16 bytes."""
+    """Return the number of bytes of a message with one tensor of each number of elements in `numels`.
+
+    Each tensor starts at a multiple of 16 bytes.
+    """
     sizes = [codec.encoded_size(numel, torch.float32) if numel else 0 for numel in numels]
     return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 

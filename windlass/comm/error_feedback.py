@@ -18,7 +18,7 @@ def begin_message(codec: Codec, tensor: torch.Tensor, error: torch.Tensor, encod
 
     Args:
         tensor, error: `[n]` float32, contiguous.
-        encoded: as in `Codec.encode`.
+        encoded: see `Codec.encode`.
 
     Raises:
         CodecError: a value is not finite.

@@ -30,7 +30,7 @@ class _WindowGather:
 
 
 class GatherWindows:
-    """Gathers in the order of their start, which is equal on all ranks.
+    """All-gathers through shared windows, run in the order of their start, which is equal on all ranks.
 
     Each rank copies its shard into the next window once all peers have read the window's previous content, and reads
     the peers' shards from their windows. A gather starts without waiting for the peers. Peers do not map memory that is

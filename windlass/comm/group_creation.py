@@ -79,8 +79,8 @@ def _discard_default_group() -> None:
 def _wait_for_all_checks(group: Any) -> None:
     """Wait until all ranks of a gloo group have checked their connections.
 
-    A connection that its peer closed before the check would fail the check. An all-reduce is used because it sends no
-    pickled object.
+    No rank may close a connection that its peer has not checked yet: the check would fail. An all-reduce is used
+    because it sends no pickled object.
 
     Raises:
         CommunicationError: a rank has left the group, perhaps because its connections lead to another user.

@@ -44,14 +44,16 @@ def require_finite(name: str, values: torch.Tensor, sums: torch.Tensor) -> None:
 
 
 def _blocks(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide `[n]` into `[blocks, block]` and the rest `[1, remainder]`, or `[0, 1]` if there is none; views."""
+    """Return two views of `[n]` values: the full blocks `[blocks, block]`, and the last, shorter block
+    `[1, remainder]`, or `[0, 1]` if there is none.
+    """
     whole = values.numel() // block * block
     rest = values[whole:]
     return values[:whole].view(-1, block), rest.view(1, -1) if rest.numel() else rest.view(0, 1)
 
 
 def _by_block(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiply `[n]` in place by the scale of each block."""
+    """Multiply `[n]` values in place, each by the scale of its block."""
     whole, rest = _blocks(values, block)
     whole.mul_(scales[: whole.shape[0], None])
     rest.mul_(scales[whole.shape[0] :, None])
@@ -75,7 +77,7 @@ class ScaledCodec:
         return dtype in SOURCES
 
     def code_bytes(self, numel: int) -> int:
-        """Return the bytes of `numel` codes."""
+        """Return the size of `numel` codes in bytes."""
         raise NotImplementedError
 
     def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,7 @@ class ScaledCodec:
         raise NotImplementedError
 
     def read_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the float32 values of the codes to `out`, without the factor of their scales."""
+        """Write the float32 values of the codes to `out`, not yet multiplied by their scales."""
         raise NotImplementedError
 
     def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
@@ -97,7 +99,9 @@ class ScaledCodec:
         self._encode(tensor, encoded, checked=True)
 
     def encode_unchecked(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Encode as `encode`, but a block with a value that is not finite is decoded as values that are not finite."""
+        """Encode as `encode` does, but do not raise for a value that is not finite: its block is then decoded as values
+        that are not finite.
+        """
         self._encode(tensor, encoded, checked=False)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
@@ -265,7 +269,8 @@ class Int4Codec(_IntegerCodec):
 
 
 class Fp8Codec(_IntegerCodec):
-    """Codec of float8_e4m3fn values in blocks of 256, scaled so that the largest is 448. Bytes: n and 4 for each block.
+    """Codec of float8_e4m3fn values in blocks of 256, scaled to a largest magnitude of 448. Bytes: n, and 4 for each
+    block.
 
     The error is at most 1/16 of an element, or 2**-10 of the scale for elements below the smallest normal number.
     """

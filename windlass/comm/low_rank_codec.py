@@ -12,7 +12,8 @@ _PASSES = 2  # passes of subspace iteration
 
 
 class LowRankCodec:
-    """Codec of P Q^T for a tensor of `n` elements as a matrix with `ceil(sqrt(n))` columns, padded by zeros.
+    """Codec that sends two factors P and Q. P Q^T approximates the tensor of `n` elements, padded by zeros and viewed
+    as a matrix with `ceil(sqrt(n))` columns.
 
     P is an orthonormal basis of the range of the matrix times a constant random matrix, after two passes of subspace
     iteration (Halko et al., arXiv:0909.4061, algorithm 4.4). Q is the transposed matrix times P. The decoded tensor is

@@ -93,7 +93,8 @@ class Mesh:
         dense: Data ranks of dense parameters.
         experts: Data ranks of experts; `dense` itself if ep is 1.
         axes: Axes pp, ep, sp and tp, by name.
-        stages: Axis over each set of pipeline stages that share a parameter, by these stages; see `add_stage_group`.
+        stages: Axis over each set of pipeline stages that share a parameter, with these stages as key; see
+            `add_stage_group`.
     """
 
     grid: MeshShape

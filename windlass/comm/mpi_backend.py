@@ -35,7 +35,7 @@ def register_mpi() -> str:
     From then on, an uncaught exception of this process aborts the MPI job.
 
     Raises:
-        CommunicationError: mpi4py or MPI is missing or unsuitable (`comm/mpi_library`).
+        CommunicationError: mpi4py or MPI is missing or unsuitable (see `comm/mpi_library`).
     """
     mpi = load_mpi()
     if BACKEND.upper() not in dist.Backend._plugins:
@@ -45,7 +45,9 @@ def register_mpi() -> str:
 
 
 def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | None:
-    """Return `place`, the launcher's rank environment of this process, completed and checked by MPI. Collective.
+    """Return `place`, this process's ranks as set by the launcher. Collective.
+
+    MPI checks the rank and the number of ranks, and adds the local ones if they are missing.
 
     Without a launcher (`place` is None), return MPI's rank environment, or None if MPI has one rank.
 
@@ -114,13 +116,14 @@ def _create_group(options: Any, _: Any) -> MpiProcessGroup:
         elif len(ranks) == 1:
             communicator = mpi.COMM_SELF.Dup()
         else:
-            tag = zlib.crc32(str(options.group_id).encode()) % 32768  # ranks may create several groups at once
+            # The tag separates groups that ranks create at the same time.
+            tag = zlib.crc32(str(options.group_id).encode()) % 32768
             communicator = world.Create_group(world.Get_group().Incl(ranks), tag)
     return MpiProcessGroup(mpi, communicator, is_cuda_aware(mpi), options.timeout, str(options.group_id))
 
 
 def _check_job(mpi: Any, store: Any, rank: int) -> None:
-    """Raise CommunicationError if the ranks of the store belong to different MPI jobs. Collective."""
+    """Raise CommunicationError if ranks that share the rendezvous store are of different MPI jobs. Collective."""
     job = mpi.COMM_WORLD.bcast(uuid.uuid4().hex if mpi.COMM_WORLD.Get_rank() == 0 else None, root=0)
     first = store.compare_set("windlass mpi job", "", job).decode()
     if first != job:

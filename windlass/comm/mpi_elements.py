@@ -157,7 +157,8 @@ def _staged(tensor: torch.Tensor, cuda_aware: bool) -> torch.Tensor:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))  # a single element may keep another stride than 1
+    # A contiguous tensor of one element may have any stride, but a view as bytes requires stride 1.
+    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 

@@ -89,7 +89,7 @@ def abort_on_exception(mpi: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if mpi.COMM_WORLD.Get_size() > 1 and not mpi.Is_finalized():
-            # torch's hook, if it calls this one, collects the text and would print it afterwards
+            # torch's hook, if it calls this one, collects the text and prints it afterwards, which `Abort` prevents
             if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
                 sys.__stderr__.write(sys.stderr.getvalue())
                 sys.__stderr__.flush()

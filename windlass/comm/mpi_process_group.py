@@ -1,7 +1,8 @@
-"""Process group of `torch.distributed` over MPI, by mpi4py: the methods that torch calls on every backend.
+"""Process group of `torch.distributed` over MPI, through mpi4py: the methods that torch calls on every backend.
 
 All operations but reductions send bytes, so they support every dtype. No operation blocks
-([Note: one MPI call at a time]). GPU tensors are copied through host memory unless the library is CUDA-aware.
+([Note: one MPI call at a time]). GPU tensors are copied through host memory unless the MPI library
+is CUDA-aware.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from windlass.comm.mpi_library import BACKEND, MPI_LOCK
 from windlass.comm.mpi_work import MpiWork, release_abandoned
 
 Tensors = Sequence[torch.Tensor]
-_TorchProcessGroup: Any = dist.ProcessGroup  # torch calls its methods with positional arguments only
+_TorchProcessGroup: Any = dist.ProcessGroup  # Any: torch passes arguments by position, so their names may differ
 
 
 class MpiProcessGroup(_TorchProcessGroup):
-    """Ranks of one communicator. A rank has the same number in the communicator and in torch's group.
+    """Process group of the ranks of one MPI communicator. A rank has the same number in both.
 
     Args:
         mpi: the module `mpi4py.MPI`.
@@ -334,7 +335,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         )
 
     def _require_own(self, name: str, parts: Tensors, own: torch.Tensor) -> None:
-        """Raise CommunicationError unless `parts` has one tensor per rank, and this rank's has the form of `own`."""
+        """Raise CommunicationError unless `parts` has one tensor per rank, this rank's of dtype and size of `own`."""
         if len(parts) != self.size():
             raise CommunicationError(
                 f"{name} over MPI: {len(parts)} tensors for {self.size()} ranks; pass one for each"
@@ -343,7 +344,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         _require(name, own, part, part.numel() == own.numel())
 
     def _tag(self, tag: int) -> int:
-        return tag % (self._largest_tag + 1)  # sender and receiver compute the same tag
+        return tag % (self._largest_tag + 1)  # MPI limits tags; sender and receiver compute the same remainder
 
     def _start(
         self, name: str, start: Callable[[], Any], outputs: Tensors, finish: Callable[[], None] | None, *keeps: Any
@@ -384,7 +385,7 @@ def _nbytes(tensors: Tensors) -> list[int]:
 
 
 def _require(name: str, one: torch.Tensor, other: torch.Tensor, fits: bool) -> None:
-    """Check tensors of one call. MPI would write beyond the end of a tensor that is too small.
+    """Check that two tensors of one call fit each other. MPI would write beyond the end of a tensor that is too small.
 
     Raises:
         CommunicationError: `fits` is False, or the dtypes differ.

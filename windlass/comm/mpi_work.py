@@ -67,7 +67,7 @@ class MpiWork(dist.Work):
         self._error: CommunicationError | None = None
 
     def __del__(self) -> None:
-        # A script may drop the work of a send, and a wait may time out: MPI still uses the memory.
+        # A script may drop the work of a send, and a wait may time out. MPI then still uses the memory, so keep it.
         if self._requests:
             _abandoned.append((self._requests, self._keeps))
 

@@ -31,7 +31,7 @@ class LinkClosedError(CommunicationError):
 
 
 class LinkSilentError(LinkClosedError):
-    """End of a link whose other side sent or received nothing for `idle`. The other process may still run."""
+    """End of a link whose other side sent or received nothing for `PairLink.idle`. The other process may still run."""
 
 
 class PairLink:
@@ -119,7 +119,7 @@ class PairLink:
         self._wait(operation)
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous CPU tensor without a header. Raises as `send`; no other thread may send meanwhile."""
+        """Send a contiguous CPU tensor without a header. No other thread may send meanwhile. Raises like `send`."""
         self._transfer("send", tensor)
         self.bytes_sent += tensor.numel() * tensor.element_size()
 
@@ -135,7 +135,7 @@ class PairLink:
         return head.tolist()
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Receive into a contiguous CPU tensor, and return it. Raises as `receive_header`."""
+        """Receive into a contiguous CPU tensor, and return it. Raises what `receive_header` raises."""
         self._transfer("recv", tensor)
         self.bytes_received += tensor.numel() * tensor.element_size()
         return tensor

@@ -60,7 +60,7 @@ class ForeignPeer:
 
 
 class ClosedPeerError(CommunicationError):
-    """Connection whose other end no process has open: it was closed, or not accepted in time."""
+    """Error for a connection whose other end no process has open: it was closed, or not accepted in time."""
 
 
 @contextlib.contextmanager

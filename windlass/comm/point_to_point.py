@@ -28,13 +28,13 @@ def exchange_tensors(group: RankGroup, sends: IndexedTensors, receives: IndexedT
 def start_exchange(
     group: RankGroup, sends: IndexedTensors, receives: IndexedTensors, *, tag: int = 0, on_cpu: bool = False
 ) -> list[Any]:
-    """Start an exchange as `exchange_tensors`, and return its operations, for `wait_for_transfers`.
+    """Start the transfers of `exchange_tensors` without waiting. Return their operations, for `wait_for_transfers`.
 
     Before the operations end, no tensor may be freed, and tensors that are sent may not be changed.
 
     Args:
         tag: Tag of the messages, equal on both sides. NCCL ignores it and matches messages by order.
-        on_cpu: The tensors are CPU tensors: use the group's process group for these.
+        on_cpu: The tensors are on the CPU: use `group.cpu_group` instead of `group.process_group`.
     """
     # All transfers start together: separate sends and receives would deadlock if all ranks send first.
     process_group = group.cpu_group if on_cpu else group.process_group

@@ -13,16 +13,16 @@ _PAUSE = 0.005
 
 
 class PollingStore(Store):
-    """View of a store for the construction of a process group while other threads use the store.
+    """View of a store that polls for keys: other threads can use the store while a process group is constructed.
 
-    A wait of `TCPStore` occupies its connection until the key is written. A new connection for each group instead could
-    take seconds, because torch looks up the host name of the address, and on some machines no name server answers.
+    `TCPStore.wait` occupies the store's connection until the key is written. A second connection would avoid this, but
+    can take seconds to open: torch looks up the host name of the address, and on some machines no name server answers.
 
     Args:
         store: store whose operations can be called from several threads.
         timeout: longest wait for a key.
-        is_over: returns True if the key will not come, for example because the process that was to write it was
-            replaced by another one.
+        is_over: returns True if the key will never be written, for example because the process that would write it
+            was replaced by another one.
     """
 
     def __init__(self, store: Any, timeout: timedelta, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -34,7 +34,7 @@ class PollingStore(Store):
         self._store.set(key, (value.encode() if isinstance(value, str) else bytes(value)).hex())
 
     def get(self, key: str) -> bytes:
-        """Return a value, after waiting for its key. Raises as `wait`."""
+        """Return a value, after waiting for its key. Raises the errors of `wait`."""
         self.wait([key])
         return bytes.fromhex(self._store.get(key).decode())
 
@@ -50,7 +50,7 @@ class PollingStore(Store):
         """Wait for all keys.
 
         Raises:
-            RuntimeError: a key is not written in time, as in torch's stores, or `is_over` returned True.
+            RuntimeError: a key is not written in time (torch's stores raise the same type), or `is_over` returned True.
         """
         limit = self._longest if timeout is None else timeout
         until = time.monotonic() + limit.total_seconds()

@@ -39,7 +39,7 @@ class QuantizedGradients:
 
 
 class ErrorStorage(Protocol):
-    """Memory of another tier that holds the errors of one lane between its reductions."""
+    """Memory of another tier that holds the errors of one lane (the reductions of one gradient) between reductions."""
 
     def fetch(self) -> torch.Tensor:
         """Return the errors `[numel]` on the device, zeros at first."""
@@ -57,7 +57,7 @@ class ErrorStorage(Protocol):
 class LaneErrors:
     """Error feedback of one lane of a transport, which is the sequence of reductions of one gradient.
 
-    Each element of the buffer has one error, because a rank sends each element of the other shards once: in the first
+    Each element of the gradient has one error, because a rank sends each element of the other shards once: in the first
     or in the second hop.
 
     Attributes:
@@ -128,6 +128,6 @@ def ranks_of_node(group: RankGroup, node_size: int) -> int:
 def ranks_of_host(ranks: Sequence[int], host_size: int) -> int:
     """Return how many of the global ranks `ranks` are on the host of `ranks[0]`, with `host_size` ranks per host.
 
-    Ranks of a group need not be neighbours: those along the data axis are a tensor-parallel size apart.
+    Ranks of a group need not be neighbours: numbers of those along the data axis differ by the tensor-parallel size.
     """
     return sum(rank // host_size == ranks[0] // host_size for rank in ranks)

@@ -1,4 +1,4 @@
-"""All-gathers and reductions of wire transports whose messages pass through a codec (ZeRO++).
+"""All-gathers and reductions whose messages pass through a codec (ZeRO++), for transports that send messages.
 
 [Note: quantized messages] Wang et al., "ZeRO++", arXiv:2306.10209. In an all-gather each shard is one message, encoded
 by the codec of the buffer; all ranks, the owner included, use the decoded values, so that they compute with the same
@@ -36,7 +36,7 @@ Sends = Mapping[int, torch.Tensor]
 
 
 def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) -> list[dist.Work]:
-    """Start to send and receive uint8 tensors, by the peer's group index. Return the started operations.
+    """Start to send and receive the uint8 tensors of dicts by the peer's group index. Return the started operations.
 
     Messages are matched by their tag; on NCCL, by their order.
     """
@@ -91,7 +91,7 @@ class QuantizedReduction:
     Args:
         flat: `[numel]`, the gradient of this rank.
         out: `[numel / size]`, to which `factor *` the sum is written, or added with `add`.
-        errors: error feedback of the lane; None without `options.loco`.
+        errors: error feedback of all reductions of this gradient; None without `options.loco`.
         tags: message tags of the first and the second hop.
         node_size: see `WireOptions.node_size`.
         eager: start the second hop in the constructor, not in `poll` or `wait`. Needed for messages without tags, which
@@ -251,7 +251,7 @@ class QuantizedReduction:
 
 
 def gather_bytes(group: RankGroup, buffer: TransportBuffer, node_size: int) -> tuple[int, int]:
-    """Return the bytes that a rank receives inside its node and across nodes in a quantized all-gather."""
+    """Return how many bytes a rank receives inside its node, and across nodes, in a quantized all-gather."""
     assert buffer.codec is not None
     shard = get_codec(buffer.codec).encoded_size(buffer.local.numel() // group.size, buffer.local.dtype)
     node = ranks_of_node(group, node_size)
@@ -259,7 +259,7 @@ def gather_bytes(group: RankGroup, buffer: TransportBuffer, node_size: int) -> t
 
 
 def reduction_bytes(group: RankGroup, numel: int, options: QuantizedGradients, node_size: int) -> tuple[int, int]:
-    """Return the bytes that a rank receives inside its node and across nodes in a quantized reduction."""
+    """Return how many bytes a rank receives inside its node, and across nodes, in a quantized reduction."""
     node, shard = ranks_of_node(group, node_size), numel // group.size
     nodes = group.size // node
     inside = _aligned(get_codec(options.inside).encoded_size(shard, torch.float32))

@@ -187,7 +187,7 @@ def create_rank_group(
         timeout: Time after which a collective fails if a peer does not join; torch's default by default.
 
     Raises:
-        CommunicationError: this rank is in none of the sets (then it creates no group); or as `new_process_group`.
+        CommunicationError: this rank is in none of the sets (then it creates no group); or see `new_process_group`.
     """
     rank = dist.get_rank()
     own = next((number for number, ranks in enumerate(partition) if rank in ranks), None)

@@ -31,7 +31,8 @@ _fence = threading.Lock()
 def fence() -> None:
     """Order memory accesses of this thread: those before the call take effect before those after it.
 
-    x86 keeps the order of stores and of loads. Arm does not; there, the atomic operations of the lock are the barrier.
+    x86 keeps the order of stores and of loads. Arm does not. On Arm, the atomic operations that take and release a lock
+    act as the barrier.
     """
     with _fence:
         pass

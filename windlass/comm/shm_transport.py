@@ -29,7 +29,8 @@ class ShmTransport:
     peers' parts; in an all-gather, the counters are `published` and `gathered`. Before a rank writes a buffer again, it
     waits for its peers' `taken` and `gathered` (`wait_until_read`).
 
-    A transient buffer that is not `shared` is private to this rank, and is gathered through `GatherWindows`.
+    A transient buffer that is not `shared` is private to this rank, and is gathered through `GatherWindows`. A lane is
+    the sequence of reductions of one gradient.
     """
 
     name = "shm"
@@ -43,7 +44,8 @@ class ShmTransport:
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         """Allocate zeroed buffers in shared memory.
 
-        `shared` buffers exist once for the group. Other transient buffers are in private memory, and use the windows.
+        `shared` buffers exist once for the group. Other transient buffers are in private memory, and are
+        gathered through `GatherWindows`.
         """
         size = self.group.size
         alone = [need for need in needs if need.transient and not need.shared]
@@ -154,7 +156,7 @@ class ShmTransport:
             self.wait_until_read(buffer)
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
-        return  # pages are allocated again at the first access
+        return  # nothing to do: the first access allocates the pages again
 
     def offer(self, lane: int, buffer: TransportBuffer) -> int:
         """Mark this rank's part of a lane's next sum as readable, once peers have read the previous part.

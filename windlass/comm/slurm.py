@@ -1,4 +1,5 @@
-"""Slurm environment: hosts of a job or step, number of tasks per host, and a common port derived from their ids."""
+"""Slurm environment: hosts of a job or step, number of tasks per host, and a common port derived from the job's and
+step's ids."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class SocketDiagnosis:
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, "socket diagnosis is an interface of Linux")
         self._kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
-        self._kernel.setblocking(False)  # the kernel answers within `send`
+        self._kernel.setblocking(False)  # the kernel answers within `send`, so `recv` need not wait
 
     def owner(self, local: Endpoint, remote: Endpoint) -> SocketOwner | None:
         """Return the owner of the socket with these ends, or None if no socket has them.

@@ -26,9 +26,12 @@ class StoreNotes:
 
     @classmethod
     def numbered(cls, purpose: str, rank: int) -> StoreNotes:
-        """Return the notes of the n-th call for this purpose on global rank `rank`.
+        """Return new notes for this purpose: the n-th calls of all ranks return the same notes.
 
-        The ranks must call this equally often, so that they get the same notes.
+        So the ranks must call this equally often.
+
+        Args:
+            rank: Global rank of the caller, whose calls are counted.
         """
         number = _get_default_store().add(f"windlass {purpose} of {rank}", 1)
         return cls(f"{purpose} {number}")

@@ -24,7 +24,7 @@ class Traffic:
 
     payload: Counter[str] = field(default_factory=Counter)  # elements of parameters or their gradients, by operation
     bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank received, with padding
-    # part of `bytes_moved` that came from other nodes, for quantized messages (ZeRO++)
+    # part of `bytes_moved` that came from other nodes; counted only for quantized messages (ZeRO++)
     across_nodes: Counter[str] = field(default_factory=Counter)
     control: int = 0  # elements of the small control reductions
 

@@ -25,7 +25,7 @@ class WireOptions:
             (`allgather_bucket_size`).
         use_reduce_scatter: Send each rank only its shard of a sum; else all-reduce (`reduce_scatter`).
         use_all_gather: Gather all shards together; else by one broadcast per rank (`allgather_partitions`).
-        rotate_peers: With gloo and MPI, each rank starts with a different peer (`round_robin_gradients`).
+        rotate_peers: With gloo and MPI, each rank sends to a different peer first (`round_robin_gradients`).
         quantizes: True if some messages pass through a codec (ZeRO++); shared memory is then not used.
         node_size: Number of consecutive ranks of a group on one node, for quantized messages.
         host_size: Number of consecutive ranks of the world on one host, from which each group's `node_size` is
@@ -51,8 +51,9 @@ class BufferRequest:
     Args:
         numel: Elements, a multiple of the group's size.
         dtype: Dtype of the elements.
-        shared: One buffer for all ranks of the group, each of which writes its shard, if the transport supports it.
-        transient: The memory will be freed and allocated again.
+        shared: True: one buffer for all ranks of the group, each of which writes its shard, if the transport supports
+            it.
+        transient: True: the memory will be freed and allocated again.
         codec: Registered name of the codec of the buffer's all-gathers, on a wire transport; None: exact all-gathers.
     """
 
@@ -65,7 +66,8 @@ class BufferRequest:
 
 @dataclass
 class OfferMark:
-    """Last reduction offered from a buffer: its lane and round; round 0 means none."""
+    """Last reduction for which peers were told to read a buffer: its lane, and its number in the lane; 0: none
+    so far."""
 
     lane: int = 0
     round_number: int = 0
@@ -78,10 +80,11 @@ class TransportBuffer:
     Attributes:
         local: `[numel]`, the buffer of this rank.
         parts: Every rank's `local` in group order; empty if peers cannot be read.
-        shared: `local` is the same memory on all ranks.
+        shared: True: `local` is the same memory on all ranks.
         key: Index of the buffer's first counter in shared memory; 0 for a wire transport.
         published: Number of times that this rank's shard was published.
-        ring: `parts` of all buffers of the ring that this buffer belongs to; empty without a ring, or without `parts`.
+        ring: `parts` of each buffer of the ring, the buffers that gradients borrow in turn; empty if this buffer is in
+            no ring, or has no `parts`.
         ring_index: Index of this buffer in `ring`. Ranks may have the same gradient at different indices.
         mark: Mark of the last reduction, common to all slices of one buffer.
         codec: Name of the codec of the buffer's all-gathers over a wire transport; None: exact all-gathers.
@@ -175,14 +178,15 @@ class Transport(Protocol):
         ...
 
     def board(self) -> AgreementBoard:
-        """Return the board on which the group's ranks agree on the collectives to start.
+        """Return the exchange of small integers by which the group's ranks agree on the collectives to start.
 
         Called at most once, on all ranks, after `allocate`.
         """
         ...
 
     def wait_until_read(self, buffer: TransportBuffer) -> None:
-        """Block until no peer reads the data that this rank last published or offered in `buffer`."""
+        """Block until no peer reads the data that this rank last published in `buffer`, or offered from it for a
+        reduction."""
         ...
 
     def free_memory(self, buffer: TransportBuffer) -> None:

@@ -44,7 +44,7 @@ class _WireTransport:
         self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
         self._waiting: deque[ChainedPending] = deque()
-        self._errors: dict[int, LaneErrors] = {}  # error feedback of quantized reductions, by lane
+        self._errors: dict[int, LaneErrors] = {}  # error feedback by lane (all reductions of one gradient)
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         return [TransportBuffer(_flat(need, device), codec=need.codec) for need in needs]
@@ -93,7 +93,7 @@ class _WireTransport:
 
     def _begin_reduction(self, buffer: TransportBuffer, elements: int, wire: torch.dtype) -> None:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
-        # Peers start their waiting gathers before this reduction, so this rank must too.
+        # Peers start their postponed all-gathers before this reduction, so this rank must too.
         self._begin_waiting()
 
     def _reduce_quantized(
@@ -134,7 +134,7 @@ class _WireTransport:
         """Wait until this rank's shards for postponed all-gathers are ready, and start these all-gathers.
 
         Transports without tags match messages by order, so all ranks must start their collectives in one order. With
-        tags this starts nothing: such an all-gather starts when it is polled or waited for.
+        tags this starts nothing: a postponed all-gather starts when it is polled or waited for.
         """
         while self._waiting:
             first = self._waiting.popleft()
@@ -384,7 +384,7 @@ class WholeReduction(_NcclSum):
 
 
 def _flat(need: BufferRequest, device: torch.device) -> torch.Tensor:
-    """Return zeros; for a transient buffer, a tensor whose storage has no memory yet."""
+    """Return zeros; for a transient buffer, which has memory only while it is used, a tensor without memory."""
     if not need.transient:
         return torch.zeros(need.numel, dtype=need.dtype, device=device)
     flat = torch.empty(need.numel, dtype=need.dtype, device=device)

@@ -54,7 +54,7 @@ _CUDA_RNG_STATE_TRACKER = rng_tracker
 
 
 class LayersError(ConfigError, AssertionError):
-    """Contiguous activation checkpointing without a number of layers. DeepSpeed raises AssertionError here."""
+    """Error: contiguous activation checkpointing has no number of layers. An AssertionError as in DeepSpeed."""
 
 
 def configure(
@@ -101,7 +101,10 @@ def configure(
 
 
 def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call `windlass.checkpointing.checkpoint`. For a tuple or list of results, return its only element, or a tuple."""
+    """Call `windlass.checkpointing.checkpoint`.
+
+    A tuple or list of one result is returned as that result, any other list as a tuple.
+    """
     outputs = checkpointing.checkpoint(function, *args, **kwargs)
     if isinstance(outputs, (tuple, list)) and len(outputs) == 1:
         return outputs[0]

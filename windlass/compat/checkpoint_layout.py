@@ -15,7 +15,7 @@ from windlass.compat.not_built import NotBuiltError
 
 
 class LayoutError(CheckpointError, RuntimeError):
-    """Directory whose files do not make up one layout. DeepSpeed raises RuntimeError here."""
+    """Error: the files of a directory do not make up one layout. DeepSpeed raises RuntimeError for this."""
 
 
 def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
@@ -23,7 +23,7 @@ def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
 
     Raises:
         LayoutError: only some files store a layout, files store different layouts, a stored size is not a positive
-            integer, or the number of files does not fit.
+            integer, or the number of files does not fit the stored layout.
     """
     files = [path for path in Path(dir).rglob("*") if path.is_file()]
     models = _with_prefix(files, names.MODEL_FILE_PREFIX)

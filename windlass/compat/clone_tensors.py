@@ -20,7 +20,7 @@ def _clone(item: Any, device: torch.device, known: dict[Any, torch.Tensor]) -> A
         here = item.detach()
         key = (here.device, here.data_ptr(), here.shape, here.stride(), here.dtype) if here.numel() else id(item)
         if key not in known:
-            known[key] = here.to(device, copy=True)  # `cuda` and `cuda:0` may be one device, though they are unequal
+            known[key] = here.to(device, copy=True)  # always copy: `cuda` != `cuda:0`, although they may be one device
         return known[key]
     if isinstance(item, dict):
         made = {key: _clone(value, device, known) for key, value in item.items()}

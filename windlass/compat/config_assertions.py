@@ -1,4 +1,5 @@
-"""Combinations of keys that the stand-in's `deepspeed.initialize` refuses with AssertionError, as DeepSpeed does.
+"""Combinations of keys that the stand-in for DeepSpeed refuses in `deepspeed.initialize` with AssertionError, as
+DeepSpeed does.
 
 Most of the combinations work with `windlass.initialize`.
 """

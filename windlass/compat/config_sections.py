@@ -1,7 +1,8 @@
-"""DeepSpeed's models of single sections, for scripts that construct them (`DeepSpeedZeroConfig`, ...).
+"""DeepSpeed's pydantic models of single configuration sections, for scripts that construct them.
 
-Training uses the sections in `windlass.config`. The models here accept the same keys and validate them by the same
-rules. In addition they ignore values "auto", are mutable, and have DeepSpeed's names and defaults.
+An example is `DeepSpeedZeroConfig`. Training uses the sections in `windlass.config`. The models here accept the same
+keys and validate them by the same rules. In addition they ignore values "auto", are mutable, and have DeepSpeed's names
+and defaults.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _MutableSection(ConfigSection):
 
 
 class DeepSpeedFP16Config(Fp16, _MutableSection):
-    """Section `Fp16` that requires a positive window and minimum scale only for dynamic loss scaling."""
+    """Section `Fp16` that requires a positive loss-scale window and minimum scale only for dynamic loss scaling."""
 
     loss_scale: Annotated[float, Number] = 0.0
     loss_scale_window: Annotated[int, Number] = 1000

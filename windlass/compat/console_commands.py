@@ -1,8 +1,8 @@
 """Console commands of DeepSpeed: `deepspeed`, `ds_report`, `ds_bench`, `ds_io`, `ds_nvme_tune`, `ds_elastic`, `ds_ssh`.
 
 Aliases are DeepSpeed's: `ds` and `deepspeed.pt` for `deepspeed`, and `dsr` for `ds_report`. The commands run windlass.
-If the real DeepSpeed is installed and the stand-in's folder is not on the path, `deepspeed`, `ds_report` and `ds_io`
-run DeepSpeed's commands instead.
+If the real DeepSpeed is installed and windlass's package `deepspeed` is not on the path, `deepspeed`, `ds_report` and
+`ds_io` run DeepSpeed's commands instead.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ def ds_ssh() -> Any:
 
 
 def _real_command(module: str, name: str) -> Any:
-    """Return the real DeepSpeed's function; None if it is not installed or the stand-in's folder is on the path."""
+    """Return the real DeepSpeed's function; None if it is not installed, or windlass's `deepspeed` is on the path."""
     asked = str(STAND_IN_FOLDER) in (sys.path + os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return None if asked or find_hidden_deepspeed() is None else getattr(importlib.import_module(module), name)

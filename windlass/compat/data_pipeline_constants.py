@@ -1,4 +1,5 @@
-"""Keys of the sections `data_efficiency` and `curriculum_learning`, as `deepspeed.runtime.data_pipeline.constants`."""
+"""Keys of the sections `data_efficiency` and `curriculum_learning`, under the names of
+`deepspeed.runtime.data_pipeline.constants`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: Sequence[str] | None = None) -> None:
-    """Start a script like `deepspeed.launcher.runner.main`. Exit the process only if a rank failed.
+    """Start a script in the way `deepspeed.launcher.runner.main` does. Exit the process only if a rank failed.
 
     Differences from DeepSpeed: `--num_gpus` selects among the devices in CUDA_VISIBLE_DEVICES. Without `--launcher`, or
     if pdsh is not installed, hosts are reached over plain ssh. The exit status of a rank ended by a signal is 128 plus
@@ -65,7 +65,7 @@ def run(args: Sequence[str] | None = None) -> None:
         return
     given.give_local_rank = not given.no_local_rank
     given.single_is_local = True
-    given.keep_store = False  # rank 0 hosts the store
+    given.keep_store = False  # rank 0, not the launcher, hosts the rendezvous store
     given.labels = None if Path(given.hostfile).is_file() else False
     given.assumed = {"master_port": DEFAULT_MASTER_PORT} | (
         {"hostfile": given.hostfile} if given.labels is False else {}

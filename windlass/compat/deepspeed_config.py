@@ -31,7 +31,7 @@ class DeepSpeedConfig:
         mesh_device: optional torch device mesh with a dimension `data_parallel`, used for the same purpose.
 
     Attributes:
-        world_size: number of data-loading ranks.
+        world_size: number of data-loading ranks: ranks that read different samples.
 
     Raises:
         ConfigError: the configuration is unreadable, or the batch does not fit the number of ranks.

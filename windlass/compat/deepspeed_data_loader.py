@@ -29,7 +29,7 @@ and an iterable dataset, because each worker would yield all its samples.
 
 
 class DeepSpeedDataLoader:
-    """Loader that is its own iterator over a torch DataLoader, which each `iter` recreates.
+    """Loader that is its own iterator. Each `iter` creates anew the torch DataLoader that it reads.
 
     Args:
         dataset: map-style dataset with a length. An iterable dataset is read in its order, and in full on every rank.

@@ -96,7 +96,7 @@ REFUSED_METHODS = {
 
 
 class DirectBackwardError(ModelError, RuntimeError):
-    """Error for a `loss.backward()` of the script at stage 0 in strict mode."""
+    """Error for a `loss.backward()` that a script calls at stage 0 in strict mode ([Note: strict mode])."""
 
 
 class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts, Precision, Engine):
@@ -248,7 +248,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def _override_loss_scale(self, loss_scale: float) -> None:
         """Scale losses by a constant from the next backward on, in place of the scale of the configuration."""
         optimizer: Any = self._optimizer
-        former, self._scaler = self._scaler, StaticLossScale(self._scaler.scale)  # may be below `min_loss_scale`
+        former, self._scaler = self._scaler, StaticLossScale(self._scaler.scale)  # allows values below `min_loss_scale`
         try:
             optimizer.loss_scale = loss_scale
         except Exception:
@@ -259,10 +259,11 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def gradient_clipping(self) -> float:
         """Return the norm above which gradients are clipped.
 
-        It is `optimizer.clip_grad`, which a script may change; for an optimizer of kind "basic", the configuration's.
+        It is `optimizer.clip_grad`, which a script may change; for an optimizer of the kind "basic"
+        (`optimizer_kind_of`), the configuration's.
         """
         optimizer: Any = self._optimizer  # not `self.optimizer`, which scripts replace by a wrapper
-        own = getattr(optimizer, KIND, "basic") == "basic"  # only a script sets the `clip_grad` of this kind
+        own = getattr(optimizer, KIND, "basic") == "basic"  # windlass sets no `clip_grad` on optimizers of this kind
         return self._config.gradient_clipping if own else float(optimizer.clip_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -332,7 +333,11 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     # Methods that DeepSpeed restricts.
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Declare whether the next `step` ends an accumulation. Raises AssertionError without managed accumulation."""
+        """Declare whether the next `step` ends an accumulation.
+
+        Raises:
+            AssertionError: `managed_gradient_accumulation` is false.
+        """
         assert self._config.managed_gradient_accumulation, (
             "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() "
             "updates the parameters; delete this call, or set the key to true"
@@ -358,8 +363,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         Collective. After an exception in the context nothing is reduced.
 
         Raises:
-            NotBuiltError: the stage is 0, which has `no_sync`; a pipeline runs the backward passes; or DeepSpeed's
-                optimizer would be the one for bf16 with float32 accumulation.
+            NotBuiltError: the stage is 0, which has `no_sync`; a pipeline runs the backward passes; or the
+                configuration selects DeepSpeed's optimizer for bf16 with float32 accumulation (stage 1).
             AssertionError: the context is nested in another one, or `managed_gradient_accumulation` is false.
         """
         if self.zero_optimization_stage() == 0:
@@ -484,7 +489,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         return super()._autocast()
 
     def _report_external_gradients(self, names: list[str]) -> None:
-        """Warn once about gradients that a script assigned; DeepSpeed's ZeRO ignores them, and its scripts continue."""
+        """Only warn, once, about gradients that a script assigned: DeepSpeed's ZeRO ignores them without an error."""
         if not self._warned_external_gradients:
             self._warned_external_gradients = True
             logger.warning("%s", format_foreign_gradients(names))
@@ -548,7 +553,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         return found
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples in a step, the samples in a rank's micro-batch, and the micro-batches in a step."""
+        """Return three numbers: samples in a step, samples in a rank's micro-batch, and micro-batches in a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     @property
@@ -686,7 +691,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def _backward_epilogue(self) -> None:
         """Do nothing: autograd hooks detect the end of a backward pass that the script runs itself.
 
-        One backward pass may cover the losses of several engines.
+        They also detect it if one backward pass covers the losses of several engines.
         """
 
     def empty_partition_cache(self) -> None:
@@ -711,7 +716,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
 def _is_compiled(model: nn.Module) -> bool:
     """Return True if torch.compile wraps the model, a module of it, or a forward."""
-    # Each of the three sets its own attribute.
+    # Each of the three ways to compile sets another attribute.
     return any(
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules

@@ -1,4 +1,4 @@
-"""Command `python -m deepspeed.launcher.launch`: starts the ranks of one host, given all hosts and slots."""
+"""Command `python -m deepspeed.launcher.launch`: starts the ranks of one host, given the slots (ranks) of all hosts."""
 
 from __future__ import annotations
 

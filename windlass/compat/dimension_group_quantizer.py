@@ -1,6 +1,6 @@
 """Classes `Quantizer` and `DeQuantizer` of `deepspeed.inference.quantization.utils`: codes of groups along a dimension.
 
-`weight_quantization` of a configuration packs weights with formats of windlass instead.
+The section `weight_quantization` of a configuration does not use them: it packs weights with windlass's formats.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DimensionGroups:
 
 
 class DimensionGroupQuantizer(DimensionGroups):
-    """Quantizer to unsigned integers between the minimum and the maximum of each group."""
+    """Quantizer that maps the range between the minimum and the maximum of each group to unsigned integers."""
 
     def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(codes, scales, minima)`; a value is `code / scale + minimum`.
@@ -64,7 +64,7 @@ class DimensionGroupQuantizer(DimensionGroups):
         low, high = grouped.amin(dim=along, keepdim=True), grouped.amax(dim=along, keepdim=True)
         width = high.float() - low.float()
         scale = torch.where(width > 0, largest / width, torch.ones_like(width))
-        # In 16 bits the scale of a narrow group would be infinite.
+        # Without this bound, the 16-bit scale of a group of almost equal values would be infinite.
         scale = scale.clamp(max=torch.finfo(tensor.dtype).max).to(tensor.dtype)
         codes = ((grouped.float() - low.float()) * scale.float()).round().clamp(0, largest)
         packed = codes.to(torch.uint8).view(tensor.shape)
@@ -75,7 +75,7 @@ class DimensionGroupDequantizer(DimensionGroups):
     """Inverse of `DimensionGroupQuantizer`.
 
     Args:
-        config: configuration as for `DimensionGroups`.
+        config: see `DimensionGroups`.
         dtype: dtype of the values.
     """
 

@@ -115,7 +115,7 @@ def _free_bytes() -> int:
 
 
 def _print_rows(settings: CollectiveSettings, unit: str, *, raw: bool) -> None:
-    """Measure, and print a table for each operation on rank 0."""
+    """Measure each operation, and print a table for it on rank 0."""
     shown = ""
     for row in measure_collectives(settings):
         if collectives.get_rank() != 0:

@@ -1,4 +1,4 @@
-"""Command `ds_elastic`: the batch size of an elastic configuration, and the numbers of ranks that it fits."""
+"""Command `ds_elastic`: the batch size of an elastic configuration, and the numbers of ranks that can train with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _RULE = "-" * 42
 
 @exit_quietly_on_broken_pipe()
 def ds_elastic(argv: Sequence[str] | None = None) -> int:
-    """Print the result for a configuration. Return the exit code: 1 if the configuration or a world size does not fit.
+    """Print the batch size and numbers of ranks of a configuration. Return the exit code: 1 if the configuration is
+    invalid or not elastic, or cannot run on WORLD_SIZE ranks.
 
     Args:
         argv: `-c CONFIG` and `-w WORLD_SIZE`; None: the arguments of the command line.

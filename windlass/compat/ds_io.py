@@ -32,7 +32,7 @@ _INERT = "accepted and ignored; windlass's I/O engine always overlaps requests, 
 
 
 def parse_size(text: str, source: str) -> int:
-    """Return the bytes of `64M`, `1G` or `4096`.
+    """Return the number of bytes in a text like `64M`, `1G` or `4096`.
 
     Raises:
         StorageError: the text is not a positive size. The message names `source`.

@@ -107,7 +107,7 @@ _SETTERS = {
 
 
 def as_engine_config(config: Config, batch: BatchSizes) -> EngineConfig:
-    """Return the same values as an `EngineConfig`, with the batch sizes in use."""
+    """Return an `EngineConfig` with the values of `config` and the batch sizes in use."""
     made = EngineConfig.model_construct(
         _fields_set=set(config.model_fields_set), **{name: getattr(config, name) for name in type(config).model_fields}
     )

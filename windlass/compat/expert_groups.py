@@ -46,7 +46,9 @@ def _groups(group_name: str) -> _Groups:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Create the groups `ep_size_N`, with all ranks along the data axis. Collective; repeated calls do nothing.
+    """Create the groups `ep_size_N` for N = `expert_parallel_size_`, as if all ranks were data-parallel ranks.
+
+    Collective. Repeated calls do nothing.
 
     Raises:
         AssertionError: the number of ranks is not a multiple of the size, or no process group is initialized.
@@ -160,7 +162,7 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ranks of each group over which experts are spread, and of each group that holds the same experts.
+    """Return the ranks of each group over which experts are spread, and of each group of ranks with the same experts.
 
     Args:
         use_data_before_expert_parallel_: True if neighbouring data ranks hold the same experts, not different ones.

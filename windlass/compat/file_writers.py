@@ -71,7 +71,7 @@ class BaseFileWriter:
 
 
 class PyFileWriter(BaseFileWriter):
-    """Writer through a Python file."""
+    """Writer to a file object of `open`."""
 
     def __init__(self, file_path: str | Path) -> None:
         super().__init__(file_path)

@@ -29,7 +29,7 @@ def quantize(
         out: memory of the result, or None.
 
     Raises:
-        ModelError: there are no floats of these sizes.
+        ModelError: there is no float format with `q_bits` bits, of which `q_mantisa_bits` are the mantissa.
     """
     form = _format(q_bits, q_mantisa_bits, group_size)
     flat = values.detach().reshape(-1).float()
@@ -55,7 +55,7 @@ def selective_dequantize(
     q_mantisa_bits: int = 3,
     q_bits: int = 8,
 ) -> torch.Tensor:
-    """Write the values of the groups `index`, in that order, to `values`, and return `values`; None: of all groups."""
+    """Write the values of the groups `index` (None: all groups), in that order, to `values`, and return `values`."""
     form = _format(q_bits, q_mantisa_bits, group_size)
     rows = packed.view(-1, code_bytes(group_size, q_bits) + _SCALE_BYTES)
     rows = rows if index is None else rows[index]
@@ -117,7 +117,7 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
                 the shape of `input`, others `[groups, bytes]`; scales are float32 as bytes, uint8 `[groups, 4]`.
 
         Raises:
-            ModelError: there are no floats of `q_bits`.
+            ModelError: there is no float format with `q_bits` bits.
         """
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
         packed = quantize(None, input, self.group_size, stochastic_mode, q_bits, _mantissa(q_bits, q_mantisa_bits))
@@ -135,7 +135,8 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         q_mantisa_bits: int | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the values of a packed tensor, in the shape and dtype of the last `quantize`, or in `fp_out`.
+        """Return the values of a packed tensor: in `fp_out`, or in a new tensor with the shape and dtype of the last
+        tensor that was quantized.
 
         Args:
             scale: second result of `quantize(..., return_meta_tensor=True)`, or the result of `get_scales`; None:
@@ -155,7 +156,8 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         """Return the values of the rows `indexes` of the quantized tensor; None: of all rows.
 
         Raises:
-            ModelError: nothing was quantized and there is no `fp_out`, or with `indexes` a group crosses rows.
+            ModelError: nothing was quantized and there is no `fp_out`, or `indexes` is set and rows
+                do not consist of full groups.
         """
         mantissa, shape = _mantissa(q_bits, q_mantisa_bits), self.orig_shape
         if fp_out is None and shape is None:

@@ -9,7 +9,7 @@ import torch
 
 
 class FullStateDicts:
-    """Full weights, as accelerate and transformers read them from a DeepSpeed engine."""
+    """Methods by which accelerate and transformers read full weights from a DeepSpeed engine."""
 
     def _zero3_consolidated_16bit_state_dict(
         self: Any, exclude_frozen_parameters: bool = False
@@ -31,7 +31,7 @@ class FullStateDicts:
     def _consolidated_16bit_state_dict(
         self: Any, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Return the result of `_zero3_consolidated_16bit_state_dict`, under tensor parallelism at any stage.
+        """Return the result of `_zero3_consolidated_16bit_state_dict`. Under tensor parallelism, any stage is allowed.
 
         Collective.
 

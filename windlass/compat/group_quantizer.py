@@ -13,7 +13,7 @@ import torch
 from windlass.base.errors import ModelError
 
 Symmetric, Asymmetric = 0, 1
-"""Values of `quant_type`: integers around zero, or between the minimum and the maximum of a group."""
+"""Values of `quant_type`. The codes cover a range around zero, or the range from a group's minimum to its maximum."""
 
 _MAX_GROUP = 8000
 

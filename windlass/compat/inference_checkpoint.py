@@ -67,7 +67,7 @@ def load_inference_checkpoint(
 
 
 def _read_values(checkpoint: str | dict[str, Any], base_dir: str) -> tuple[dict[str, torch.Tensor], str]:
-    """Return all tensors by name, and the checkpoint's name in messages."""
+    """Return all tensors by name, and a name of the checkpoint for error messages."""
     if isinstance(checkpoint, dict):
         return _read_files(_listed_files(checkpoint, base_dir)), "the given description"
     path = Path(checkpoint)
@@ -82,7 +82,7 @@ def _read_values(checkpoint: str | dict[str, Any], base_dir: str) -> tuple[dict[
 
 
 def _listed_files(data: dict[str, Any], base_dir: str) -> list[Path]:
-    """Return the files that a description lists.
+    """Return the files that a checkpoint description lists.
 
     Raises:
         ConfigError: a key is wrong, or the files hold tensor-parallel shards.
@@ -138,7 +138,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         raise ModelError(
             f"init_inference: {path} cannot be read: {one_line(str(error), 200)}; save it again"
         ) from error
-    except Exception as error:  # pickle's own error type; torch's hint to load with code is dropped
+    except Exception as error:  # pickle's own error type; torch's hint to load without `weights_only` is dropped
         reason = str(error).split("WeightsUnpickler error:")[-1]
         raise ModelError(
             f"init_inference: {path} contains objects that are not tensors: {one_line(reason, 200)}; save only "
@@ -160,7 +160,8 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: torch.dtype) -> _Loaded:
-    """Load the values with transformers, which maps older and tied names, and move the loaded tensors to `module`."""
+    """Load the values with transformers, which maps names of older versions and tied names,
+    and move the loaded tensors to `module`."""
     own = next((one.dtype for one in module.parameters() if one.is_floating_point() and not one.is_meta), dtype)
     loaded, facts = type(module).from_pretrained(
         None,
@@ -168,7 +169,7 @@ def _load_by_transformers(module: Any, values: dict[str, torch.Tensor], dtype: t
         state_dict=values,
         dtype=own,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # `facts` lists the mismatched keys
+        ignore_mismatched_sizes=True,  # no exception: `facts` lists the mismatched keys
         trust_remote_code=False,
     )
     mismatched = [one[0] for one in facts["mismatched_keys"]]
@@ -212,7 +213,7 @@ def _load_by_name(module: nn.Module, values: dict[str, torch.Tensor]) -> _Loaded
 
 
 def _tie(module: nn.Module, tied: dict[str, str]) -> None:
-    """Assign the parameter `other` under its tied names too: loading has replaced it under one name only."""
+    """Assign each tied parameter under its other names too: loading has replaced it under one name only."""
     for name, other in tied.items():
         path, _, key = name.rpartition(".")
         module.get_submodule(path)._parameters[key] = module.get_parameter(other)

@@ -131,7 +131,7 @@ class DynamicLossScalerView(LossScalerView):
 
     @property
     def last_overflow_iter(self) -> int:
-        """`cur_iter` before the last overflow; -1 without one."""
+        """`cur_iter` before the last overflow; -1: no overflow so far."""
         return self._scale.cur_iter - 1 - self._scale.good_steps
 
     @property
@@ -141,12 +141,12 @@ class DynamicLossScalerView(LossScalerView):
 
     @property
     def delayed_shift(self) -> int:
-        """Value of `hysteresis`."""
+        """Attribute `hysteresis` of the loss scale."""
         return self._scale.hysteresis
 
     @property
     def consecutive_hysteresis(self) -> bool:
-        """Value of `consecutive_hysteresis`."""
+        """Attribute `consecutive_hysteresis` of the loss scale."""
         return self._scale.consecutive_hysteresis
 
     @property

@@ -42,7 +42,8 @@ class CheckpointActivationOffloadStats:
 
 
 class _Held:
-    """Placeholder in the graph for a marked tensor, which is on the device until newer tensors replace it there."""
+    """Placeholder in the autograd graph for a marked tensor. The tensor stays on the device until there are
+    `keep_last_count` newer marked tensors."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.nbytes
@@ -72,7 +73,7 @@ class PooledHostStore(HostStore):
         return tuple(tensor.shape), tensor.dtype, tensor.layout, self._uses_pinned_memory
 
     def allocate_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, BufferKey]:
-        """Return a contiguous host buffer of the tensor's shape, free or new, and its key."""
+        """Return a contiguous host buffer of the tensor's shape, reused or new, and the key of the buffer."""
         key = self.key_of(tensor)
         if free := self._free.get(key):
             return free.pop(), key
@@ -112,7 +113,7 @@ class _PooledActivation:
     def fetch(self) -> PendingCopy:
         self._copy.wait()
         fetched = start_copy_to_device(self._copy.value, self._device)
-        if fetched.value is self._copy.value:  # not copied: the caller may keep the result after the buffer is reused
+        if fetched.value is self._copy.value:  # no copy was made; the buffer may be reused before the caller frees it
             return CompletedCopy(fetched.value.clone())
         self._fetches.append(ref(fetched))
         return fetched

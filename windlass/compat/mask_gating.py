@@ -57,7 +57,7 @@ def top1gating(
 
     Returns:
         `(loss, weights [s, e, c], mask [s, e, c], counts [e])`; with `sparse_routes` `(loss, c, e, experts [k, s] with
-            -1 for dropped, slots [k, s], weights [k, s], counts [e])`.
+            -1 for dropped, slots [k, s], weights [k, s], counts [e])`. `counts`: number of tokens that chose an expert.
 
     Raises:
         CapacityError: there are fewer tokens than `min_capacity`.
@@ -103,7 +103,8 @@ def top2gating(
 
     `top2_2nd_expert_sampling` adds Gumbel noise before the choice of the second expert.
 
-    Arguments and result are those of `top1gating`. The capacity is for two choices.
+    The other arguments and the result are those of `top1gating`. With `drop_tokens`,
+    `capacity_factor` is doubled, because each token makes two choices.
     """
     gates = F.softmax(logits, dim=1)
     experts = gates.shape[1]
@@ -141,7 +142,8 @@ def topkgating(
 ) -> Any:
     """Route each token to its `k` best experts.
 
-    The other arguments and the result are those of `top1gating`. The capacity is for `k` choices.
+    The other arguments and the result are those of `top1gating`. With `drop_tokens`, `capacity_factor` is multiplied by
+    `k`, because each token makes `k` choices.
 
     Args:
         drop_policy: an expert over capacity keeps the tokens of highest probability ("probs") or the first ones
@@ -188,7 +190,7 @@ def _format_routes(
     counts: Tensor,
     sparse: bool,
 ) -> Any:
-    """Return the routes in the format of `top1gating`. Each list has one tensor `[s]` per choice."""
+    """Return the routes in the format of `top1gating`. Each list argument has one tensor `[s]` per choice."""
     index, place, weight, keep = (torch.stack(rows) for rows in (chosen, places, weights, kept))
     if sparse:
         index = torch.where(keep, index, -1)
@@ -215,7 +217,10 @@ def _max_expert_load(counts: Tensor, group: dist.ProcessGroup | None) -> int:
 
 
 def _balance_loss(gates: Tensor, mask: Tensor) -> Tensor:
-    """Return experts x sum of mean probability times fraction of tokens (GShard, arXiv:2006.16668, section 2.2)."""
+    """Return the load-balancing loss (GShard, arXiv:2006.16668, section 2.2).
+
+    It is the number of experts times the sum over experts of an expert's mean probability times its fraction of tokens.
+    """
     return (gates.mean(dim=0) * mask.float().mean(dim=0)).sum() * gates.shape[1]
 
 

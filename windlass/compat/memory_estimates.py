@@ -2,7 +2,7 @@
 
 The formulas assume 16-bit training with Adam: an element needs 2 bytes for the parameter, 2 for the gradient, and 12 to
 16 for the master weight, its gradient and two moments. Activations and buffers are not included. For an existing model
-the functions also print what `windlass plan` computes from the layout of its units.
+the functions also print what `windlass plan` computes from the layout of the model's units.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _default_name(model: str | Path | nn.Module) -> str:
 
 
 def _check_processes(settings: dict[str, Any]) -> None:
-    """Remove the settings of MII's processes.
+    """Remove the settings of MII's processes from `settings`.
 
     Raises:
         ConfigError: a setting requires another process or a server, or is not supported.

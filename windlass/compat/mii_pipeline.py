@@ -65,7 +65,7 @@ def pipeline(
     all_rank_output: bool = False,
     **settings: Any,
 ) -> MiiPipeline:
-    """Load a model for calls in this process. With several ranks all of them make the same calls.
+    """Load a model for calls in this process. With several ranks, all of them must make the same calls.
 
     Args:
         model_name_or_path: directory, name on the hub, or a module.
@@ -227,8 +227,8 @@ def make_sampling_params(tokenizer: Any, prompts: Sequence[str], window: int, **
 
     Args:
         window: maximum number of tokens of a prompt and its answer if `max_length` is not set.
-        settings: `max_new_tokens`, `max_length` (with the prompt; the smaller of both counts), `min_new_tokens`,
-            `ignore_eos`, `do_sample` (True), `top_p` (0.9), `top_k`, `temperature`, `stop`, `seed`.
+        settings: `max_new_tokens`, `max_length` (includes the prompt; the lower of these two limits applies),
+            `min_new_tokens`, `ignore_eos`, `do_sample` (True), `top_p` (0.9), `top_k`, `temperature`, `stop`, `seed`.
 
     Raises:
         ConfigError: a setting is not known.

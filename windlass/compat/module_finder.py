@@ -60,7 +60,7 @@ class StandInModule(ModuleType):
 
     def __delattr__(self, name: str) -> None:
         before = self.__dict__.get("_values_before", {})
-        if name in before:  # pytest's monkeypatch deletes a name that the module's own dict lacked
+        if name in before:  # pytest's monkeypatch restores a name that was not in `__dict__` by deleting it
             _live(self.__name__)[name](before.pop(name))
             return
         super().__delattr__(name)
@@ -70,7 +70,7 @@ class StandInModule(ModuleType):
 
 
 def _live(module: str) -> Mapping[str, Callable[[Any], None]]:
-    """Return the setters of the names that are looked up at each access (see [Note: live names])."""
+    """Return `{name: setter}` of the names whose value is looked up at each access (see [Note: live names])."""
     target_module = sys.modules.get(STAND_IN_NAMES[module].target) if is_whole_module(module) else None
     found: Mapping[str, Callable[[Any], None]] = getattr(target_module, "LIVE", {})
     return found

@@ -1,4 +1,4 @@
-"""Function of `deepspeed.inference.quantization`, which packs modules of a model before an engine is built."""
+"""Function of `deepspeed.inference.quantization`, which quantizes and packs weights before an engine is built."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from windlass.zero import GatheredParameters
 
 
 def init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn.Module:
-    """Pack the modules that the section `weight_quantization` of a configuration selects, in place. Return the model.
+    """Quantize and pack, in place, the weights that the section `weight_quantization` selects. Return the model.
 
     Collective for a sharded model.
 
     Raises:
-        ConfigError: the configuration is invalid, a key matches no module, or a format does not fit.
+        ConfigError: the configuration is invalid, a key matches no module, or a format does not fit a weight.
     """
     quantize_weights(model, load_config(ds_config).weight_quantization, gather=GatheredParameters)
     return model

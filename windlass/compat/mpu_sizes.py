@@ -11,6 +11,6 @@ TOKEN_AXES = ("sequence", "context")
 
 
 def spans_ranks(mpu: Any, axes: tuple[str, ...] = MODEL_AXES + TOKEN_AXES) -> bool:
-    """Return True if `mpu` has more than one rank along one of the axes. An axis without a method has one rank."""
+    """Return True if `mpu` has several ranks along one of the axes. An axis that it lacks counts as one rank."""
     sizes = [getattr(mpu, f"get_{axis}_parallel_world_size", None) for axis in axes]
     return any(size is not None and size() > 1 for size in sizes)

@@ -257,7 +257,7 @@ class SlurmRunner(MultiNodeRunner):
 
     @classmethod
     def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
-        """Raise ValueError unless all hosts give the same number of slots, counted from 0: srun takes only a count."""
+        """Raise ValueError unless all hosts have the same slots 0, 1, 2, ...: srun takes only their number."""
         slots = {host: _slots(given) for host, given in active_resources.items()}
         for host, given in slots.items():
             if given != list(range(len(given))):

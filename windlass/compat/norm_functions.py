@@ -33,8 +33,8 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """Scale the gradients down if their norm exceeds `max_norm`. Return the norm before clipping.
 
-    Norms of experts' gradients (`allreduce` is False) are reduced over the ranks over which experts are spread, if such
-    groups exist. The call is then collective over these ranks.
+    Norms of experts' gradients (of parameters whose `allreduce` is False) are reduced over the expert-parallel group,
+    if there is one. The call is then collective over this group.
     """
     own = _as_list(parameters)  # materialize: the argument may be a generator
     norm = _total_norm(_counted_gradients([one for one in own if _spread_of(one) is None], mpu), norm_type, mpu)
@@ -55,7 +55,7 @@ def get_flattened_grad_norm(
 ) -> float:
     """Return the norm of the gradients of flat buffers as one vector; -1 if it is not finite.
 
-    Every rank counts all its buffers, because a flat buffer has no marks of replicated parameters.
+    Every rank counts all its buffers, because a flat buffer does not tell which of its parameters are replicated.
 
     Raises:
         NotImplementedError: a mask is passed. A mask is not needed: flat buffers here hold each parameter once.
@@ -237,7 +237,7 @@ def _gradients(parameters: Tensors) -> list[torch.Tensor]:
 
 
 def _counted_parameters(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
-    """Return the parameters that this rank counts.
+    """Return the parameters that this rank counts in a norm.
 
     Only the first rank of a model-parallel group counts replicated parameters. Only the owning stage counts a parameter
     that several stages hold.
@@ -255,7 +255,7 @@ def _counted_gradients(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
 
 
 def _spread_of(parameter: torch.Tensor) -> str | None:
-    """Return the name of the group over which this expert's layer is spread.
+    """Return the name of the expert-parallel group of an expert's parameter.
 
     None for a dense parameter, or if there are no expert-parallel groups.
     """
@@ -295,7 +295,7 @@ def _model_group(mpu: Any, *, of_experts: bool = False) -> Any:
         return None
     if not of_experts or _get_expert_model_parallel_world_size() > 1:
         return mpu.get_model_parallel_group()
-    # Without tensor parallelism of experts, the ranks of a stage hold the same experts.
+    # Without tensor parallelism of experts, the ranks of a stage hold the same experts: only stages hold other parts.
     return bwc_pipeline_parallel_group(mpu) if bwc_pipeline_parallel_world_size(mpu) > 1 else None
 
 

@@ -135,7 +135,7 @@ class AsyncIOBuilder(OpBuilder):
 
 
 class PinMemoryBuilder(OpBuilder):
-    """Builder of the allocator of locked host memory."""
+    """Builder of the allocator of page-locked host memory."""
 
     NAME = "pin_memory"
     TARGET_MODULE = "windlass.compat.locked_memory"

@@ -64,7 +64,7 @@ class QuantizationConfig:
         """Return the weight format.
 
         Raises:
-            WeightFormatError: there are no floats of these sizes.
+            WeightFormatError: `q_bits`, `mantissa_bits` and `group_size` do not form a supported float format.
         """
         return MinifloatWeightFormat(self.q_bits, self.mantissa_bits, self.group_size)
 
@@ -310,7 +310,7 @@ class OptimizedLinearInit:
         standard = torch.bfloat16 if is_strict() else None  # DeepSpeed's layers are bf16 whatever torch's default is
 
         class OptimizedLinearWrapper(plain):  # type: ignore[misc, valid-type]
-            """`nn.Linear` inside the context."""
+            """Stand-in for `nn.Linear` inside the context: its constructor returns an `OptimizedLinear`."""
 
             def __new__(  # type: ignore[misc]
                 cls, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
@@ -335,7 +335,7 @@ class OptimizedLinearInit:
     def _load_and_adapt(
         self, load: Callable[..., Any], plain: type[nn.Linear], cls: type[nn.Module], *args: Any, **kwargs: Any
     ) -> Any:
-        # The loader finds parameters by the names of plain layers.
+        # Load with plain layers, by whose names the loader finds parameters.
         with _temporary_attribute(nn, "Linear", plain):
             found = load(cls, *args, **kwargs)
         model: nn.Module = found[0] if isinstance(found, tuple) else found

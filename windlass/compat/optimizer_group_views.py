@@ -81,12 +81,12 @@ class MasterWeightGroups(_ByGroup[torch.Tensor]):
 
 
 class LocalStates(Mapping[str, torch.Tensor]):
-    """This rank's optimizer states of parameters by name: scalars, or flat tensors `[elements of this rank]`.
+    """This rank's optimizer states by state name: scalars, or flat tensors `[elements of this rank]`.
 
-    Read-only, and computed at each access.
+    Read-only, and computed at each access. Flat states of several parameters are concatenated.
 
     Args:
-        parameters: parameters with the same states.
+        parameters: parameters whose optimizer states have the same names.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -256,7 +256,7 @@ def gradients_in_fp32(optimizer: torch.optim.Optimizer) -> dict[int, dict[int, t
 
 
 def padded_gradients_in_fp32(optimizer: Any) -> dict[int, dict[int, torch.Tensor]]:
-    """Return this rank's parts of the reduced gradients at stage 3, like `ds_tensor` of the parameters.
+    """Return this rank's parts of the reduced gradients at stage 3, divided as in `ds_tensor` of the parameters.
 
     Collective. The parts are in fp32, include the loss scale and are padded with zeros; see [Note: padded parts].
     Parameters without a gradient are left out.

@@ -163,7 +163,7 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """Return the tensor-parallel group; the model-parallel group of an mpu without tensor-parallel methods.
+    """Return the tensor-parallel group, or the model-parallel group if an mpu has no tensor-parallel methods.
 
     Raises:
         AssertionError: there is no tensor parallelism.

@@ -15,7 +15,7 @@ from windlass.parallel.experts.top_k_gate import TopKGate
 
 
 class ParallelStateQueries:
-    """Mixin of the engine with queries on parallel groups."""
+    """Mixin of the engine with queries on parallel groups. Data-loading ranks are ranks that read different samples."""
 
     module: nn.Module
     mesh: Mesh

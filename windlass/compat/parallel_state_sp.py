@@ -25,10 +25,10 @@ _current: list[tuple[Any, SequenceParallelGroups]] = []  # at most one entry: (w
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Create the groups. Collective over all ranks.
+    """Create the sequence-parallel groups. Collective over all ranks.
 
     Raises:
-        ConfigError: the size does not divide the number of ranks.
+        ConfigError: `sequence_parallel_size` does not divide the number of ranks.
         AssertionError: torch.distributed is not initialized, or the groups exist already.
     """
     assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
@@ -66,7 +66,7 @@ def get_sequence_data_parallel_rank() -> int:
     return _current_groups().data.index
 
 
-# names of an mpu's methods, for a script whose only model parallelism is sequence parallelism
+# A script whose only model parallelism is sequence parallelism can pass this module as `mpu`: an mpu has these names.
 get_model_parallel_group = get_sequence_parallel_group
 get_model_parallel_rank = get_sequence_parallel_rank
 get_model_parallel_world_size = get_sequence_parallel_world_size

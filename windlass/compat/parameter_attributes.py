@@ -1,9 +1,9 @@
 """Attributes of parameters that DeepSpeed's clients read: `ds_id`, `ds_shape`, `ds_status`, `all_gather`, ...
 
-[Note: computed attributes] Nothing is stored on parameters, because stored attributes would break pickling and would
-follow a copy. Instead, `install_parameter_attributes` gives `nn.Parameter` a `__getattr__`, which Python calls only for
-missing attributes. This method returns values only for parameters of an engine, of `zero.Init` or of experts. Stage-3
-parameters keep their full shape in windlass, sharded or not; see [Note: strict mode].
+[Note: computed attributes] Nothing is stored on parameters, because stored attributes would break pickling and would be
+copied with them. Instead, `install_parameter_attributes` gives `nn.Parameter` a `__getattr__`, which Python calls only
+for missing attributes. This method returns values only for parameters of an engine, of `zero.Init` or of experts.
+Stage-3 parameters keep their full shape in windlass, sharded or not; see [Note: strict mode].
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def _shard_under_construction(parameter: nn.Parameter) -> None:
 
 
 def _substitute_released(parameter: nn.Parameter, frame: FrameType) -> torch.Tensor | None:
-    """Return an empty tensor for the shape of a sharded parameter that a script reads in strict mode, else None."""
+    """Return an empty tensor, whose shape a script in strict mode reads in place of a sharded parameter's.
+
+    None outside strict mode, and while the parameter's own shape is to be read.
+    """
     if not is_strict() or frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "windlass"):
         return None
     place, init_shard = find(parameter), initial_shard.find(parameter)
@@ -125,7 +128,7 @@ def _substitute_released(parameter: nn.Parameter, frame: FrameType) -> torch.Ten
 
 
 def mark_external(caller: nn.Module, module: nn.Module, parameter: nn.Parameter) -> None:
-    """Record that `caller` uses a parameter that `module` returned. An entry of `module` itself moves to `caller`."""
+    """Record that `caller` uses a parameter that `module` returned, and delete such a record of `module`."""
     known, passed_on = external_parameters_of(caller), external_parameters_of(module)
     for key in [key for key, other in passed_on.items() if other is parameter]:
         del passed_on[key]
@@ -135,7 +138,7 @@ def mark_external(caller: nn.Module, module: nn.Module, parameter: nn.Parameter)
 
 
 class _ExternalParameters:
-    """Descriptor of `module._external_params`. A module that sets this attribute has its own value."""
+    """Descriptor of `module._external_params`. A value that a module sets itself takes precedence."""
 
     def __get__(self, module: nn.Module | None, owner: type[nn.Module]) -> Any:
         return self if module is None else external_parameters_of(module)

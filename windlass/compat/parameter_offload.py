@@ -1,4 +1,4 @@
-"""Replacement for DeepSpeed's stage-3 parameter manager, whose hooks scripts remove and restore."""
+"""Replacement for DeepSpeed's stage-3 parameter manager. Scripts remove and restore its hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class NoopHookHandle:
     """Handle of a hook that does nothing.
 
-    windlass's own hooks are not removed: inside `GatheredParameters` they have nothing to gather.
+    Scripts remove hooks inside `GatheredParameters`. windlass's own hooks stay: they have nothing to gather there.
     """
 
     def remove(self) -> None:
@@ -22,7 +22,9 @@ class NoopHookHandle:
 
 
 class NoopParameterCoordinator:
-    """Replacement for DeepSpeed's parameter coordinator. It has no trace; `_invalidate_trace` is only recorded."""
+    """Replacement for DeepSpeed's parameter coordinator. It has no trace, and only records that
+    `_invalidate_trace` was called.
+    """
 
     def __init__(self) -> None:
         self._invalid = False

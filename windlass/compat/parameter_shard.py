@@ -240,7 +240,7 @@ def _sync(parameter: nn.Parameter, point: SyncPoint) -> None:
 def _require_same_parameter(parameter: nn.Parameter) -> None:
     """Raise unless all ranks access the same parameter; accessing different ones would mix their shards. Collective.
 
-    transformers iterates over sets of names, whose order differs between processes.
+    The accesses can differ because transformers iterates over sets of names, whose order differs between processes.
 
     Raises:
         ShardedParameterError: ranks access different parameters. Raised on all of them.

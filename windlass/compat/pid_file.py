@@ -14,7 +14,7 @@ from windlass.launch.launch_errors import LaunchError
 
 @contextlib.contextmanager
 def pid_file(wanted: bool) -> Iterator[None]:
-    """Keep a file `PID.deepspeed` in the directory for temporary files, if `wanted`.
+    """Keep a file `PID.deepspeed` in the directory for temporary files during the `with` block, if `wanted`.
 
     Raises:
         LaunchError: the file cannot be written.
@@ -24,7 +24,7 @@ def pid_file(wanted: bool) -> Iterator[None]:
         return
     path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
     try:
-        # Every user can guess the name. An existing link with this name is replaced, not followed.
+        # Another user can guess the name and put a link there: it is replaced, not followed.
         write_atomically(path, str(os.getpid()))
     except OSError as error:
         raise LaunchError(

@@ -82,7 +82,7 @@ class PipelineParallelGrid:
         return self._topo.get_rank(**{**here, "pipe": stage_id, **places})
 
     def get_global_rank(self) -> int:
-        """Return this rank."""
+        """Return this rank's number in the topology."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:

@@ -1,6 +1,6 @@
-"""Topology of ranks as points of a box with named axes, with the interface of DeepSpeed's topologies.
+"""Ranks arranged in a grid with named axes, with the interface of DeepSpeed's topologies.
 
-`MeshShape` is the same arithmetic for windlass' own axes; `topology_of` converts it.
+`MeshShape` does the same for windlass' own axes; `topology_of` converts one to a `ProcessTopology`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ProcessTopology:
     """Row-major numbering of ranks along named axes: the last axis varies fastest.
 
     Args:
-        axes: names of the axes, the slowest first; neighbouring ranks differ along the last.
+        axes: names of the axes, the slowest first; consecutive ranks differ along the last.
         dims: number of ranks along each axis.
 
     Raises:
@@ -50,7 +50,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **places: int) -> int:
-        """Return the rank at these coordinates, one for every axis.
+        """Return the rank at the coordinates `places`, which name every axis.
 
         Raises:
             ValueError: an axis is missing or unknown, or a coordinate is out of range.
@@ -83,7 +83,7 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Return a file-name part for a rank, e.g. `model_00`, without the axes in `omit_axes`."""
+        """Return the coordinates of `rank` as part of a file name, e.g. `model_00`, without the axes in `omit_axes`."""
         place = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
@@ -99,7 +99,9 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **places: int) -> list[int]:
-        """Return the ranks at these coordinates of the named axes, in ascending order; [] if one is out of range.
+        """Return all ranks with the coordinates `places`, in ascending order; [] if a coordinate is out of range.
+
+        `places` may leave out axes.
 
         Raises:
             ValueError: an axis does not exist.
@@ -128,7 +130,7 @@ class ProcessTopology:
 class PipeDataParallelTopology(ProcessTopology):
     """Topology of pipeline stages and data-parallel copies of each stage.
 
-    Copies are neighbours, for gradient reductions.
+    The copies of a stage have consecutive ranks, so that gradients are reduced between neighbouring ranks.
     """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
@@ -136,9 +138,9 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Topology of stages, data-parallel copies, and ranks over which a stage's matrices are sharded.
+    """Topology of pipeline stages, data-parallel copies, and ranks over which a stage's matrices are sharded.
 
-    Ranks over which the same matrices are sharded are neighbours.
+    The ranks over which a matrix is sharded are consecutive.
     """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
@@ -146,5 +148,8 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def topology_of(grid: MeshShape) -> ProcessTopology:
-    """Return a mesh shape as a DeepSpeed topology: pipe is pp, data combines the four data axes, model is tp."""
+    """Return a mesh shape as a DeepSpeed topology: pipe is pp, model is tp.
+
+    The data axis combines dp_replicate, dp_shard, ep and sp.
+    """
     return PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.data)

@@ -107,7 +107,7 @@ def _log_once(message: object, ranks: tuple[int, ...] | None, level: int) -> Non
 
 
 def print_dist(message: object, ranks: Sequence[int] | None = None) -> None:
-    """Print like `log_dist`, regardless of the logger's level."""
+    """Print `message` on the ranks on which `log_dist` would log it, whatever the logger's level."""
     if (text := get_dist_msg(message, ranks)) is not None:
         print(text)
 

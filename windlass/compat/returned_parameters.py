@@ -1,6 +1,6 @@
 """Parameters that a module returns, which the calling module then uses: DeepSpeed's external parameters.
 
-windlass gathers these parameters without a record. Scripts read `module.ds_external_parameters()` and
+windlass needs no record of these parameters to gather them. But scripts read `module.ds_external_parameters()` and
 `parameter.is_external_param`, so the first forward of an engine at stage 3 records them, unless the module is compiled.
 Later forwards have no hooks.
 """

@@ -54,7 +54,7 @@ def _map_children(item: Any, inner: Callable[[Any], Any], leaf: Callable[[Any], 
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Return the bytes of all tensors in nested lists, tuples and dicts."""
+    """Return the total size in bytes of all tensors in nested lists, tuples and dicts."""
     if isinstance(item, torch.Tensor):
         return item.nbytes
     if isinstance(item, list | tuple):

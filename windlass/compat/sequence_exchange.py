@@ -33,8 +33,8 @@ class SequenceAllToAll:
 
         Collective.
 
-        If the dimension is not divisible, the first ranks get one element more. The backward exchanges gradients in
-        reverse.
+        If the size of dimension `scatter_idx` is not divisible by the number of ranks, each of the first ranks gets one
+        element more. The backward exchanges gradients in reverse.
 
         Args:
             batch_dim_idx: unused; the two dimensions determine the exchange.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NameStatus(enum.Enum):
-    """Compatibility of a name with DeepSpeed's."""
+    """Compatibility of windlass's object with DeepSpeed's object of the same name."""
 
     WORKS = "works"
     DIFFERS = "differs"

@@ -1,4 +1,4 @@
-"""Folder that makes `import deepspeed` and its package metadata resolve to windlass."""
+"""Folder with the stand-in for DeepSpeed: it makes `import deepspeed` and its package metadata resolve to windlass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stand_in_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepend_stand_in_path() -> None:
-    """Put the folder first on `sys.path`, in this process and in its child processes.
+    """Put `STAND_IN_FOLDER` first on `sys.path`, in this process and in its child processes.
 
     Raises:
         ImportError: the real DeepSpeed is already imported.

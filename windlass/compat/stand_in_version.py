@@ -1,3 +1,3 @@
-"""Version of the stand-in: the DeepSpeed version whose API it has, plus its own number."""
+"""Version of windlass's stand-in for `deepspeed`: the DeepSpeed version whose API it has, plus its own number."""
 
 VERSION = "0.19.8+windlass.1"

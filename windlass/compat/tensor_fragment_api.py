@@ -57,7 +57,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the full gradient between backward and step. Without an engine, copy it into `.grad`.
+    """Replace the full gradient between backward and step. For a parameter without an engine, copy `value` into
+    its `.grad`.
 
     Raises:
         ModelError: the shape differs, or there is no gradient.

@@ -14,7 +14,7 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 
-_MAX_DEPTH = 5  # maximum references from a function to a parameter, through arguments, containers and modules
+_MAX_DEPTH = 5  # longest chain of references from a function to a parameter (arguments, containers, modules)
 
 
 def sequence_tiled_compute(
@@ -31,7 +31,7 @@ def sequence_tiled_compute(
     """Compute `fn` on at most `shards` parts of a sequence, one at a time, and recompute them in the backward.
 
     Args:
-        fn: called with the keywords of both dicts.
+        fn: called with the keywords of `kwargs_to_shard` and `kwargs_to_pass`.
         seqlen: number of tokens, the size of dimension 1 of the tensors to shard.
         kwargs_to_shard: tensors `[samples, tokens, ...]`; each call gets a part of the tokens.
         kwargs_to_pass: arguments that each call gets unchanged.
@@ -68,7 +68,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """Facade of `sequence_tiled_compute` with the call of an autograd function."""
+    """`sequence_tiled_compute` in the form of an autograd function: it is called as `apply(...)`."""
 
     @staticmethod
     def apply(
@@ -83,7 +83,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """Call `sequence_tiled_compute`; `args` are the values of both lists of keys, in order."""
+        """Call `sequence_tiled_compute`; `args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
         sharded, passed = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
         return sequence_tiled_compute(
             fn,
@@ -99,7 +99,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """Tiled MLP with the call of an autograd function."""
+    """Tiled MLP in the form of an autograd function: it is called as `apply(...)`."""
 
     @staticmethod
     def apply(
@@ -122,7 +122,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """Tiled loss, with the call of an autograd function; the logits of all tokens never exist at once."""
+    """Tiled loss in the form of an autograd function. The logits of all tokens never exist at once."""
 
     @staticmethod
     def apply(
@@ -173,7 +173,7 @@ def _trained_parameters(stated: Sequence[torch.Tensor] | None, *holders: Any) ->
 
 
 def _find_leaves(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
-    """Add the leaf tensors that a value refers to: modules, containers, functions with what they enclose, objects."""
+    """Add to `found` the leaf tensors that `value` refers to: through modules, containers, closures and attributes."""
     if not depth or id(value) in seen or isinstance(value, (str, bytes, int, float, type, ModuleType)):
         return
     seen.add(id(value))

@@ -1,11 +1,12 @@
 """Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects or interprets differently.
 
-Changes are logged as warnings, except the removal of keys without effect, and DeepSpeed's default weight decay.
+Changes are logged as warnings, with two exceptions: the removal of keys without effect on results, and the insertion of
+DeepSpeed's default weight decay.
 
 DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`, `autotuning`,
 `flops_profiler`, `activation_checkpointing`, `eigenvalue`, `quantize_training`, `optimizer` and `scheduler`, except in
 the `params` of the last two, which are arguments. In its other sections an unknown key is an error, as in windlass. If
-two keys contradict each other, DeepSpeed ignores one of them. Keys without effect on results are removed.
+two keys contradict each other, DeepSpeed ignores one of them.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
         kwargs: `tp_group`, which must consist of the neighbouring ranks.
 
     Raises:
-        ConfigError: the size is not positive, the group has other ranks, or an earlier call for this model had other
-            arguments.
+        ConfigError: `tp_size` is not positive, `tp_group` does not consist of the neighbouring ranks, or an earlier
+            call for this model had other arguments.
     """
     asked = _checked_arguments(tp_size, dtype, kwargs.get("tp_group"))
     before = _arguments_by_model.setdefault(model, asked)
@@ -57,7 +57,7 @@ def record_tp_model_init_args(tp_size: int, dtype: torch.dtype, tp_group: Any, d
     """Store the arguments of `tp_model_init` for the model that `initialize` receives next.
 
     Raises:
-        ConfigError: the size is not positive, or the group has other ranks.
+        ConfigError: `tp_size` is not positive, or `tp_group` does not consist of neighbouring ranks.
     """
     _arguments_for_next_model[:] = [_checked_arguments(tp_size, dtype, tp_group)]
 
@@ -79,7 +79,7 @@ def set_autotp_mode(training: bool = False) -> None:
 def config_with_tp_arguments(model: nn.Module, source: Any) -> Any:
     """Return the configuration with the arguments stored for `model`, or else for the next model, merged in.
 
-    Return the source itself if there are none.
+    Return `source` itself if no arguments are stored.
 
     Raises:
         ConfigError: the configuration contradicts the arguments.

@@ -1,4 +1,6 @@
-"""Names and arguments of `deepspeed.runtime.sequence_parallel.ulysses_sp`: a model, and a data loader."""
+"""Names and arguments of `deepspeed.runtime.sequence_parallel.ulysses_sp`: sharding of the sequences of a
+model and of a data loader.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +56,15 @@ class SequenceParallelGroups:
     shards_model = True  # `initialize(mpu=...)` calls `apply`
 
     def apply(self, model: Any) -> None:
-        """Shard the sequences of `model` unless they are sharded already. Batches contain local tokens only."""
+        """Shard the sequences of `model` unless they are sharded already.
+
+        Each rank's batches must contain only its own tokens.
+        """
         if self.sp.size > 1 and sequence_parallel_of(model) is None:
             apply_sequence_parallel(model, self.sp, pre_sharded=True, only_training=self._only_training)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the function `get_..._group`, `get_..._rank` or `get_..._world_size` of a kind of group."""
+        """Return the function `get_KIND_group`, `get_KIND_rank` or `get_KIND_world_size`, for a KIND in `_GROUPS`."""
         for words, axis in _GROUPS.items():
             what = name.removeprefix(f"get_{words}_")
             if what != name and what in _GETTERS:

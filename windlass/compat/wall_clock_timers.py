@@ -123,7 +123,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Print the elapsed times of these timers, divided by `normalizer`, on rank 0 or on `ranks`.
+        """Print the elapsed times of the timers `names`, divided by `normalizer`, on rank 0 or on `ranks`.
 
         Raises:
             AssertionError: `normalizer` is not positive.

@@ -112,10 +112,11 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Mo
 
 
 def mark_fine_grained_modules(model: nn.Module, threshold: int) -> list[nn.Module]:
-    """Mark the outermost modules that have at most `threshold` parameter elements per module inside, and return them.
+    """Mark the outermost modules with at most `threshold` parameter elements per module in them, and return them.
 
-    This is the meaning of `stage3_module_granularity_threshold`. Modules without parameters do not count, and neither
-    layers without children nor containers such as `nn.ModuleList` are marked.
+    This is the meaning of `stage3_module_granularity_threshold`. The number of modules in a module includes
+    the module itself, but no modules without parameters and no containers such as `nn.ModuleList`. Containers and
+    modules without children are not marked.
     """
     found: list[nn.Module] = []
 

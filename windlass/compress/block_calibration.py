@@ -351,7 +351,7 @@ class BlockCalibration:
         return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
 
     def _unfilled(self) -> list[nn.Module]:
-        """Return the modules outside of the blocks at whose call a forward is stopped.
+        """Return modules outside of the blocks. A forward is stopped when it calls one of them.
 
         These are the head, and modules without weights in the files, e.g. the layers before the head of a language
         model if the files are those of a classifier.
@@ -378,7 +378,7 @@ class BlockCalibration:
             raise self._not_a_chain(f"block {number} has no {lacking[0]!r} of its own in the files")
 
     def _users(self, name: str) -> list[str]:
-        """Return all names of a parameter of the empty model: several if it is tied."""
+        """Return all names of a parameter in the model: several if it is tied."""
         return self._tied.get(name, [name])
 
     def _not_a_chain(self, reason: str) -> ModelError:

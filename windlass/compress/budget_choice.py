@@ -2,16 +2,16 @@
 
 [Note: checked budget] The knapsack adds up the losses of single groups, so the loss of its choice is also measured for
 all groups together. Unless the measured loss is 98 % to 100 % of its limit, the limit is divided by the ratio of the
-measured loss to the sum, and the knapsack is solved again, at most `_REPAIRS` times in all. If a uniform format of no
-more bytes has a lower loss, that format is taken. If no choice of the knapsack is within the limit of the loss, the
-uniform formats within the other limits are measured before the budget is refused.
+measured loss to the sum, and the knapsack is solved again. It is solved at most `_REPAIRS` times. If a uniform format
+(one format for all groups) of no more bytes has a lower loss, that format is taken. If no choice of the knapsack is
+within the limit of the loss, the uniform formats within the other limits are measured before the budget is refused.
 
-[Note: measured token] Times of single products do not add up to the time of a token. So the full model is timed in the
-chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is corrected
-by the difference and a new choice is made, until `_TIMINGS` choices were timed: a faster choice if the limit was
-exceeded, a choice of less loss if the model was faster than necessary. Of the choices within the limit, the one of the
-least loss is taken. If there is none, the uniform formats are timed. If none of them is within the limit either, the
-budget is refused with an error that names the least measured time.
+[Note: measured token] Times of single matrix products do not add up to the time of a token. So the full model is timed
+in the chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is
+corrected by the difference and a new choice is made, until `_TIMINGS` choices were timed: a faster choice if the limit
+was exceeded, a choice of less loss if the model was faster than necessary. Of the choices within the limit, the one of
+the least loss is taken. If there is none, the uniform formats are timed. If none of them is within the limit either,
+the budget is refused with an error that names the least measured time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from windlass.kernels.weight_format import get_weight_format
 BUDGET_FORMATS = ("int8", "int4_g32", "int4_g64", "int4_g128", "int3_g64", "int3_g128")
 FORCED_FORMATS = ("int2_g32", "int2_g64")
 _REPAIRS = 4
-_LEAST_CHANGE = 1e-6  # relative distance of a new limit below the loss of a choice that the limit must exclude
+_LEAST_CHANGE = 1e-6  # fraction by which a new limit is below the loss of the choice that it must exclude
 _TIMINGS = 5  # maximum number of choices that are timed
 TIME_TOLERANCE = 0.02
 """Relative difference that a measured time may have from its limit."""
@@ -50,9 +50,9 @@ class GroupChoice:
     Attributes:
         names: names of the layers in the files.
         format: name of the format; None if the layers stay unquantized.
-        wide_bytes, nbytes: bytes of their weights before and after.
+        wide_bytes, nbytes: bytes of the layers' weights before and after compression.
         loss: divergence from the unquantized model in bits per byte, with only this group in the format.
-        seconds: seconds of the products for one token; 0: not measured.
+        seconds: seconds of the layers' matrix products for one token; 0: not measured.
     """
 
     names: tuple[str, ...]
@@ -73,9 +73,10 @@ class BudgetChoice:
         loss: increase of the bits per byte on calibration text, measured as the divergence of the model with weights
             rounded to nearest from the unquantized model.
         seconds: seconds of a generated token, measured in these formats, or predicted; None: time is not limited.
-        uniform: name and loss of the best uniform format of no more bytes; None: there is none.
+        uniform: name and loss of the best format for all layers that needs no more bytes; None: there is none.
         tokens: number of tokens of each measurement.
-        gap: upper bound of the relative excess of the knapsack's loss, or bytes, over the optimum; 0: the optimum.
+        gap: upper bound of the relative excess of the choice's loss over the optimum, or of its bytes if only the loss
+            is limited; 0: the choice is the optimum.
         formats: format of each packed layer, by its name in the files.
     """
 
@@ -197,7 +198,7 @@ def choose_for_budget(
 
 
 def _has_scales(layer: nn.Module) -> bool:
-    """Return True if the weights of a layer are small enough for the scales of every format."""
+    """Return True if all weights of a layer have magnitudes for which the scales of every format stay finite."""
     return float(layer.get_parameter("weight").detach().abs().max()) <= SAFE_MAGNITUDE
 
 
@@ -223,7 +224,8 @@ class _Solution:
         places: index of the chosen option of each group.
         nats: measured loss in nats per token.
         gap: upper bound of the excess of the knapsack's objective over the optimum; see `FormatChoice`.
-        uniform: name and loss, in nats per token, of the best uniform format of no more bytes; None: there is none.
+        uniform: name and loss, in nats per token, of the best format for all groups that needs no more bytes; None:
+            there is none.
         seconds: measured seconds of a token; None: not measured.
     """
 
@@ -236,7 +238,7 @@ class _Solution:
 
 @dataclass
 class _Solver:
-    """Solver for one budget.
+    """Search for the choice of formats that meets one budget with the least loss or size.
 
     Attributes:
         time: function that measures the seconds of a token of a choice; None: times are only predicted.
@@ -271,7 +273,7 @@ class _Solver:
                     break
                 if error.resource != "seconds" or self.time is None:
                     raise self._refusal(error) from error
-                found = self._measure(error.places)  # the fastest choice
+                found = self._measure(error.places)  # the choice of the least predicted time
             if self.time is None or token is None:
                 return found
             if found.places in tried:
@@ -352,7 +354,7 @@ class _Solver:
         bytes and time. The losses of groups add up only approximately, so a budget is refused only after a
         measurement."""
         tried = list(measured)
-        if not tried:  # within the other limits, even the least sum of losses was above the limit of the loss
+        if not tried:  # no choice within the other limits has a small enough sum of losses
             tried.append(self._measure(choose_formats(self.options, replace(limits, loss=None)).places))
         tried += [self._measure(one) for one in self._uniform_choices(limits.nbytes, limits.seconds)]
         return min(tried, key=lambda one: one.nats)
@@ -388,7 +390,7 @@ class _Solver:
         return FormatLimits(nbytes, loss, None if token is None else self.products.limit(token))
 
     def _token_limit(self) -> float | None:
-        """Return the largest time of a token in seconds; None if time is not limited."""
+        """Return the largest allowed time of a token in seconds; None if time is not limited."""
         token, wide = self.budget.latency, self.products.wide
         if self.budget.speed is None or wide is None:
             return token

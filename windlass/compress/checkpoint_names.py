@@ -22,7 +22,7 @@ ReadTensor = Callable[[str], torch.Tensor]
 
 @dataclass
 class ConvertedTensors:
-    """Tensors of the files that are converted together to tensors of the model.
+    """Group of tensors in the files, which are joined or split together to tensors of the model.
 
     Attributes:
         name: name of the first tensor of the model.
@@ -43,7 +43,7 @@ class CheckpointNames:
         sources: names in the files.
 
     Attributes:
-        renamed: name in the model of each tensor of the files whose values stay unchanged.
+        renamed: names in the model by name in the files, for tensors whose values stay unchanged.
         converted: tensors of the files that are joined or split, by the name of the first tensor of the model.
         unknown: names in the files that the model lacks.
         source_of: inverse of `renamed`.
@@ -117,7 +117,7 @@ class _Rules:
         self.converters = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def rename(self, source: str) -> tuple[str, str | None]:
-        """Return the name in the model, and the pattern of the converter, or None if the values stay unchanged."""
+        """Return the name in the model; and the pattern of the converter of the values, None if they stay unchanged."""
         if self._loading is None:
             return source, None
         known, rename = self._known, self._loading.rename_source_key

@@ -55,7 +55,7 @@ class WeightRounding:
     symmetric: bool = True
     stochastic: bool = False
     offset: int = 0
-    mixed_ratio: float = 0.0  # decrease per step of the unrounded weight's share; 0: there is no unrounded share
+    mixed_ratio: float = 0.0  # the unrounded weight's share falls from 1 by this per step; 0: rounded weight only
     form: str | None = None  # name of a weight format, used instead of bits and groups
 
     def bits(self, step: int) -> int:
@@ -91,7 +91,7 @@ class Pruning:
         heads: number of heads, for `head`.
         end: step of the last change of the mask, for snip_momentum.
         stride: number of steps between two changes, for snip_momentum.
-        block: outputs and inputs of a block of weights that is removed together, for snip_momentum.
+        block: numbers of outputs and of inputs of a block of weights that is removed together, for snip_momentum.
     """
 
     kind: str
@@ -176,7 +176,7 @@ class CompressedLayer(nn.Module):
             ):
                 mask = self._spread(pruning, self.mask(pruning))
                 if pruning.method == "topk" and self.compression.repeats_bias:
-                    # each rank adds the full bias, and gradients of scores are summed over ranks: scale them down
+                    # each rank adds the full bias, and the scores' gradients are summed over ranks: scale these down
                     mask = mask.detach() + (mask - mask.detach()) / self.compression.repeats_bias
                 bias = bias * self._local(mask).flatten().to(bias.dtype)
         return bias
@@ -202,7 +202,7 @@ class CompressedLayer(nn.Module):
             fresh = (span == 0).all()  # stays on the device, without a sync
             if self.training:
                 span.copy_(torch.where(fresh, seen, _MOMENTUM * span + (1 - _MOMENTUM) * seen))
-            else:  # if `fresh`, no training step with rounding has set the range before this evaluation
+            else:  # if `fresh`, no training step has set the range yet: take the range of this input
                 span = torch.where(fresh, seen, span)
             rounded = _round_in_range(whole, span, rounding)
         else:

@@ -1,4 +1,4 @@
-"""Budget of a compression: size, loss, speed and latency, as the command line writes them."""
+"""Budget of a compression: limits of size, loss, speed and latency, parsed from a command-line option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compression during training by DeepSpeed's configuration section `compression_training`, applied to a model."""
+"""Application of DeepSpeed's section `compression_training` to a model, whose layers are compressed during training."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def init_compression(
     model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
 ) -> nn.Module:
     """Prepare a model for `compression_training`, in place: the chosen layers round their weights and inputs and mask
-    their weights, from the `schedule_offset` of each technique on. Call it before `initialize`, and build the optimizer
-    afterwards. A pattern that no layer matches is logged as a warning.
+    their weights, from the `schedule_offset` of each technique on. Call it before `initialize`, and before the
+    optimizer is built. A pattern that no layer matches is logged as a warning.
 
     Args:
         deepspeed_config: dict or path of the full configuration.
@@ -141,8 +141,8 @@ def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup
 
 
 def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
-    """Return the compressible layers of some classes, by name, whose names contain a match of a regular expression; `*`
-    matches all names."""
+    """Return, by name, the compressible layers of the classes `kinds` whose names contain a match of the regular
+    expression `pattern`; `*` matches all names."""
     expression = ".*" if pattern == "*" else pattern
     return {
         name: module
@@ -156,7 +156,7 @@ def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ..
 def _prepared(
     model: nn.Module, group: CompressionGroup, kinds: tuple[type[nn.Module], ...], where: str, clock: CompressionClock
 ) -> Iterator[CompressedLayer]:
-    """Yield the layers of a group, each once, changed to classes with compression techniques."""
+    """Replace the class of each layer of a group by its `CompressedLayer` class, and yield each layer once."""
     seen: set[str] = set()
     for pattern in group.modules:
         found = find_layers(model, pattern, kinds)
@@ -210,7 +210,8 @@ def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: 
 
 
 def _read_bits(params: GroupParams, where: str) -> tuple[int, int]:
-    """Return the bits of weights at the start and at the end of the schedule; 16 and 16 for a weight format."""
+    """Return the number of bits of a weight at the start and at the end of the schedule; 16 and 16 if the group has a
+    `weight_format`."""
     if params.weight_format is not None:
         try:
             get_weight_format(params.weight_format)

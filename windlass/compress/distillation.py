@@ -62,8 +62,8 @@ class Distillation:
     model runs as before. See [Note: distillation in the forward].
 
     Args:
-        teacher: module, or engine of `initialize` without an optimizer; None with a complete cache. Its parameters are
-            frozen, and it is set to eval mode.
+        teacher: module, or engine that `initialize` made without an optimizer; None with a complete cache. Its
+            parameters are frozen, and it is set to eval mode.
         cache: cache of the teacher's largest probabilities; None: the teacher runs in each forward.
         options: keys of the section `distillation`; `layers` may name blocks by integers.
 
@@ -100,7 +100,7 @@ class Distillation:
         if isinstance(teacher, nn.Module):
             teacher.eval()
             teacher.requires_grad_(False)
-        self._wanted: _Seen | None = None  # outputs of the teacher for the forward that runs
+        self._wanted: _Seen | None = None  # outputs of the teacher for the running forward
         self._own = _Seen()
         self._kept_pairs: dict[str, str] | None = None  # compared modules; None: chosen in each forward
         self._ahead: list[_Seen] = []  # outputs of the teacher for the micro-batches of a pipeline's step
@@ -219,7 +219,8 @@ class Distillation:
             )
         missing = torch.tensor([not self.cache.has(ids)], dtype=torch.int32)
         if self.teacher is not None and dist.is_initialized():
-            world_group().all_reduce(missing, dist.ReduceOp.MAX)  # a sharded teacher runs on all ranks together
+            # If one rank must run the teacher, all ranks run it, since it may be sharded over them.
+            world_group().all_reduce(missing, dist.ReduceOp.MAX)
         if self.teacher is not None and bool(missing):
             logits = self._run_teacher(student, args, kwargs).logits
             assert isinstance(logits, Tensor)
@@ -254,7 +255,7 @@ class Distillation:
             return None
         own.logits = _logits(output, "model")
         vocabulary = get_sharded_vocabulary(student)
-        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # only a tensor-parallel shard
+        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # only one rank's part of the vocabulary
             own.logits = vocabulary.gather_logits(own.logits)
         loss = self._loss(student, own, wanted, kwargs)
         if stage is not None and stage.terms is not None:
@@ -294,7 +295,7 @@ class Distillation:
     def _layer_terms(
         self, student: nn.Module, own: _Seen, wanted: _Seen, kwargs: Mapping[str, Any], has_tokens: bool
     ) -> list[Tensor]:
-        """Return the terms of hidden states and attention maps of this stage's modules, if there are any."""
+        """Return the loss terms for the hidden states and attention maps of this stage's compared modules, if any."""
         options, terms = self.options, []
         if not (options.hidden or options.attention):
             return []
@@ -336,8 +337,8 @@ class Distillation:
             self._kept_pairs = self._pairs(student)
 
     def _local_pairs(self, student: nn.Module) -> dict[str, str]:
-        """Return the pairs of `_pairs` whose module of the trained model is on this rank, or in its running stage.
-        Empty if no term compares modules."""
+        """Return the pairs of `_pairs` whose module of the trained model is on this rank; while a pipeline stage runs,
+        only those of this stage. Empty if no term compares modules."""
         if not (self.options.hidden or self.options.attention):
             return {}
         return {own: other for own, other in self._pairs(student).items() if not _is_in_stub(student, own)}
@@ -408,7 +409,8 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
 
 
 def block_names(model: nn.Module, whose: str = "model") -> list[str]:
-    """Return the names of a model's blocks: the children of its longest outer list of modules with parameters.
+    """Return the names of a model's blocks: the children of its longest `ModuleList` or `Sequential` that
+    has parameters and is not inside another one.
 
     Raises:
         ConfigError: the model has no such list.
@@ -515,7 +517,7 @@ def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_token_labels(arguments: Mapping[str, Any]) -> bool:
-    """Return True if a model that gets these arguments has logits for each token, as its labels show."""
+    """Return True if a model has logits for each token: labels, if given, have the shape of the token ids."""
     labels, ids = arguments.get("labels"), arguments.get("input_ids")
     return not (isinstance(labels, Tensor) and isinstance(ids, Tensor)) or labels.shape == ids.shape
 

@@ -104,7 +104,7 @@ def _with_rest(own: Tensor, teacher: TopProbabilities) -> tuple[Tensor, Tensor]:
     largest = own.gather(-1, indices)
     if indices.shape[-1] >= teacher.classes:
         return largest, wanted
-    # The bound keeps the gradient finite if no other class has a probability.
+    # The bound keeps the gradient finite if all other classes have probability 0.
     rest = own.scatter(-1, indices, float("-inf")).clamp(min=_LOWEST).logsumexp(-1, keepdim=True)
     left = (1 - wanted.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
     return torch.cat([largest, rest], -1), torch.cat([wanted, left], -1)

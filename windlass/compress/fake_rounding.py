@@ -28,13 +28,13 @@ def round_straight_through(
 
     Symmetric: `s = 2 max|x| / 2 ** bits`, `round(x / s)` clamped to `[-2 ** (bits - 1), 2 ** (bits - 1) - 1]`, times
     `s`. Asymmetric: `s = (max - min) / 2 ** bits`, zero point `round(min / s) s`. 2 bits: 0 for magnitudes up to 0.7
-    mean|x|, else `sign(x) a`, where `a` is the mean of the other magnitudes. 1 bit: `sign(x) mean|x|`. The rule applies
-    to each of `groups` slices of the flattened tensor.
+    mean|x|, else `sign(x) a`, where `a` is the mean of the larger magnitudes. 1 bit: `sign(x) mean|x|`. The rule
+    applies to each of `groups` slices of the flattened tensor.
 
     Args:
         symmetric: no effect with 1 or 2 bits.
-        noise: CPU generator for stochastic rounding, which rounds up with the probability of the fraction; None: round
-            to nearest. No effect with 1 or 2 bits.
+        noise: CPU generator for stochastic rounding: a quotient `x / s` is rounded up with a probability equal to its
+            fractional part. None: round to nearest. No effect with 1 or 2 bits.
 
     Raises:
         ConfigError: the groups do not divide the tensor.

@@ -37,7 +37,7 @@ class FormatOption:
     Attributes:
         name: name of the format; None: unquantized.
         nbytes: bytes of the group's weights.
-        loss: loss that the format adds to the model's.
+        loss: increase of the model's loss by the format.
         seconds: seconds of the group's products for one token.
     """
 
@@ -63,7 +63,7 @@ class UnmetLimitError(ValueError):
         resource: nbytes, loss or seconds.
         nearest: least sum of the resource, over all choices, or for seconds and loss over those within the other
             limits.
-        places: a choice with this sum.
+        places: index of each group's option in a choice with this sum.
     """
 
     def __init__(self, resource: str, nearest: float, places: Sequence[int] = ()) -> None:
@@ -103,7 +103,7 @@ def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimit
 
 
 def total(groups: Sequence[Sequence[FormatOption]], chosen: Sequence[int], resource: str) -> float:
-    """Return the sum of a resource over a choice."""
+    """Return the sum of a resource over the chosen options of all groups."""
     return float(sum(getattr(options[place], resource) for options, place in zip(groups, chosen, strict=True)))
 
 
@@ -127,7 +127,7 @@ def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dic
     found = search.solve()
     if found is not None:
         return found
-    first, second = bounds  # two limits: the check above ensures that each can be met alone
+    first, second = bounds  # two limits: the check above ensures that each can be met without the other
     places = _least(groups, second, {first: bounds[first]}).places
     if (nearest := total(groups, places, second)) > bounds[second]:
         raise UnmetLimitError(second, nearest, places)
@@ -258,7 +258,7 @@ def _undominated(sums: Integers, costs: Floats) -> Integers:
         return order[is_less]
     seconds, values = sums[1][order].tolist(), costs[order].tolist()
     kept = []
-    steps: list[int] = []  # Pareto front so far: second resource, ascending; its costs in `lows` descend
+    steps: list[int] = []  # second resource of the Pareto front so far, ascending; `lows` has its costs, descending
     lows: list[float] = []
     for place, (second, value) in enumerate(zip(seconds, values, strict=True)):
         at = bisect_right(steps, second)

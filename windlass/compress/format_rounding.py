@@ -1,4 +1,4 @@
-"""Rounding of trained weights to a weight format, in the forward and at the end.
+"""Rounding of trained weights to a weight format, in each forward and at the end of training.
 
 [Note: trained scales] While weights are trained, the scale of a group with 2 or 3 bits, without zero points, is its
 root mean square times a constant, which minimizes the rounding error of normally distributed weights. The formats' own

@@ -24,7 +24,7 @@ def measure_product(rows: int, columns: int, name: str, *, clock: Callable[[], f
     quantizes = name == "int8" or isinstance(form, CodedWeightFormat) and form.bits < 8
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator) * 0.02
-    packed = form.pack(weight)  # packed only once, because that takes far longer than making panels
+    packed = form.pack(weight)  # packed only once, because packing takes far longer than `pack_panels`
     first = pack_panels(packed, form, (rows, columns), quantize_inputs=quantizes)
     count = min(max(_COLD_BYTES // max(first.nbytes, 1), 1), _MOST_COPIES)
     copies = [first, *(pack_panels(packed, form, (rows, columns), quantize_inputs=quantizes) for _ in range(count - 1))]

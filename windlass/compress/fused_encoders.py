@@ -1,4 +1,4 @@
-"""Exclusion of the fused evaluation of torch's encoder layers, which would read weights as stored, not compressed."""
+"""Exclusion of torch's fused evaluation of encoder layers: it would read weights as stored, without compression."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Conversion between blocks of GGUF's types Q8_0, Q4_0, TQ2_0 and Q1_0 and weight formats with the same values.
 
-Layouts of ggml: Q8_0 has 32 weights (a float16 scale, 32 int8), Q4_0 32 (a scale, 16 bytes: weight i in the low half of
-byte i, weight i + 16 in the high half), TQ2_0 256 (64 bytes, a scale: byte 32 * h + i has the weights
-128 * h + 32 * p + i at bit 2 * p, plus 1), Q1_0 128 (a scale, 16 bytes: weight i at bit i).
+Layouts of a block in ggml: Q8_0 has 32 weights (a float16 scale, 32 int8), Q4_0 32 (a scale, 16 bytes: weight i in the
+low half of byte i, weight i + 16 in the high half), TQ2_0 256 (64 bytes, a scale: byte 32 * h + i has the weights
+128 * h + 32 * p + i at bit 2 * p, each plus 1), Q1_0 128 (a scale, 16 bytes: weight i at bit i).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockType:
     Attributes:
         weights: number of weights of a block.
         nbytes: number of bytes of a block.
-        format: weight format with the same numbers.
+        format: weight format that has the same values.
     """
 
     name: str

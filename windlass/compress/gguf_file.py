@@ -64,9 +64,9 @@ _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -> list[str]:
     """Write the model of a directory as a GGUF file, which appears complete or not at all.
 
-    Packed layers keep their numbers (see `find_block_type`); the other matrices keep their dtype, vectors become
-    float32. Byte-level BPE tokenizers that split text as GPT-2, Llama 3 or Qwen 2 are written; for other tokenizers the
-    file has no vocabulary.
+    Packed layers keep their values (see `find_block_type`); the other matrices keep their dtype, vectors become
+    float32. Byte-level BPE tokenizers are written if they split text as GPT-2, Llama 3 or Qwen 2 does; for other
+    tokenizers the file has no vocabulary.
 
     Returns:
         The GGUF type of each tensor, as `name: type`.
@@ -270,8 +270,8 @@ def find_splitting(tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def _sources(directory: ModelDirectory, formats: Mapping[str, str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yield for each tensor its name in GGUF, its name in the source (`<layer>.weight` if packed), type and shape in
-    bytes.
+    """Yield for each tensor its name in GGUF, its name in the source (`<layer>.weight` if packed), its GGUF type, and
+    its shape, in which the last dimension is counted in bytes.
     """
     used = {f"{layer}.{part}" for layer, name in formats.items() for part in get_weight_format(name).file_form(1, 1)}
     for layer, name in formats.items():

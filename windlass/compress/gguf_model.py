@@ -2,8 +2,8 @@
 
 [Note: GGUF as a directory] `GgufDirectory` is a `ModelDirectory` that reads one GGUF file. Matrices of Q8_0, Q4_0,
 TQ2_0 and Q1_0 stay packed in the weight format with the same numbers; a quantized embedding table, and matrices of
-other quantized types, become float32. All tensors that are not packed get one dtype: that of the plain matrices if
-these have one dtype and nothing became float32, otherwise float32.
+other quantized types, become float32. All tensors that are not packed get one dtype: that of the unquantized matrices
+if these have one dtype and nothing became float32, otherwise float32.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class GgufDirectory(ModelDirectory):
         return wide.pop()
 
     def _ordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a tensor in the order of transformers, which differs for query and key matrices."""
+        """Return the rows of a tensor in transformers' order, which is not GGUF's for query and key matrices."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is None or not ARCHITECTURES[self.config["model_type"]][1]:
             return rows
@@ -236,10 +236,10 @@ def _read_config(directory: GgufDirectory) -> dict[str, Any]:
 
 
 def _read_rope(directory: GgufDirectory, theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the settings of rotary embeddings. The only supported factors of rotations are those of Llama 3.1 to 3.3.
+    """Return the settings of rotary embeddings.
 
     Raises:
-        ModelError: the file has other factors.
+        ModelError: the file has factors of the rotary frequencies other than those of Llama 3.1 to 3.3.
     """
     if not directory.has_tensor("rope_freqs.weight"):
         return {"rope_type": "default", "rope_theta": theta}

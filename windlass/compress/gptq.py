@@ -11,7 +11,7 @@ from windlass.base.errors import ModelError
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid
 from windlass.kernels.weight_format import WeightFormat
 
-DAMPING = 0.01  # added to the diagonal, relative to its mean
+DAMPING = 0.01  # added to the Hessian's diagonal, relative to the diagonal's mean
 _BLOCK = 128  # columns whose errors are carried to all later columns by one matrix product
 
 
@@ -47,8 +47,8 @@ class ColumnOrder:
 def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tuple[IntegerGrid, Tensor]:
     """Return a grid and the codes of a matrix, by Frantar et al. 2022 (https://arxiv.org/abs/2210.17323).
 
-    The grid is chosen first, with the searched clip. So the groups do not depend on the order of the columns, and the
-    file needs no list of groups.
+    The grid is chosen first, with the clipping range that `clipped_grid` finds. So groups consist of neighbouring
+    columns in any rounding order, and the file needs no list of each column's group.
 
     Args:
         weight: float32 `[rows, columns]`.

@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ), read as weight formats with the same numbers.
+"""Checkpoints of GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ), read as windlass's formats with the same values.
 
 GPTQ stores a matrix transposed: `qweight` `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]`, `scales`
 `[groups, out]` and `g_idx`, the group of each input feature. Version 1 stores zero points minus 1. AWQ stores `qweight`
@@ -32,10 +32,10 @@ def find_packed_layers(directory: ModelDirectory) -> list[str]:
 def read_packed_layer(
     directory: ModelDirectory, layer: str, entry: Mapping[str, Any]
 ) -> tuple[str, PackedWeight, set[str]]:
-    """Return the format of a layer, its packed tensors, and the names of the tensors in the files that they come from.
+    """Return the format of a layer, its packed tensors, and the names of its tensors in the files.
 
     A layer whose features are ordered by activation (`desc_act`), so that its groups are scattered, has no packed
-    form: it is returned as float32, with the same numbers.
+    form: it is returned as float32, with the same values.
 
     Args:
         entry: `quantization_config`.

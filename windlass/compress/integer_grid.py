@@ -44,12 +44,12 @@ class IntegerGrid:
         return values.repeat_interleave(self.group, 1)[:, :columns]
 
     def codes(self, weight: Tensor) -> Tensor:
-        """Return the nearest codes of a matrix, float32."""
+        """Return the codes whose values are nearest to a matrix, as float32."""
         columns = weight.shape[1]
         return self.column_codes(weight, self.spread(self.scale, columns), self.spread(self.zero, columns))
 
     def column_codes(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Return the nearest codes of weights with these scales and zero points."""
+        """Return the codes whose values are nearest to `weight`, for these scales and zero points."""
         return ((weight / _divisor(scale)).round_() + zero).clamp_(self.low, self.high)
 
     def values(self, codes: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class _Ranges:
             self._high = torch.maximum(-low, high)
 
     def grid(self, clip: Tensor | float) -> IntegerGrid:
-        """Return the grid for a part of each range."""
+        """Return the grid that covers the part `clip` of each group's range."""
         form = self.form
         if isinstance(form, Int8WeightFormat):
             scale = self._high / 127 * clip

@@ -3,7 +3,8 @@
 [Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distills one layer at a time, so that memory
 holds one layer and the states of its distillation. Here the scales of the first rounding stay, and the code of
 each weight is learned: a number between the neighbouring codes, rounded in the forward, that moves by the sign of its
-gradient (Cheng et al. 2023, SignRound, arXiv:2309.05516). The loss is the squared difference of the block's output.
+gradient (Cheng et al. 2023, SignRound, arXiv:2309.05516). The loss is the squared difference
+of the block's output from its output with unquantized weights.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class LayerDistillationOptions:
 
 @dataclass(frozen=True)
 class BlockResult:
-    """Mean squared difference of a block's output, relative to its square, before and after learning."""
+    """Loss of a block before and after learning: the mean squared difference of its output from the unquantized output,
+    divided by the latter's mean square.
+    """
 
     name: str
     before: float

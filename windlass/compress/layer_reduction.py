@@ -15,8 +15,8 @@ def copy_teacher_layers(student: nn.Module, teacher: nn.Module, section: LayerRe
     `i`, and modules of `other_module_name` are copied with all parameters and buffers.
 
     Raises:
-        ConfigError: the section lacks a key, its numbers of layers differ, or a module is missing or has other
-            parameters than its source.
+        ConfigError: the section lacks a key; `teacher_layer` has another number of layers than `keep_number_layer` or
+            the model; or a module is missing or has other parameters than its source.
     """
     if section.module_name_prefix is None or section.teacher_layer is None:
         raise ConfigError(f"{_WHERE} needs module_name_prefix and teacher_layer; write both")

@@ -1,4 +1,4 @@
-"""Loss that each weight format causes in each group of layers, each measured separately.
+"""Accuracy lost by rounding one group of layers to one weight format, measured for every group and format.
 
 [Note: measured sensitivity] One group of layers with a common input is rounded, and the Kullback-Leibler divergence of
 the model's next-token distributions from those of the unquantized model is measured on calibration text. Hidden states
@@ -24,9 +24,9 @@ from windlass.kernels.weight_format import get_weight_format
 
 _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
 _LIMIT_ROUNDS = 3
-# time of one measurement, relative to a full forward: half of the blocks on average, and the divergence
+# Time of one measurement, relative to a full forward: half of the blocks run on average, plus the divergence.
 _PASS_SHARE = 0.8
-_MOST_BYTES = 512 << 20  # limit for the log-probabilities of the unquantized model
+_MOST_BYTES = 512 << 20  # limit in bytes for the log-probabilities of the unquantized model
 _CLIP_STRIDE = 5  # stride of the clip search; coarse, to compare formats only: the final rounding searches again
 
 
@@ -44,10 +44,10 @@ class InputGroup:
 
 
 def rounded_weight(weight: Tensor, name: str, grid: IntegerGrid | None = None) -> Tensor:
-    """Return a weight as `rtn` rounds it, float32, but with a coarser search of the clip.
+    """Return a weight in float32, rounded as method `rtn` does, but with a coarser search of the clipping range.
 
     Args:
-        grid: grid of an earlier search; None: search.
+        grid: integer grid of an earlier search; None: search for it.
     """
     form = get_weight_format(name)
     if not is_integer_format(form):
@@ -87,7 +87,7 @@ def _first_tokens(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
 
 class SensitivityMeter:
-    """Measurement of rounded layers of one model; see [Note: measured sensitivity].
+    """Measures how rounded layers change the predictions of one model; see [Note: measured sensitivity].
 
     Args:
         model: causal language model in memory, in float32.
@@ -123,9 +123,9 @@ class SensitivityMeter:
         return sum(batch.numel() for batch in self._batches)
 
     def limit_time(self, formats: int, seconds: float) -> None:
-        """Reduce the number of tokens, so that measuring each group in `formats` formats takes about `seconds` in
-        all, but to no fewer than 64."""
-        for _ in range(_LIMIT_ROUNDS):  # again, because time falls more slowly than the number of tokens
+        """Reduce the number of tokens, to 64 at the fewest, so that measuring all groups in `formats` formats takes
+        about `seconds`."""
+        for _ in range(_LIMIT_ROUNDS):  # repeated, because time falls more slowly than the number of tokens
             needed = _PASS_SHARE * self.seconds * formats * len(self.groups)
             tokens = max(int(self.tokens * seconds / max(needed, 1e-9)), _LEAST_TOKENS)
             if tokens >= self.tokens:
@@ -161,7 +161,8 @@ class SensitivityMeter:
 
     def _block_of(self, name: str) -> int:
         rest = name.removeprefix(f"{self._prefix}.")
-        alone = rest != name and id(self._linear[name].weight) not in self._shared  # a tied layer is in several blocks
+        # several blocks may use a tied weight, so the full model must run
+        alone = rest != name and id(self._linear[name].weight) not in self._shared
         return int(rest.partition(".")[0]) if alone else -1
 
     def _continues(self) -> bool:
@@ -179,7 +180,7 @@ class SensitivityMeter:
         return True
 
     def _prepare(self) -> None:
-        """Store the hidden states before each block, and the log-probabilities of the unquantized model."""
+        """Run the unquantized model. Store the hidden states before each block, the log-probabilities and the time."""
         layers = self._layers()
         self._hidden = [[] for _ in layers]
 
@@ -301,7 +302,7 @@ class _PassedLayer(nn.Module):
         self.__dict__["_layer"], self.__dict__["_returns_tuple"] = layer, returns_tuple  # not a submodule
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)  # e.g. the kind of its attention
+        return getattr(self.__dict__["_layer"], name)  # e.g. the attention type, which the model reads
 
     def forward(self, hidden_states: Tensor, *positional: Any, **named: Any) -> Any:
         return (hidden_states,) if self.__dict__["_returns_tuple"] else hidden_states

@@ -20,7 +20,7 @@ class LinearDirectory(ModelDirectory):
     """Directory in which weights of `Conv1D` layers are transposed to the layout of `nn.Linear`.
 
     Args:
-        transposed: names in the files of the weights to transpose.
+        transposed: names of the weights to transpose, as in the files.
     """
 
     def __init__(self, source: ModelDirectory, transposed: Collection[str]) -> None:
@@ -42,7 +42,7 @@ class LinearDirectory(ModelDirectory):
         return tensor.t().contiguous() if name in self._transposed else tensor
 
     def can_map(self, name: str) -> bool:
-        """Return True if a tensor is better mapped than copied."""
+        """Return True if a tensor is better memory-mapped than copied. A transposed one is always copied."""
         return name not in self._transposed and self._source.can_map(name)
 
 
@@ -55,7 +55,8 @@ def as_linear_directory(directory: ModelDirectory, *, trust_remote_code: bool = 
 
 
 def linear_view(directory: ModelDirectory, model: nn.Module) -> ModelDirectory:
-    """Return the result of `as_linear_directory`, given the empty model that was built from the directory."""
+    """Return the result of `as_linear_directory`, given the model that was built from the directory on the
+    meta device."""
     sources = CheckpointNames(model, directory.places).source_of
     names = [f"{name}.weight" for name in conv1d_layers(model)]
     found = [sources[name] for name in names if name in sources]

@@ -1,7 +1,7 @@
 """Linear layers as products of two smaller ones.
 
 [Note: low rank] The best factors of rank r in the Frobenius norm are those of the singular value decomposition. With
-the inputs' sum `H = X^T X = L L^T`, the output error of `W'` is `|(W' - W) L|`, so the decomposition of `W L` gives the
+inputs `X` and `H = X^T X = L L^T`, the output error of `W'` is `|(W' - W) L|`, so the decomposition of `W L` gives the
 factors with the least output error (Wang et al. 2024, SVD-LLM, https://arxiv.org/abs/2403.07378).
 """
 

@@ -36,7 +36,8 @@ def record_ranks(model: Any, ranks: Mapping[str, int]) -> None:
 
 
 def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
-    """Replace each linear layer of an entry `windlass_low_rank` by two layers, whose weights are on the meta device.
+    """Replace each linear layer that an entry `windlass_low_rank` names by two layers, whose weights are on the meta
+    device.
 
     Raises:
         ModelError: the model has no such linear layer, or a rank is not between 1 and the smaller side of the layer.

@@ -52,9 +52,9 @@ def merge_directories(
 
     Raises:
         ConfigError: the options do not fit together, or two models have different tokenizers.
-        ModelError: a model is quantized, a tensor is missing or has another shape in one model, numbers of heads or
-            activation functions differ, classifiers have labels in another order, merged values are not finite, or the
-            target exists or contains a source.
+        ModelError: a model is quantized, a tensor is missing or has another shape in one model, activation
+            functions or numbers of heads differ, classifiers have labels in another order, merged values are not
+            finite, or the target exists or contains a source.
     """
     check_merge(len(sources), method, weights, base is not None, density)
     models = [ModelDirectory(source) for source in sources]
@@ -78,7 +78,7 @@ def merge_directories(
             if name not in partial.done:
                 tensors: list[Tensor] = [one.read(name) for one in models]
                 first = None if start is None else start.read(name)
-                same = copies.get(name, name)  # the random numbers of dare depend on the name
+                same = copies.get(name, name)  # dare draws by name: a copy must get the draws of its original
                 partial.write(name, {name: merge_tensors(same, tensors, method, values, first, density, seed)})
             progress(len(partial.done), len(places))
         partial.finish(models[0].config, companion_files(models[0].path))
@@ -110,8 +110,8 @@ def _check_fits(one: ModelDirectory, first: ModelDirectory) -> None:
 
 
 def _check_configurations(one: ModelDirectory, first: ModelDirectory) -> None:
-    """Raise ModelError if elements of tensors do not correspond in two models, and log a warning about all other
-    different settings, which the merged model takes from the first model."""
+    """Raise ModelError if the same place in a tensor has different meanings in two models, e.g. reordered labels.
+    Log a warning about all other different settings, which the merged model takes from the first model."""
     configs = [with_defaults(directory.config) for directory in (one, first)]
     own, other = (dict(settings_of_places(config)) for config in configs)
     for key in sorted({*own, *other}):

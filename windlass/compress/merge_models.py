@@ -1,10 +1,10 @@
 """Merging of models with the same architecture into one: linear, SLERP, TIES, DARE.
 
 [Note: merging] A task vector is the difference of a model's parameter from the base's. Linear is the weighted mean of
-the parameters; SLERP moves along the arc between two of them; TIES (Yadav et al. 2023,
-https://arxiv.org/abs/2306.01708) keeps the largest part of each task vector, takes the sign of each element from
-the sum, and averages the values with that sign; DARE (Yu et al. 2023, https://arxiv.org/abs/2311.03099) drops a random
-part of each task vector and scales the rest by `1 / density`.
+the parameters; SLERP moves along the arc between the parameters of two models; TIES (Yadav et al. 2023,
+https://arxiv.org/abs/2306.01708) keeps the elements of each task vector with the largest magnitudes, takes the sign of
+each element from the sum, and averages the values with that sign; DARE (Yu et al. 2023,
+https://arxiv.org/abs/2311.03099) drops a random part of each task vector and scales the rest by `1 / density`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def merge_models(
     values = list(weights) if weights is not None else [1.0] * len(states)
     base_state: Mapping[str, Tensor] = {} if base is None else base.state_dict()
     merged: dict[str, Tensor] = {}
-    shared: dict[tuple[Any, ...], str] = {}  # name by the memory in all models: names of one tied tensor share it
+    # First name of each tensor, by its memory in all models: tied parameters are several names for one memory.
+    shared: dict[tuple[Any, ...], str] = {}
     for name, first in states[0].items():
         tensors = [_get(state, name, first) for state in states]
         start = _get(base_state, name, first) if base is not None else None
@@ -179,8 +180,8 @@ def check_merge(count: int, method: str, weights: Sequence[float] | None, has_ba
     """Check the options of a merge of `count` models.
 
     Raises:
-        ConfigError: the method is unknown or lacks its base model, the numbers of models and weights do not fit, the
-            weights are not finite or sum to 0, or the density is not above 0 and at most 1.
+        ConfigError: the method is unknown or lacks its base model, it cannot merge `count` models, there is not one
+            weight for each model, the weights are not finite or sum to 0, or the density is not above 0 and at most 1.
     """
     if method not in MERGE_METHODS:
         raise ConfigError(f"merging method is {method!r}; it is one of {', '.join(MERGE_METHODS)}")

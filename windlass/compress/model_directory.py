@@ -186,8 +186,9 @@ class ModelDirectory:
 
 
 def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_remote_code: bool = False) -> Any:
-    """Build the model of a directory with its parameters on the meta device and its buffers on the CPU, and with the
-    kinds of layers that its files have.
+    """Build the model of a directory with its parameters on the meta device and its buffers on the CPU.
+
+    Its layers fit the tensors in the files: narrower, low-rank, or `nn.Linear` in place of `Conv1D`.
 
     Args:
         model_class: class of transformers; None: `AutoModelForCausalLM`.
@@ -202,7 +203,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
     config = directory.transformers_config(trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if "tie_word_embeddings" in directory.config:  # `directory` may be a view with an untied head
+    if "tie_word_embeddings" in directory.config:  # a subclass may have untied the head in memory
         config.tie_word_embeddings = directory.config["tie_word_embeddings"]
     source = model_class or transformers.AutoModelForCausalLM
     with _parameters_on_meta():
@@ -254,5 +255,5 @@ def shared_parameters(model: nn.Module) -> set[int]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file as transformers writes its own."""
+    """Write a JSON file in the format of transformers: sorted keys, an indentation of 2."""
     write_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -197,8 +197,8 @@ def _choose(
 def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dict[str, str]:
     """Return the reason for each layer with a weight so large that the layer's format has no scale for it.
 
-    The weights of formats with 16-bit scales are read once, because the files are laid out before the first layer is
-    packed.
+    All weights with 16-bit scales are read for this check, because the layout of the files is fixed before the first
+    layer is packed.
     """
     found = {}
     for layer, name in layers.items():
@@ -219,7 +219,7 @@ def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dic
 
 
 def _file_forms(directory: ModelDirectory, layers: dict[str, str]) -> dict[str, dict[str, PackedTensorForm]]:
-    """Return, by the name of each source tensor, the names and forms of the tensors that are written for it."""
+    """Return, by source tensor, the names of the tensors that are written for it, with their dtypes and shapes."""
     packed = {f"{layer}.weight": layer for layer in layers}
     forms: dict[str, dict[str, PackedTensorForm]] = {}
     for name, place in directory.places.items():

@@ -27,7 +27,7 @@ from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
 _QUANTIZATION = "quantization_config"
-_OWN = (PRUNING_ENTRY, RANKS_ENTRY)  # entries of models that transformers does not build
+_OWN = (PRUNING_ENTRY, RANKS_ENTRY)  # keys in config.json of models that transformers cannot build
 _ORDER = "weight_g_idx"
 _UNUSED = ("input_scale", "input_zero_point", _ORDER)
 
@@ -55,9 +55,9 @@ def load_packed_model(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the model of a GGUF file ([Note: GGUF as a directory]), or of a directory that `write_packed_directory`,
-    compressed-tensors, GPTQ or AWQ wrote, or of a pruned or factorized model that only windlass builds, in
-    eval mode.
+    """Load a model in eval mode from a GGUF file ([Note: GGUF as a directory]), from a directory that
+    `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, or from the directory of a pruned or factorized
+    model that only windlass can build.
 
     Its packed linear layers are `PackedLinear`. Packed layers that the model joins with others are unpacked to floats.
     All parameters are frozen if the directory is quantized; otherwise no parameter is frozen.
@@ -78,7 +78,8 @@ def load_packed_model(
         )
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
     used: set[str] = set()
-    packed: dict[str, tuple[str, _ReadParts]] = {}  # functions that read a layer, so that only one is in memory twice
+    # Format of each packed layer, and a function that reads the layer. So only one layer at a time is in memory twice.
+    packed: dict[str, tuple[str, _ReadParts]] = {}
     if entry is None:
         layers = []
     elif isinstance(directory, GgufDirectory):
@@ -153,7 +154,7 @@ def _place(
     has_bias = linear.bias is not None
     packed = PackedLinear(linear.in_features, linear.out_features, has_bias, weight_format=form)
     formed = _as_formed(tensors, name, layer)
-    kept = [part for part in pages if formed[part] is tensors[part]]  # a converted part is a copy
+    kept = [part for part in pages if formed[part] is tensors[part]]  # a converted part is a copy, not mapped
     packed.set_packed(formed, {part: (formed[part].view(-1).view(torch.uint8), pages[part]) for part in kept})
     packed.rounds_inputs = inputs and form.name.startswith("int8")
     if has_bias:
@@ -243,7 +244,7 @@ def fill_wide(
     ties: bool = True,
     trains: bool = False,
 ) -> None:
-    """Fill the parameters and buffers that are not packed, by the names of the model; see [Note: checkpoint names].
+    """Fill the parameters and buffers that are not packed from the files; see [Note: checkpoint names].
 
     Args:
         used: names in the files of the tensors to leave out, because they are in packed layers.

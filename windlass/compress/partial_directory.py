@@ -28,7 +28,7 @@ from windlass.kernels.weight_format import PackedTensorForm, PackedWeight
 from windlass.storage.safetensors_header import encode_safetensors_header
 
 FileForms = Mapping[str, Mapping[str, PackedTensorForm]]
-"""For each tensor of the source, by its name: name and form of each tensor that is written for it."""
+"""For each tensor of the source, by its name: name, dtype and shape of each tensor that is written for it."""
 
 _PLAN, _JOURNAL = "plan.json", "journal"
 _COMPLETE = " complete"  # end of each complete line of a journal
@@ -44,7 +44,7 @@ class WrittenTensors(Protocol):
     done: set[str]
 
     def read(self, source: str) -> PackedWeight:
-        """Return the tensors of a complete source."""
+        """Return the tensors that were written for `source`, which is in `done`."""
         ...
 
 
@@ -75,7 +75,7 @@ class PartialDirectory:
         self.done = self._read_journal()
 
     def _read_journal(self) -> set[str]:
-        """Return the sources whose tensors are complete."""
+        """Return the names of the source tensors whose written tensors are complete."""
         path = self.path / _JOURNAL
         lines = path.read_text().split("\n") if path.is_file() else []
         return {line.removesuffix(_COMPLETE) for line in lines if line.endswith(_COMPLETE)} & set(self._forms)
@@ -104,7 +104,7 @@ class PartialDirectory:
         self.done.add(source)
 
     def read(self, source: str) -> PackedWeight:
-        """Return the tensors of a complete source."""
+        """Return the tensors that were written for `source`, which is in `done`."""
         found: PackedWeight = {}
         for part in self._forms[source]:
             with safe_open(self.path / self._offsets[part][0], framework="pt") as file:
@@ -248,7 +248,7 @@ def open_partial_directory(
 
 
 def _split_into_files(forms: FileForms, file_bytes: int) -> dict[str, list[str]]:
-    """Return the sources of each file, in order."""
+    """Return the names of the source tensors of each file, in order."""
     files: list[list[str]] = [[]]
     size = 0
     for name, parts in forms.items():

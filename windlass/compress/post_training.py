@@ -34,8 +34,8 @@ NEEDS_TEXT = ("gptq", "awq")
 _FOLD_TOKENS = 4096  # number of tokens for the search of input scales
 _PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
 
-# linear layer -> linear layer of the same parent: a factor of its output feature i multiplies input feature i of the
-# first layer
+# linear layer -> linear layer of the same parent that produces its inputs: a factor of the second layer's output
+# feature i also multiplies the first layer's input feature i
 _LINEAR_PRODUCERS = {"down_proj": "up_proj", "o_proj": "v_proj", "w2": "w3"}
 
 
@@ -44,8 +44,8 @@ class RoundingOptions:
     """Options of rounding.
 
     Attributes:
-        method: rtn (nearest, with the searched clip), hqq (half-quadratic, without text), awq (input scales, then
-            nearest), gptq (input scales, then each error compensated by later columns).
+        method: rtn (to nearest, with a search of the clipping range), hqq (half-quadratic, without text), awq (input
+            scales, then nearest), gptq (input scales, then each error compensated by later columns).
         smooth: fold scales that take outliers out of the inputs, for int8 inputs. The written configuration then sets
             int8 inputs for all layers with weights of 8-bit integers.
         rotate: rotate the hidden states, and the values of each head, by random Hadamard matrices, folded into the
@@ -310,14 +310,15 @@ def _fold_if_preserved(
     before: Tensor,
     group: RankGroup | None = None,
 ) -> bool:
-    """Fold scales into weights, and undo this if it changes the block's output for its first batch, e.g. since a norm
-    adds 1 to its weight, if no rank's first batch reaches the layers, or if a weight becomes larger than every format
-    stores. Return True if the scales stay folded.
+    """Fold scales into weights. Return True if the scales stay folded.
+
+    The fold is undone if it changes the block's output for its first batch (e.g. since a norm adds 1 to its weight), if
+    no rank's first batch reaches the layers, or if a weight becomes too large for some format.
     """
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)
-    elements: list[int] = []  # numbers of input elements; an expert without tokens cannot change the output
+    elements: list[int] = []  # in the inputs; without any (an expert without tokens), an equal output proves nothing
     handle = consumers[0].register_forward_pre_hook(lambda module, inputs: elements.append(inputs[0].numel()))
     try:
         change = (block.run(0) - before).abs().max() / before.abs().max().clamp(min=1e-12)

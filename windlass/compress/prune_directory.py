@@ -20,7 +20,7 @@ from windlass.compress.prune_model import PruningReport, prune_model
 
 
 def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return the model of a directory that is not quantized, in float32 and eval mode.
+    """Return the unquantized model of a directory, in float32 and eval mode.
 
     Raises:
         ModelError: the model is quantized, has an adapter, is of another kind than a causal language model, or
@@ -68,7 +68,7 @@ def prune_directory(
     source.
 
     Args:
-        shares, importance, batches: as for `prune_model`.
+        shares, importance, batches: see `prune_model`.
 
     Raises:
         ConfigError, ModelError: as for `prune_model`, or the model is quantized.
@@ -82,7 +82,7 @@ def prune_directory(
 
 
 def save_wide_model(model: Any, directory: ModelDirectory, target: Path) -> None:
-    """Write a changed model to an existing directory, with the small files of its source directory.
+    """Write a changed model to an existing directory, with its source directory's companion files (e.g. tokenizer).
 
     Raises:
         ModelError: the disk fails or is full.

@@ -74,7 +74,7 @@ def prune_model(
     traced = not hasattr(model, "config") or example is not None
     kinds = [kind for kind in PRUNED_KINDS[1:] if shares.get(kind)]
     with evaluating(model):
-        for kind in kinds:  # before anything is removed
+        for kind in kinds:  # raise for an impossible kind before anything is removed
             _find_units(model, kind, shares[kind], example if traced else None)
         if shares.get("layers"):
             _prune_layers(model, shares["layers"], batches, loss, report)

@@ -21,7 +21,7 @@ class CoupledTensor:
 
     Attributes:
         name: name in the model.
-        dim: dimension of the elements.
+        dim: dimension along which each unit has its elements.
         index: positions of each unit's elements along `dim`, `[units, elements]`.
         reads: True if the outputs of the units are multiplied by these elements; False if these elements compute the
             outputs.
@@ -61,7 +61,7 @@ class UnitGroup:
 
     @property
     def parts(self) -> tuple[int | None, ...]:
-        """Parts of the tensors whose units are chosen independently: the experts, or a single None."""
+        """Values of `CoupledTensor.part`: experts, whose units are chosen independently; `(None,)` without experts."""
         return tuple(dict.fromkeys(tensor.part for tensor in self.tensors))
 
 
@@ -74,7 +74,7 @@ def choose_units(group: UnitGroup, scores: Mapping[int | None, Tensor], keep: in
 
     Args:
         scores: `[units]` for each part.
-        keep: number of units, a multiple of the number of sections.
+        keep: number of units to keep in each part, a multiple of the number of sections.
     """
     found = {}
     each, size = keep // group.sections, group.units // group.sections

@@ -13,9 +13,9 @@ from windlass.kernels.coded_formats import CodedWeightFormat, IntegerWeightForma
 from windlass.kernels.weight_format import get_weight_format, list_weight_formats
 
 _KEY = "quantization_config"
-_OWN = "windlass"  # method of formats that compressed-tensors does not describe
+_OWN = "windlass"  # `quant_method` of formats that compressed-tensors does not describe
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
-# vLLM multiplies int8 inputs only with the strategy `token`; windlass's scales are those of 128 features of a token
+# vLLM needs `token` (one scale per token) to multiply int8 inputs; windlass has one per 128 features of a token
 _INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -36,10 +36,11 @@ def describe_formats(
         layers: format of each packed layer, by the layer's name.
         features: input features of each packed layer.
         ignored: linear layers that are not packed.
-        renamed: for each layer with another name in the model, by its name in the files: the name in the model, which
-            other readers use.
+        renamed: names of layers in the model, which other readers use, by their names in the files; only layers whose
+            two names differ.
         of_conv1d: some layers are transformers' `Conv1D`, which other readers do not recognize as linear layers.
-        rounds_inputs: inputs of all layers of 8-bit integers are rounded to int8, not only those of the format `int8`.
+        rounds_inputs: inputs of all layers with 8-bit integer weights are rounded to int8, not only of those with the
+            format `int8`.
     """
     names: dict[str, list[str]] = {}
     for layer, name in layers.items():

@@ -39,8 +39,8 @@ from windlass.compress.fused_encoders import exclude_fused_encoders
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 
-SCHEDULE = "quantize_training_schedule"  # buffer of the model
-_PREPARATION = "_windlass_quantize_training"  # attribute of the model
+SCHEDULE = "quantize_training_schedule"  # name of the model's buffer of bits and periods
+_PREPARATION = "_windlass_quantize_training"  # name of the model's attribute with its `_Preparation`
 _STEPS_OF_FACTOR = 4
 
 
@@ -180,7 +180,8 @@ class _Preparation:
 
 
 class BitPlanner:
-    """Bits of each block; see [Note: bits by curvature]. The bits are in a buffer of the model, and so in checkpoints.
+    """Planner of the number of bits of each block's weights; see [Note: bits by curvature]. The numbers are in a buffer
+    of the model, and so in checkpoints.
 
     Args:
         rounding: rounding of all layers, with the plain schedule.

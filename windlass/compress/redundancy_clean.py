@@ -160,7 +160,9 @@ class _Shrink:
 
 
 def _kept_parts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the masks of outputs, heads and channels by `kind name`, bool, True for each part that stays.
+    """Return the masks of outputs, heads and channels: bool, True for each part that stays.
+
+    The keys are the kind of mask and the layer's name, e.g. `row encoder.0.dense`.
 
     Raises:
         ConfigError: a weight is sharded.
@@ -329,8 +331,8 @@ def _warn_of_constants(norm: nn.BatchNorm2d, mask: Tensor) -> None:
 
 
 def _count_heads(model: nn.Module, names: list[str], heads: int, before: int) -> None:
-    """Set the number of heads in the attention module of some layers: the nearest module around one of the layers that
-    has an attribute with the number `before`."""
+    """Set the number of heads in the attention module of some layers. It is the innermost module around one of the
+    layers with an attribute for the number of heads that equals `before`."""
     owners = {owner for name in names for owner in _owners(name)}
     for owner in sorted(owners, key=lambda one: (one.count(".") if one else -1, one), reverse=True):
         module = model.get_submodule(owner) if owner else model

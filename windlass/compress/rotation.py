@@ -1,4 +1,5 @@
-"""Rotations of the hidden states and of the values of each head, folded into the weights (QuaRot's first two).
+"""Rotations of the hidden states and of the values of each head, folded into the weights (the first two kinds of
+QuaRot).
 
 [Note: rotated hidden states] An RMS norm without weight commutes with an orthogonal `R`. So the weight of each norm is
 multiplied into the layers that read it, embeddings and layers that write hidden states are rotated, `W_out <- R^T

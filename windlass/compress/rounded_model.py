@@ -37,7 +37,7 @@ def load_rounded_model(
 
     Args:
         weight_format: a weight format, or its registered name, e.g. `int4_g64`.
-        everything: pack the head and embeddings too, and leave layers unquantized that the format cannot pack.
+        everything: pack the head and embeddings too. A layer that the format cannot pack is then left unquantized.
         model_class: class of transformers; None: `AutoModelForCausalLM`.
         dtype: dtype of the tensors that are not packed; None: the dtype in the files.
 

@@ -56,13 +56,15 @@ def snip_layers(model: nn.Module) -> Iterator[tuple[CompressedLayer, Pruning]]:
 
 
 def drop_products(model: nn.Module) -> None:
-    """Drop the products of a step that failed."""
+    """Drop the products of weights and gradients that the layers recorded in a step that failed."""
     for layer, _ in snip_layers(model):
         layer.take_products()
 
 
 def update_masks(model: nn.Module, step: int, mesh: Mesh | None = None, *, applied: bool = True) -> None:
-    """Add the products of a step to the scores, and compute new masks at the steps of the schedule. Collective.
+    """Add a step's products of weights and gradients to the scores. Compute new masks at the steps of the schedule.
+
+    Collective.
 
     A layer with products that are not finite keeps its scores, with a warning.
 

@@ -1,4 +1,4 @@
-"""Largest probabilities of a teacher on disk, so that the teacher computes each sequence once."""
+"""Disk cache of the largest probabilities of a teacher, so that the teacher computes each sequence once."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ class TokenTimes:
 
 
 class ProductTimes:
-    """Measured times of the matrix products of groups, and the time of a token that follows from them.
+    """Measured times of the matrix products of groups of layers, and the time of a token that follows from them.
 
-    The time of a token is the time of its products, times a scale, plus a rest. The scale makes the two times of
-    `TokenTimes` fit; `correct` changes the rest so that a third measured time fits.
+    The time of a token is the time of its products, times a scale, plus a constant rest. The scale makes the
+    two times of `TokenTimes` fit; `correct` changes the rest so that a third measured time fits.
 
     Args:
         times: measured times of a token; None: time is not limited, and nothing is measured.
@@ -89,7 +89,7 @@ class ProductTimes:
         return self._times.wide + self._rest + (products - self._wide) * self._scale
 
     def correct(self, products: float, seconds: float) -> None:
-        """Change the rest so that a token with products of `products` seconds takes `seconds`, as was measured."""
+        """Change the constant rest so that a token takes the measured `seconds` if its products take `products`."""
         self._rest += seconds - (self.token_seconds(products) or 0.0)
 
     def limit(self, token: float) -> float:

@@ -1,4 +1,4 @@
-"""Heads, feed-forward features and experts of transformer models.
+"""Units that pruning removes from transformer models: heads, feed-forward features and experts.
 
 The dependencies between tensors are taken from tensor parallelism (`windlass.parallel.tensor`), for all families that
 can be sharded: sharding over as many ranks as there are units gives each rank the elements of one unit.
@@ -35,8 +35,8 @@ _CHOSEN_EXPERTS = ("top_k", "num_experts_per_tok", "moe_top_k")
 def find_transformer_units(model: nn.Module, kinds: Sequence[str]) -> list[UnitGroup]:
     """Return the units of some kinds: heads, groups, ffn, experts.
 
-    In grouped-query attention, the kind heads are query heads, and each key head loses the same number of them; groups
-    are key heads with all their query heads. If each head has its own key, both kinds are the same.
+    In grouped-query attention, `heads` are query heads, and each key head loses equally many of its query heads;
+    `groups` are key heads with all their query heads. If each head has its own key, both kinds are the same.
 
     Raises:
         ModelError: a dependency is unknown; the message names the module.
@@ -157,7 +157,7 @@ def _holder(shards: Sequence[ModuleShard]) -> str:
 
 
 def _expert_features(name: str, module: nn.Module) -> UnitGroup:
-    """Return the intermediate features of experts that are in one tensor; each expert may lose other features."""
+    """Return the intermediate features of experts that are in one tensor. Each expert may lose different features."""
     layout = read_fused_experts_layout(module)
     if isinstance(layout, str):
         raise ModelError(f"the features of the experts {name} cannot be removed: {layout}; prune other kinds")

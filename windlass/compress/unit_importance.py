@@ -40,7 +40,9 @@ def unit_scores(
     batches: Sequence[Any] = (),
     loss: LossFunction = language_loss,
 ) -> list[Scores]:
-    """Return the importance of the units of each group, `[units]` for each of its parts; see [Note: unit importance].
+    """Return the importance of the units of each group; see [Note: unit importance].
+
+    The keys of a result are the experts whose units are chosen separately, else None. The values are `[units]`.
 
     Args:
         batches: inputs of `loss`, for activation and taylor.
@@ -72,7 +74,7 @@ def _magnitudes(model: nn.Module, group: UnitGroup) -> Scores:
     found: Scores = {part: torch.zeros(group.units) for part in group.parts}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for tensor in group.tensors:
-        if tensor.name in parameters:  # no buffers, e.g. the statistics of a norm
+        if tensor.name in parameters:  # skip buffers, e.g. the statistics of a norm
             squares = parameters[tensor.name].detach().float().square()
             found[tensor.part] += _per_unit(squares, tensor).cpu()
     return {part: value.sqrt() for part, value in found.items()}

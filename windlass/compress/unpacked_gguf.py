@@ -1,4 +1,4 @@
-"""Model directory for transformers, written from a GGUF file for stages that need plain matrices."""
+"""Model directory for transformers, written from a GGUF file for compression stages that need float matrices."""
 
 from __future__ import annotations
 

@@ -13,16 +13,19 @@ class ActivationCheckpointing(ConfigSection):
     enabled: bool = honoured(False, windlass_only=True)
     """Call `gradient_checkpointing_enable` of the model in `initialize`, as transformers' Trainer does."""
     partition_activations: bool = honoured(False)
-    """Shard saved inputs over the ranks of the model-parallel group. No effect if the group has one rank."""
+    """Shard the saved inputs of checkpointed calls over the ranks of the model-parallel group. No effect if the group
+    has one rank."""
     number_checkpoints: Positive | None = honoured(None)
-    """Number of checkpointed calls for which contiguous_memory_optimization allocates its buffer."""
+    """Number of checkpointed calls in a forward: the buffer of contiguous_memory_optimization has space for the inputs
+    of so many."""
     contiguous_memory_optimization: bool = honoured(False)
-    """Keep saved inputs in one contiguous buffer."""
+    """Store the saved inputs of checkpointed calls in one contiguous buffer."""
     synchronize_checkpoint_boundary: bool = honoured(False)
     """Synchronize the device before and after each checkpointed call."""
     profile: bool = honoured(False)
     """Log after each backward the time of checkpointed calls and of their recomputation."""
     cpu_checkpointing: bool = honoured(False)
-    """Keep saved inputs in host memory."""
+    """Store the saved inputs of checkpointed calls in host memory."""
     nvme_path: Paths = honoured(list, windlass_only=True)
-    """Folders for files of saved inputs. Blocks are distributed over the folders round-robin."""
+    """Store the saved inputs of checkpointed calls in files in these folders; empty: no files. Blocks of data are
+    distributed over the folders round-robin."""

@@ -88,7 +88,7 @@ VALUES_BY_CLIENT: dict[Client, dict[str, str]] = {
 }
 """Descriptions of the values that each client fills in, by dotted key. The client leaves "auto" at all other keys."""
 _MIN_AUTO_KEYS = 3
-"""Minimum number of keys at "auto" in a file that is taken to be written for a client."""
+"""A file with at least this many keys at "auto" is assumed to be written for a client."""
 
 
 def auto_keys_of(config: Config) -> list[str]:
@@ -102,9 +102,10 @@ def auto_keys_of(config: Config) -> list[str]:
 
 
 def guess_client(auto_keys: Collection[str]) -> Client:
-    """Guess the client that a file was written for from its keys at "auto".
+    """Guess, from the keys at "auto" in a file, the client for which the file was written.
 
-    One or two such keys do not suffice, unless only a client can fill one of them in.
+    Fewer than three keys give `Client.NONE`, unless windlass has no value for one of them, so that a client must fill
+    it in.
     """
     needed = any(".params." in key or key in REQUIRED_AUTO_KEYS for key in auto_keys)
     if len(auto_keys) < _MIN_AUTO_KEYS and not needed:

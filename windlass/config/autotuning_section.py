@@ -29,7 +29,7 @@ class Autotuning(ConfigSection):
     enabled: bool = honoured(False)
     """Allow `--autotuning`. If false, a launcher refuses `--autotuning`."""
     fast: bool = honoured(True)
-    """Do not search bucket sizes, except those that are "auto" or lists."""
+    """Do not vary bucket sizes, except those that the configuration sets to "auto" or to a list of values."""
     results_dir: str = honoured("autotuning_results", min_length=1)
     """Folder of results: one folder for each trial, and ds_config_optimal.json."""
     exps_dir: str = honoured("autotuning_exps", min_length=1)
@@ -46,15 +46,16 @@ class Autotuning(ConfigSection):
     forward; step: time of the optimizer step."""
     metric_path: str | None = accepted(None, _PATH_REASON)
     tuner_type: Literal["gridsearch", "random", "model_based"] = honoured("gridsearch")
-    """Order of the trials. gridsearch: best estimates first; random: random order; model_based: vary one key at a time,
-    starting from the best trial."""
+    """Order of the trials. gridsearch: the predicted fastest first; random: random order; model_based: vary one key at
+    a time, starting from the best trial."""
     tuner_early_stopping: Count = honoured(5)
-    """Number of trials without a gain after which the search ends; 0: the search does not end early."""
+    """Number of successive trials without a gain after which the search ends; 0: the search does not end early."""
     tuner_num_trials: Positive = honoured(50)
     """Maximum number of trials."""
     arg_mappings: dict[str, Any] | None = honoured(None)
-    """Command-line option of the script for each configuration key, such as
-    `{"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}`."""
+    """Command-line options of the script by configuration key, such as
+    `{"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}`. A trial starts the script with the trial's
+    value of the key in this option."""
     model_info: ModelInfo = accepted(ModelInfo, _MODEL_REASON)
     model_info_path: str | None = accepted(None, _PATH_REASON)
     mp_size: Positive = accepted(1, "axes of the configuration give the number of data ranks")

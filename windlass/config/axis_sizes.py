@@ -105,8 +105,9 @@ def resolve_axes(config: Config, world_size: int, world_size_source: str, other_
     """Resolve the size of every axis for `world_size` ranks.
 
     Raises:
-        ConfigError: two sources set different sizes of one axis, or the sizes do not multiply to the world size. The
-            message has all the numbers, and sizes that would fit.
+        ConfigError: two sources set different sizes of one axis; the sizes do not multiply to the world size; or
+            `zero_hpz_partition_size`, `mics_shard_size`, `data_parallel_size` or `ulysses_degree` does not fit the
+            sizes. The message has all the numbers, and sizes that would fit.
     """
     sizes = _model_axis_sizes(config, world_size, world_size_source, other_sizes)
     model = sizes["pp"] * sizes["tp"]
@@ -141,21 +142,23 @@ def data_loading_size_of(config: Config, world_size: int, world_size_source: str
     """Return the number of data-loading ranks among `world_size` ranks, without resolving the data axes.
 
     Raises:
-        ConfigError: as in `resolve_axes`, for the sizes of pp, ep, sp and tp alone.
+        ConfigError: two keys set different sizes of pp, ep, sp or tp, or the product of these sizes and dp_replicate
+            does not divide the world size.
     """
     sizes = _model_axis_sizes(config, world_size, world_size_source, {})
     return world_size // (sizes["pp"] * sizes["sp"] * sizes["tp"])
 
 
 def axes_from_data_loading_size(config: Config, data_loading_size: int) -> Axes:
-    """Return the axes that leave `data_loading_size` data-loading ranks, in `parallel.dp_replicate` replica groups."""
+    """Return axes with `data_loading_size` data-loading ranks, which form `parallel.dp_replicate` replica groups."""
     sizes = {axis: axis_size(config, axis) for axis in _DECLARED_AXES}
     replicate = config.parallel.dp_replicate
     return Axes(dp_replicate=replicate, dp_shard=data_loading_size // (replicate * sizes["ep"]), **sizes)
 
 
 def _model_axis_sizes(config: Config, world: int, source: str, other_sizes: OtherAxisSizes) -> dict[str, int]:
-    """Return the sizes of pp, ep, sp and tp, checked to divide the world size."""
+    """Return the sizes of pp, ep, sp and tp. Raise ConfigError if their product with dp_replicate does not divide the
+    world size."""
     if world < 1:
         raise ConfigError(f"the world size {world} is not positive; it is the number of ranks, at least 1")
     sizes = {axis: _agreed_size(axis, declared, other_sizes) for axis, declared in _declared_sizes(config).items()}
@@ -178,7 +181,7 @@ def _agreed_size(axis: str, declared: list[_DeclaredSize], other_sizes: OtherAxi
 
 
 def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str) -> None:
-    """Raise unless the given sizes divide the world size, so that dp_shard is a whole number."""
+    """Raise ConfigError unless the product of `sizes` divides the world size, so that dp_shard is a whole number."""
     fixed = math.prod(sizes.values())
     if world % fixed == 0:
         return
@@ -196,7 +199,7 @@ def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str)
 
 
 def _replicate_size(config: Config, data_size: int, inner_size: int, where: str) -> int:
-    """Return the size of dp_replicate: the key's own value, or the number of data ranks / `mics_shard_size`."""
+    """Return the size of dp_replicate: the value of its key, or data ranks / `mics_shard_size` if that is set."""
     mics, given = config.zero_optimization.mics_shard_size, config.parallel.dp_replicate
     if mics == -1:
         return given

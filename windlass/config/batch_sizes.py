@@ -15,7 +15,10 @@ KEYS = (TRAIN, MICRO, ACCUMULATION)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The three batch sizes, all positive: `train == micro * accumulation * data-loading ranks`, in samples."""
+    """The three batch sizes, all positive: `train` and `micro` in samples, `accumulation` in micro-batches.
+
+    `train == micro * accumulation * data-loading ranks`.
+    """
 
     train: int
     micro: int
@@ -24,7 +27,11 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class GivenBatchSize:
-    """One of the three numbers: its value or None, its origin for messages, and the place where it can be changed."""
+    """One of the three batch sizes as the user set it.
+
+    `value` is None if it was not set. `origin` tells in messages where the value comes from, and `location` the file
+    and line in which to change it.
+    """
 
     value: int | None
     origin: str
@@ -33,7 +40,7 @@ class GivenBatchSize:
 
 @dataclass(frozen=True)
 class DataLoadingRanks:
-    """Number of data-loading ranks, its name in messages, and its origin."""
+    """Number of data-loading ranks, and for messages: its name, and where the number comes from."""
 
     count: int
     name: str
@@ -41,12 +48,14 @@ class DataLoadingRanks:
 
 
 def solve_batch_sizes(given: Mapping[str, GivenBatchSize], data_ranks: DataLoadingRanks) -> BatchSizes:
-    """Derive the missing batch sizes for the given number of data-loading ranks. Nothing is ever rounded.
+    """Return the three batch sizes, with those that `given` leaves out derived from the others. Nothing is rounded.
+
+    If two are missing, the accumulation count is 1.
 
     Raises:
-        ConfigError: too few batch sizes are given, the train batch size is not divisible by the product of the others,
-            the three do not multiply to it, or a size is not positive. The message lists each size and the number of
-            ranks, each with its origin, and the change to make.
+        ConfigError: neither the train batch size nor the micro-batch size is given, a number is not positive, or the
+            train batch size cannot be micro-batch size x accumulation count x ranks. The message lists the batch sizes
+            and the number of ranks, each with its origin, and the change to make.
     """
     world_size = data_ranks.count
 

@@ -34,7 +34,7 @@ class CheckpointWriterConfig(ConfigSection):
 
 
 class ParallelWrite(ConfigSection):
-    """Choice of the ranks that write."""
+    """Choice of the ranks that write checkpoint files."""
 
     pipeline_stage: bool = accepted(False, "every rank writes its own shard, so pipeline stages do so too")
 
@@ -51,12 +51,13 @@ class CheckpointConfig(ConfigSection):
     """Reaction to ranks that save under different tags: `WARN` uses rank 0's tag and logs a warning, `IGNORE` uses it
     silently, `FAIL` raises."""
     load_universal: bool = honoured(False)
-    """Load the tag that the file `latest_universal` names, if the file exists; `ds_to_universal` writes it."""
+    """Load, if `load_checkpoint` is called without a tag, the tag that the file `latest_universal` names, if there is
+    such a file. `ds_to_universal` writes the file."""
     use_node_local_storage: bool = honoured(False)
     """Write the whole checkpoint on every node, for nodes whose directory is on a local disk. Nodes that share the
     directory write the checkpoint once."""
     parallel_write: ParallelWrite = honoured(ParallelWrite)
-    """Choice of the ranks that write."""
+    """Choice of the ranks that write checkpoint files."""
     keep_last: Positive | None = honoured(None, windlass_only=True)
     """Number of finished checkpoints to keep. A save deletes older ones that this run wrote or that are named
     global_stepN."""

@@ -15,8 +15,9 @@ class CommConfig(ConfigSection):
     """Back end of the process groups, if the script has not initialized torch.distributed. auto: gloo for CPU tensors,
     nccl for GPU tensors; mpi: the cluster's MPI, through mpi4py, for ranks that mpirun or srun started."""
     transport: Literal["auto", "shm", "gloo", "nccl", "mpi"] = honoured("auto", windlass_only=True)
-    """shm: shared memory between CPU ranks of one host; gloo; nccl; mpi: needs `backend: mpi`; auto: the fastest
-    transport that works on all ranks. The environment variable WINDLASS_TRANSPORT overrides the key."""
+    """Transport of windlass's own collectives. shm: shared memory between CPU ranks of one host; gloo, nccl: process
+    groups of torch; mpi: needs `backend: mpi`; auto: the fastest transport that works on all ranks. The environment
+    variable WINDLASS_TRANSPORT overrides the key."""
 
 
 class CommsLoggerConfig(ConfigSection):
@@ -28,8 +29,8 @@ class CommsLoggerConfig(ConfigSection):
     prof_all: bool = honoured(True)
     """Record every collective; false: only those in `prof_ops` and calls with `prof=True`."""
     prof_ops: Names = honoured(list)
-    """Names of collectives, or `log_name` values of calls, to record."""
+    """Names of the collectives, or `log_name` values of the calls, to record if prof_all is false."""
     verbose: bool = honoured(False)
     """Log a line for each recorded collective when it ends."""
     debug: bool = honoured(False)
-    """Record calls separately by the calling function."""
+    """Keep separate records for the functions that call a collective."""

@@ -14,13 +14,13 @@ class LayerReduction(ConfigSection):
     enable_key = "enabled"
 
     enabled: bool = honoured(False)
-    """Let `init_compression` copy layers of its teacher into the model."""
+    """Let `init_compression` copy layers of its argument `teacher_model` into the model."""
     keep_number_layer: Positive | None = honoured(None)
     """Number of layers of the smaller model."""
     module_name_prefix: str | None = honoured(None)
     """Name of the list of layers, e.g. `bert.encoder.layer`."""
     teacher_layer: list[Int] | None = honoured(None)
-    """Index of the teacher's layer from which each layer of the model is initialized."""
+    """For each layer of the model, the index of the teacher's layer from which it is initialized."""
     other_module_name: Names | None = honoured(None)
     """Names of modules outside the list that are also copied from the teacher."""
 
@@ -35,7 +35,7 @@ class MixedQuantize(ConfigSection):
 
 
 class CompressionSharedParams(ConfigSection):
-    """Options common to all groups of a technique."""
+    """Options common to all groups of modules of one compression technique."""
 
     enable_key = "enabled"
 
@@ -87,8 +87,8 @@ class SparsePruningShared(PruningShared):
 
     method: str = honoured("l1")
     """Choice of the weights to keep. `l1`: the largest absolute values at the beginning; `topk`: the highest trained
-    scores; `snip_momentum`: the largest products of weight and gradient, chosen again, and fewer, at each step of the
-    schedule. The keys below apply to `snip_momentum` alone."""
+    scores; `snip_momentum`: the largest products of weight and gradient, chosen again every schedule_offset_stride
+    steps, each time fewer of them. The keys below apply only to `snip_momentum`."""
     schedule_offset_end: Count = honoured(1000)
     """Optimizer step of the last change of the mask."""
     schedule_offset_stride: Positive = honoured(1)
@@ -111,7 +111,7 @@ class HeadPruningShared(PruningShared):
 
 
 class GroupParams(ConfigSection):
-    """Options of one group of modules; each technique reads its own."""
+    """Options of one group of modules. A technique reads only the options that concern it."""
 
     start_bits: Positive | None = honoured(None)
     """Bits of weights at the beginning; `target_bits` by default."""
@@ -119,12 +119,12 @@ class GroupParams(ConfigSection):
     """Bits of weights at the end: 1, 2 (ternary), or 3 to 16."""
     weight_format: str | None = honoured(None, windlass_only=True)
     """Weight format, e.g. `int2_g64`, `ternary` or `binary`, instead of `target_bits` and `quantize_groups`: weights
-    are rounded as `pack_trained_layers` packs them."""
+    are rounded to the values that `pack_trained_layers` stores in this format."""
     quantization_period: Count = honoured(1)
-    """Number of steps with `start_bits`; each further bit takes twice as many steps as the one before. 0: `target_bits`
-    at once."""
+    """Number of steps with `start_bits`. Then the bits fall by one at a time, each time after twice as many steps as
+    the time before. 0: `target_bits` at once."""
     bits: Positive | None = honoured(None)
-    """Bits of the inputs of layers."""
+    """Bits of the inputs of layers, in `activation_quantization`; null: 8."""
     dense_ratio: Float | None = honoured(None)
     """Share of elements, rows, heads or channels that stays."""
 
@@ -137,7 +137,8 @@ class CompressionGroup(ConfigSection):
     modules: Names = honoured(["*"])
     """Regular expressions that are searched in names of layers; `*`: all."""
     related_modules: list[Any] | None = honoured(None)
-    """Layers that lose the same rows, heads or channels in `redundancy_clean`, for each of `modules`."""
+    """For each pattern in `modules`, patterns of the layers that read the pruned outputs, or that compute the pruned
+    heads. `redundancy_clean` removes the pruned parts from them too."""
 
 
 class CompressionTechnique(ConfigSection):
@@ -216,14 +217,14 @@ class ModuleQuantization(ConfigSection):
     """Format of the packed weights of some modules."""
 
     num_bits: Literal[2, 3, 4, 6, 8] | None = honoured(None)
-    """Bits of a weight; 4 and 8 in DeepSpeed. Without it nothing is packed."""
+    """Bits of a weight; DeepSpeed has only 4 and 8. If the key is absent, nothing is packed."""
     group_size: Positive = honoured(64)
     """Number of successive weights with one scale."""
     group_dim: Literal[0, 1] = honoured(1)
     """Dimension along which the weights of a group follow one another: 0, output features, or 1, input features."""
     symmetric: bool = honoured(False)
-    """False: integers between minimum and maximum of a group, as in DeepSpeed. True: windlass's `int` formats, around
-    zero, which native kernels multiply."""
+    """False: the integers cover the range from the minimum to the maximum of a group, as in DeepSpeed. True: they cover
+    a range symmetric around zero (windlass's `int` formats), and native kernels multiply with the packed weights."""
 
 
 class WeightQuantization(ConfigSection):
@@ -245,7 +246,8 @@ class WeightQuantization(ConfigSection):
 
 
 class Eigenvalue(ConfigSection):
-    """Curvature of blocks, which decides how long each keeps its bits in `quantize_training`."""
+    """Measurement of the curvature of each block of layers. In `quantize_training`, a block with a larger curvature
+    keeps its number of bits longer."""
 
     enable_key = "enabled"
 
@@ -255,7 +257,7 @@ class Eigenvalue(ConfigSection):
     max_iter: Positive = honoured(100)
     """Maximum number of iterations for an eigenvalue, each with two forwards and backwards."""
     tol: Float = honoured(0.01)
-    """Relative change that ends the iteration."""
+    """The iteration ends when the eigenvalue changes by less than this, relative to its value."""
     stability: Float = honoured(1e-6)
     """Number added to a norm before a vector is divided by the norm."""
     gas_boundary_resolution: Positive = honoured(1)

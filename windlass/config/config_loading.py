@@ -25,7 +25,7 @@ _MAX_PASSES = 8
 only show after other errors are removed."""
 
 MAX_HINTS = 50
-"""Number of unknown keys for which the nearest known key is looked up; a lookup takes about a millisecond."""
+"""After this number of problems the nearest known key is not looked up, because a lookup takes about a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,12 @@ def _path_in_data(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
 
 
 def _remove_at(loc: tuple[Any, ...], data: Any) -> None:
-    """Remove the value at `loc`. Clear the whole list for an element, and remove the section of a missing key."""
+    """Remove the value at `loc`. If it is an element of a list, clear the whole list. If it is a required key that is
+    missing, remove the section that lacks the key."""
     holder = data
     for step in loc[:-1]:
         if isinstance(holder, dict) and step not in holder:
-            return  # removed for another fault
+            return  # already removed because of another fault
         holder = holder[step]
         if isinstance(holder, list):
             break
@@ -183,7 +184,7 @@ def _hint(loc: tuple[Any, ...]) -> str:
 
 @cache
 def _first_paths() -> dict[str, str]:
-    """Return the first path of each key name."""
+    """Return, by name of a key, the first dotted path of the schema that ends with this name."""
     places: dict[str, str] = {}
     for path in _all_keys(Config, ""):
         places.setdefault(path.split(".")[-1], path)

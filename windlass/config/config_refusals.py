@@ -17,7 +17,8 @@ REQUIRED_AUTO_KEYS = ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled")
 
 
 def find_refusals(config: Config) -> list[ConfigRefusal]:
-    """List every refusal in `config`, in the order of the schema."""
+    """List every unsupported setting in `config`: first keys of sections, in the order of the schema, then parameters
+    of optimizer and scheduler, required keys at "auto", and pairs of features that do not work together."""
     found = list(_walk_section(config, ""))
     if config.optimizer:
         found += optimizer_section.find_parameter_refusals(config.optimizer)
@@ -38,7 +39,7 @@ def find_refusals(config: Config) -> list[ConfigRefusal]:
 
 
 def find_section_refusals(section: ConfigSection) -> list[ConfigRefusal]:
-    """List every refusal in one section."""
+    """List every unsupported setting in one section."""
     return list(_walk_section(section, ""))
 
 

@@ -94,7 +94,7 @@ class ConfigSection(BaseModel):
 
 
 class NestedSection(NamedTuple):
-    """A section inside an annotation, and its position: alone, in a list, or under free keys."""
+    """Section in the type annotation of a field, and its position: alone, in a list, or in a dict with any keys."""
 
     section: type[ConfigSection]
     shape: Literal["alone", "list", "free keys"]

@@ -182,8 +182,8 @@ def _parse(text: str, name: str) -> ConfigSource:
 
 
 class _RelaxedDecoder(hjson.HjsonDecoder):
-    """hjson's decoder without multi-line strings, which take quadratic time: each one is traced back to its line's
-    start."""
+    """hjson's decoder, except that a multi-line string is an error. hjson reads such strings in quadratic time, because
+    it searches for the start of the line of each."""
 
     def __init__(self, pairs: Any) -> None:
         super().__init__(object_pairs_hook=pairs)

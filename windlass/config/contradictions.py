@@ -27,7 +27,7 @@ def find_contradictions(config: Config) -> list[ConfigProblem]:
 def _one_precision(config: Config) -> Iterator[tuple[str, str]]:
     on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
     if on == ["bf16", "torch_autocast"] and config.torch_autocast.dtype in (None, "bf16"):
-        return  # parameters in bf16, and operations in the precision that autocast gives them
+        return  # compatible: parameters are bf16, and autocast chooses the precision of operations
     if len(on) > 1:
         yield f"{on[0]}.enabled", f"{' and '.join(on)} are enabled together; leave one true"
 

@@ -33,7 +33,7 @@ class CurriculumLearning(ConfigSection):
 
 
 class CurriculumMetric(ConfigSection):
-    """Measure of difficulty."""
+    """Measure of the difficulty of samples, and its growth during training."""
 
     index_to_sample_path: str | None = refused(None, "")
     index_to_metric_path: str | None = refused(None, "")
@@ -78,7 +78,7 @@ class DataSampling(ConfigSection):
 
 
 class RandomLtdScheduleConfig(ConfigSection):
-    """Steps of the token schedule."""
+    """Rate at which the number of processed tokens grows during training."""
 
     require_steps: Positive | None = refused(None, "")
     seq_per_step: Positive | None = refused(None, "")

@@ -20,7 +20,8 @@ class DistillationConfig(ConfigSection):
     """
 
     logits: Weight = honoured(1.0, windlass_only=True)
-    """Weight of the divergence of the distributions of tokens or classes, times `temperature` squared."""
+    """Weight of the divergence between both models' distributions of tokens or classes. The divergence is also
+    multiplied by `temperature` squared."""
     task: Weight = honoured(0.0, windlass_only=True)
     """Weight of the model's own loss."""
     hidden: Weight = honoured(0.0, windlass_only=True)
@@ -35,12 +36,12 @@ class DistillationConfig(ConfigSection):
     """Direction of the divergence. `forward`: KL(teacher, student), so that the student covers all outputs that the
     teacher finds likely; `reverse`: KL(student, teacher)."""
     tokens: Literal["all", "labelled"] = honoured("all", windlass_only=True)
-    """Positions of a sequence that count. `all`: all positions in `attention_mask`; `labelled`: positions whose next
-    token has a label."""
+    """Positions of a sequence that the loss includes. `all`: all positions in `attention_mask`; `labelled`: positions
+    whose next token has a label."""
     layers: Literal["uniform", "last"] | dict[str, str] = honoured("uniform", windlass_only=True)
-    """Blocks that are compared. `uniform`: each block with the teacher's at the same relative depth, as in TinyBERT;
-    `last`: only the last blocks, as in MiniLM; or, for numbers or names of the model's modules, those of the teacher:
-    `{"0": "1", "norm": "norm"}`."""
+    """Blocks whose hidden states or attention maps are compared. `uniform`: each block with the teacher's block at the
+    same relative depth, as in TinyBERT; `last`: only the last blocks, as in MiniLM. An object gives, for numbers of
+    blocks or names of modules of the model, those of the teacher: `{"0": "1", "norm": "norm"}`."""
     teacher: str | None = honoured(None, windlass_only=True)
     """Directory of the teacher that `windlass train` loads. A script passes its own teacher to `Distillation`."""
     teacher_stage: Literal[0, 3] = honoured(3, windlass_only=True)

@@ -24,7 +24,11 @@ def build_editor_schema() -> dict[str, Any]:
 
 
 def _rewrite_properties(definition: dict[str, Any], auto: tuple[str, ...] | None) -> None:
-    """Convert the facts of each field to schema keywords. `auto`: keys that take "auto"; None: every plain value."""
+    """Convert the status, reason and aliases of each field to schema keywords.
+
+    Args:
+        auto: keys whose value may be "auto"; None: all keys except sections, objects and lists.
+    """
     properties: dict[str, Any] = {}
     for name, original in definition.get("properties", {}).items():
         facts = original.get("windlass", {})
@@ -45,7 +49,8 @@ def _is_nested(schema: dict[str, Any]) -> bool:
 
 
 def _any_of(schema: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema for `schema` or `other`, with description, default and status outside the alternatives."""
+    """Return a schema of the values that `schema` or `other` accepts. Description, default and status of `schema` are
+    outside the `anyOf`."""
     outside: dict[str, Any] = {key: schema[key] for key in ("description", "default", "x-status") if key in schema}
     inside = {key: value for key, value in schema.items() if key not in outside}
     branches = inside["anyOf"] if set(inside) == {"anyOf"} else [inside]

@@ -22,7 +22,7 @@ class Elasticity(ConfigSection):
     max_train_batch_size: Positive = honoured(2000)
     """Upper bound on the computed batch size."""
     micro_batch_sizes: Annotated[list[Positive], Field(min_length=1)] = honoured([2, 4, 6])
-    """Micro-batch sizes to choose from. The largest that divides the samples of a rank is used."""
+    """Micro-batch sizes to choose from. The largest that divides the number of samples of a rank in a step is used."""
     min_gpus: Positive = honoured(1)
     """Smallest number of data-loading ranks to support."""
     max_gpus: Positive = honoured(10_000)
@@ -31,7 +31,8 @@ class Elasticity(ConfigSection):
     prefer_larger_batch: bool = honoured(True, aliases=("prefer_large_batch",))
     """Use the larger of two batch sizes that fit equally many numbers of ranks."""
     ignore_non_elastic_batch_info: bool = honoured(False)
-    """Ignore batch sizes outside this section. If false, such sizes are an error if this section is enabled."""
+    """Ignore batch sizes that are set outside this section. If false, they are an error while this section is
+    enabled."""
     version: Float = accepted(
         0.2,
         "versions differ in keys of model parallelism, which are refused, and for a number of ranks that does not fit: "

@@ -251,7 +251,11 @@ def describe_features(config: Config, **facts: str) -> dict[str, str]:
 
 
 def find_setting(config: Config, axis: str) -> tuple[str, object]:
-    """Return the key and the value in `config` that chose the value of `axis`, an axis of `INCOMPATIBLE_PAIRS`."""
+    """Return the key of `config` that determines the value of `axis`, and the value of the key.
+
+    Args:
+        axis: an axis that occurs in `INCOMPATIBLE_PAIRS`.
+    """
     zero = config.zero_optimization
     key = {
         "stage": "zero_optimization.stage",
@@ -265,7 +269,7 @@ def find_setting(config: Config, axis: str) -> tuple[str, object]:
     elif axis == "parallel":
         key = "zero_optimization.mics_shard_size" if zero.mics_shard_size > 0 else "parallel.dp_replicate"
     if axis in ("pp", "tp", "sp", "ep"):
-        return key, axis_size(config, axis)  # the size may be that of another section, such as `tensor_parallel`
+        return key, axis_size(config, axis)  # another section, such as `tensor_parallel`, may set the size
     value: object = config
     for name in key.split("."):
         value = getattr(value, name, None)

@@ -17,7 +17,8 @@ _QUANT = "this engine packs weights, and has no such setting; set dtype to torch
 
 
 def use_own_names(section: type[ConfigSection], given: Any) -> Any:
-    """Replace alternative names of a section's fields in a dict by the field names, and an integer `tp` by its section.
+    """Return the dict `given` with field names of `section` in place of their aliases, and with an integer `tp`
+    replaced by a section with that size. A value that is not a dict is returned unchanged.
 
     Raises:
         ValueError: a field is given under two names.
@@ -58,19 +59,19 @@ class InferenceTensorParallel(ConfigSection):
     enabled: bool = honoured(True)
     """False: the model is not sharded, whatever `tp_size` is."""
     tp_size: Positive = honoured(1)
-    """Ranks along the tensor-parallel axis."""
+    """Number of ranks along the tensor-parallel axis."""
     tp_grain_size: Positive = accepted(64, "matrices are sharded by attention heads, or as evenly as they allow")
     mpu: Any = refused(None, _GROUPS)
     tp_group: Any = refused(None, _GROUPS)
 
 
 class InferenceMoe(ConfigSection):
-    """Experts of an inference engine."""
+    """Sharding of the experts in an inference engine."""
 
     enabled: bool = honoured(True)
     """False: experts are not sharded, whatever `ep_size` is."""
     ep_size: Positive = honoured(1)
-    """Ranks over which the experts of each layer are sharded."""
+    """Number of ranks over which the experts of each layer are sharded."""
     num_experts: list[Int] = accepted([1], "read from the model", aliases=("moe_experts",))
     type: Literal["standard", "residual"] = accepted("standard", "read from the model")
     ep_mp_group: Any = refused(None, _GROUPS)
@@ -187,14 +188,14 @@ class KvMemory(ConfigSection):
     """Memory of the key-value cache of an engine with continuous batching."""
 
     mode: Literal["reserve", "allocate"] = honoured("reserve")
-    """`reserve`: a part of the free memory; `allocate`: `size` blocks."""
+    """Size of the cache. `reserve`: a part of the free memory, which windlass chooses; `allocate`: `size` blocks."""
     size: Positive = honoured(1_000_000_000)
-    """Blocks of 64 tokens with `allocate`; not used with `reserve`, where windlass chooses the part itself."""
+    """Number of blocks of 64 tokens, if `mode` is `allocate`; otherwise without effect."""
 
     @field_validator("mode", mode="before")
     @classmethod
     def _use_value(cls, given: Any) -> Any:
-        return getattr(given, "value", given)  # a member of DeepSpeed's enumeration
+        return getattr(given, "value", given)  # `given` may be a member of DeepSpeed's enumeration
 
 
 class StateManager(ConfigSection):
@@ -234,7 +235,7 @@ class RaggedTensorParallel(ConfigSection):
     """Tensor-parallel axis of an engine with continuous batching."""
 
     tp_size: Positive = honoured(1)
-    """Ranks along the tensor-parallel axis."""
+    """Number of ranks along the tensor-parallel axis."""
 
 
 class RaggedInference(ConfigSection):

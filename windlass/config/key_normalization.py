@@ -60,7 +60,7 @@ class KeyNormalizer:
 
     def _drop_comments(self, value: dict[str, Any], path: str, name: str) -> dict[str, Any]:
         """Remove comments from an object with free keys, such as an optimizer's parameters."""
-        # A module's name may begin with an underscore.
+        # Keys of these tables are names of modules, which may begin with an underscore.
         starts = ("_comment", "//", "#") if name in _TABLES_OF_MODULES else _COMMENT_STARTS
         comments = {key for key in value if is_comment(key, starts)}
         self.comments += [f"{path}.{key}" for key in value if key in comments]
@@ -114,8 +114,10 @@ def _expand_boolean_zero(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand_cpu_offload(data: dict[str, Any]) -> dict[str, Any]:
-    """Replace `cpu_offload: true`, an old spelling, by `offload_optimizer: {"device": "cpu"}`. If both are given, they
-    stay and are reported as a contradiction. A value that is not a boolean stays, and is reported by the validation."""
+    """Replace the old spelling `cpu_offload: true` by `offload_optimizer: {"device": "cpu"}`, and
+    `cpu_offload_param: true` by the same section at `offload_param`. If the old and the new key are both set, they are
+    left as they are, and reported as a contradiction. An old key whose value is not a boolean is left for the
+    validation to report."""
     zero = data.get("zero_optimization")
     if not isinstance(zero, dict):
         return data
@@ -132,8 +134,8 @@ def _expand_cpu_offload(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_plain(value: Any) -> Any:
-    """Copy objects, lists and tuples, with plain numbers for those of numpy. Other values (a process group) stay the
-    same."""
+    """Return a copy of dicts, lists and tuples, in which Python's numbers and lists replace numpy's scalars and arrays.
+    Other values, such as a process group, are not copied."""
     if isinstance(value, dict):
         return {key: _copy_plain(item) for key, item in value.items()}
     if isinstance(value, list):

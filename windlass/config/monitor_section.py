@@ -58,8 +58,8 @@ class Wandb(ConfigSection):
 
 
 class Comet(ConfigSection):
-    """Logging to Comet. Needs the `comet` extra. For keys at null, Comet's own configuration file and variables
-    apply."""
+    """Logging to Comet. Needs the `comet` extra. For keys at null, Comet's own configuration file and environment
+    variables apply."""
 
     enabled: bool = honoured(False)
     """Log on rank 0."""
@@ -105,11 +105,12 @@ class FlopsProfiler(ConfigSection):
     enabled: bool = honoured(False)
     """Count one step, log the report, and add the arithmetic rate and MFU to the log lines of later steps."""
     recompute_fwd_factor: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER] = honoured(0.0)
-    """Number of forwards that the backward repeats, for the rates in the report; 0: the counted recomputation."""
+    """Number of forwards that the backward recomputes, which the rates in the report include; 0: the recomputation that
+    was counted in the step."""
     profile_step: Count = honoured(1)
     """Number of steps before the counted step: 1 counts the second step, which is free of start-up costs."""
     module_depth: Int = honoured(-1)
-    """Depth of the aggregated profile; -1: all depths."""
+    """Depth in the tree of modules for which the profile is aggregated by class; -1: every depth."""
     top_modules: Count = honoured(1)
     """Number of classes of modules shown at each depth."""
     detailed: bool = honoured(True)

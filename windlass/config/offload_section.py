@@ -54,7 +54,8 @@ class OffloadParam(ConfigSection):
 
 
 class OffloadOptimizer(ConfigSection):
-    """Tier of master weights and optimizer states. The optimizer steps on the host unless this tier is the device."""
+    """Tier of master weights and optimizer states. The optimizer step runs on the host, unless the tier is the
+    device."""
 
     enable_key = "device"
 
@@ -65,7 +66,8 @@ class OffloadOptimizer(ConfigSection):
     pin_memory: bool = honoured(True)
     """Page-lock (pin) host memory, if there is a GPU."""
     ratio: Fraction = honoured(1.0)
-    """Fraction of the elements whose states are offloaded, in whole units and in model order."""
+    """Fraction of the parameter elements whose states are offloaded, counted from the start of the model and rounded up
+    to complete units."""
     gradient_device: Literal["cpu", "nvme"] = honoured("cpu", windlass_only=True)
     """Tier of reduced gradients until the step: nvme saves 4 bytes of host memory per element and transfers 8 bytes
     more per element."""
@@ -90,8 +92,8 @@ class OffloadOptimizer(ConfigSection):
 
 
 class AutoOffload(ConfigSection):
-    """Choice of a tier for the parameters, gradients and optimizer states of each unit, at start-up. The section's
-    presence enables it; `"offload": "auto"` is the section with its defaults."""
+    """Choice, at start-up, of tiers for the parameters, gradients and optimizer states of each unit (parameters that
+    are unsharded together). The section's presence enables it; `"offload": "auto"` is the section with its defaults."""
 
     nvme_path: Paths | None = honoured(None, windlass_only=True)
     """Folder on a disk, or several folders over which data is striped; absent: nothing is moved to NVMe."""

@@ -86,7 +86,7 @@ _SGD = {
     "dampening": ParameterSpec("float", 0.0),
     "nesterov": ParameterSpec("bool", False),
 }  # fmt: skip
-# the optimizer class that updates the groups with width-scaled learning rates
+# class that updates the parameters; the learning rates of the groups are already scaled by the width of layers (muP)
 _MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}
 
 OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
@@ -158,7 +158,8 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 2, "DiLoCo": 0, "PowerSGD": 0}
 """Optimizers that send compressed messages by themselves, with the highest ZeRO stage of each."""
 FIRST_COMPRESSED_STEP = ("freeze_step", "var_freeze_step", "start_step")
-"""Parameters of these optimizers that set the number of steps before messages are compressed, or before local steps."""
+"""Parameters of compressed optimizers: number of steps before messages are compressed, or before the first steps
+without communication."""
 UNSUPPORTED_OPTIMIZERS = {
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
     "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
@@ -168,7 +169,7 @@ _FROM_TORCH = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class ResolvedOptimizer(NamedTuple):
-    """Class to construct (of `torch.optim`, or windlass's Lion, Lamb or Muon), and its keyword arguments."""
+    """Name of the class to construct (of `torch.optim`, or windlass's Lion, Lamb, Muon, ...), and its arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -198,7 +199,7 @@ class OptimizerConfig(ConfigSection):
         return parameter_tables.convert_integers(value, OPTIMIZER_PARAMETERS.get(info.data.get("type", ""), {}))
 
     def resolve(self) -> ResolvedOptimizer:
-        """Return the class and its arguments, with DeepSpeed's own parameters converted.
+        """Return the name of the class and its arguments. Parameters without effect are left out.
 
         As in DeepSpeed, `Adam` has decoupled weight decay (it is AdamW) unless `adam_w_mode` is false.
         """
@@ -300,8 +301,9 @@ def late_start_warning(params: Mapping[str, Any], total_steps: Any) -> str:
 def build_trial_optimizer(kind: str, params: Mapping[str, Any]) -> Any:
     """Construct an optimizer over one small matrix, to try parameters or a schedule.
 
-    A type in `OPTIMIZER_PARAMETERS` gives a base `Optimizer` with its defaults, any other type the class of torch.
-    Imports torch. Raises the exception that the class raises for these parameters.
+    For a type in `OPTIMIZER_PARAMETERS`, it is a plain `torch.optim.Optimizer` with the defaults of the type; for any
+    other type, it is an object of that class. Imports torch. Raises the exception that the class raises for these
+    parameters.
     """
     import torch
 
@@ -342,7 +344,8 @@ def _classes_by_name() -> dict[str, type]:
 
 @cache
 def _torch_classes() -> dict[str, type]:
-    """Return every optimizer class of the installed torch. Imports torch, so it is called last."""
+    """Return every optimizer class of the installed torch, by name. Imports torch, so callers look the type up in
+    `OPTIMIZER_PARAMETERS` first."""
     import torch
 
     return {

@@ -28,7 +28,7 @@ ShardingStyle = Annotated[str, AfterValidator(_check_sharding_style)]
 
 
 class ParallelConfig(ConfigSection):
-    """Number of ranks along each axis. The remaining data ranks (dp_shard) shard what the ZeRO stage shards.
+    """Number of ranks along each axis. Ranks that these sizes leave over (dp_shard) shard what the ZeRO stage shards.
 
     The world size is pp x dp_replicate x dp_shard x ep x sp x tp. Ranks are numbered row-major over these axes: tp
     varies fastest.
@@ -38,10 +38,10 @@ class ParallelConfig(ConfigSection):
     """Number of pipeline stages, each with some of the layers. Stages exchange only activations and their gradients, so
     they may be on different nodes."""
     dp_replicate: Positive = honoured(1, windlass_only=True)
-    """Number of groups of data ranks with copies of all states; states are sharded inside a group (HSDP, MiCS)."""
+    """Number of groups of data ranks. Each group has a full copy of the states, sharded over its ranks (HSDP, MiCS)."""
     ep: Positive = honoured(1, windlass_only=True)
-    """Number of data ranks over which the experts of each layer are distributed. Dense parameters are reduced over
-    these ranks as over other data ranks."""
+    """Number of data ranks over which the experts of each layer are distributed. Gradients of dense parameters are
+    reduced over these ranks as over other data ranks."""
     expert_bias_update_rate: Rate = honoured(0.0, windlass_only=True)
     """Step size with which the biases of transformers' mixture routers (`e_score_correction_bias`), which balance
     experts without a loss, are moved against each expert's load; DeepSeek-V3 used 0.001. 0: no change."""

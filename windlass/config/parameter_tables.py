@@ -13,7 +13,7 @@ from windlass.config.key_status import KeyStatus
 
 ValueShape = Literal["float", "int", "bool", "str", "floats", "float or floats", "any"]
 MAX_PARAMETER_HINTS = 20
-"""Number of unknown parameters for which the nearest known one is looked up."""
+"""Maximum number of unknown parameters for which the nearest known parameter is looked up."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class ParameterSpec:
     """Type and range of a parameter's values, its default, and its status.
 
     `minimum` is an inclusive bound, `greater_than` and `less_than` are exclusive; for a list they bound each number.
-    `choices` are the valid values, possibly a view that grows; None is valid too if it is the default.
+    `choices` are the valid values, possibly a view that includes names registered later; None is valid too if it is the
+    default.
     """
 
     shape: ValueShape
@@ -91,7 +92,8 @@ def table_refusals(path: str, params: Mapping[str, Any], table: ParameterTable) 
 
 
 def try_construct(path: str, owner: str, construct: Callable[[], Any]) -> Iterator[ConfigProblem]:
-    """Construct a torch class whose ranges are in no table, and yield the error that it raises as a problem."""
+    """Construct an optimizer or a schedule whose valid parameters are in no table. If that raises, yield the error as a
+    problem."""
     try:
         construct()
     except Exception as error:  # a foreign constructor may raise anything, and would raise the same in `initialize`

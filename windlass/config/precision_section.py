@@ -71,9 +71,10 @@ class TorchAutocast(ConfigSection):
     dtype: DtypeName | None = honoured(None)
     """Autocast dtype; bf16 when absent."""
     lower_precision_safe_modules: Names | None = honoured(None)
-    """Module classes by full name, such as `torch.nn.Linear`. Gradients of their own parameters are reduced in the
-    autocast dtype, all others in communication_data_type. When absent, all gradients are reduced in
-    communication_data_type. The operations that autocast runs in lower precision are torch's list in any case."""
+    """Module classes by full name, such as `torch.nn.Linear`. Gradients of parameters that are directly in such a
+    module are reduced in the autocast dtype, all others in communication_data_type. When absent, all gradients are
+    reduced in communication_data_type. The operations that autocast runs in lower precision are torch's list in any
+    case."""
 
 
 class DataTypes(ConfigSection):
@@ -85,12 +86,12 @@ class DataTypes(ConfigSection):
     param_dtype: DtypeName | None = honoured(None)
     """Dtype of the parameters; must agree with fp16.enabled and bf16.enabled."""
     buffer_dtype: DtypeName | None = honoured(None)
-    """Dtype of floating-point buffers beside fp16 or bf16 parameters. When absent, persistent buffers are cast like
-    parameters, because a norm computes in one dtype, and all others keep their dtype."""
+    """Dtype of the floating-point buffers of a model with fp16 or bf16 parameters. When absent, persistent buffers are
+    cast to the dtype of the parameters, because a norm computes in one dtype, and other buffers keep theirs."""
     keep_in_fp32_modules: Literal["auto"] | Names = honoured("auto")
-    """Buffers that stay fp32 beside fp16 or bf16 parameters: those whose names contain one of these patterns, in which
-    `*` matches any characters. `auto`: the buffers that a transformers model lists. As in DeepSpeed, parameters are not
-    affected."""
+    """Buffers that stay fp32 in a model with fp16 or bf16 parameters: those whose names contain one of these patterns,
+    in which `*` matches any characters. `auto`: the buffers that a transformers model lists. As in DeepSpeed,
+    parameters are not affected."""
 
 
 @dataclass(frozen=True)

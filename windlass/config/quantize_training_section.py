@@ -22,7 +22,8 @@ class QuantizeSchedule(ConfigSection):
     """Steps at which the bits fall."""
 
     quantize_period: Positive = honoured(1000)
-    """Number of steps with `start_bits`; each further bit takes twice as many steps as the one before."""
+    """Number of steps with `start_bits`. Then the bits fall by one at a time, each time after twice as many steps as
+    the time before."""
     schedule_offset: Count = honoured(1000)
     """Optimizer step from which weights are rounded."""
 
@@ -50,10 +51,10 @@ class QuantizeTraining(ConfigSection):
     quantize_algo: QuantizeAlgorithm = honoured(QuantizeAlgorithm, aliases=("quantize-algo",))
     """Rule of rounding."""
     quantize_type: Literal["symmetric", "asymmetric"] | None = honoured(None)
-    """As `quantize_algo.q_type`, in the spelling of DeepSpeed's tutorial."""
+    """Same as `quantize_algo.q_type`, in the spelling of DeepSpeed's tutorial."""
     fp16_mixed_quantize: MixedQuantize = honoured(MixedQuantize)
     """Gradual change from unrounded to rounded weights."""
     quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
     quantizer_kernel: bool = accepted(False, "rounding is part of the forward on every device")
     eigenvalue: Eigenvalue | None = honoured(None)
-    """As the section `eigenvalue`, which is read if this is absent or false."""
+    """Same keys as the top-level section `eigenvalue`, which is read if this one is absent or not enabled."""

@@ -84,22 +84,22 @@ class Config(ConfigSection):
     wall_clock_breakdown: bool = honoured(False)
     """Log the time of forward, backward and step."""
     memory_breakdown: bool = honoured(False)
-    """Log memory beside the times."""
+    """Log the memory in use whenever a step is logged (steps_per_print)."""
     fingerprint_interval: Count = honoured(0, windlass_only=True)
     """Number of steps between logged fingerprints of parameters and optimizer states; 0: never."""
     dump_state: bool = honoured(False)
     """Log the resolved configuration."""
     log_level: LogLevel | None = honoured(None)
-    """Minimum level of log records; the variable WINDLASS_LOG_LEVEL overrides it."""
+    """Minimum level of log records; the environment variable WINDLASS_LOG_LEVEL overrides it."""
     disable_python_gc: bool = honoured(False)
     """Disable Python's garbage collector in this process until `engine.destroy()`."""
     dataloader_drop_last: bool = honoured(False)
     """Drop the last batch if it is not full."""
     prescale_gradients: bool = honoured(False)
     """Divide gradients by the world size before the reduction. If false, gradients that are reduced in 16 bits are
-    divided after it."""
+    divided after the reduction, so that small ones do not underflow."""
     gradient_predivide_factor: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
-    """Divide gradients by this factor before the reduction, and by the rest of the world size after it."""
+    """Divide gradients by this factor before the reduction, and by world size / factor after it."""
     communication_data_type: DtypeName | None = honoured(None)
     """Dtype in which gradients are reduced; the accumulation dtype when absent."""
     allgather_size: Count = honoured(500_000_000)
@@ -107,8 +107,8 @@ class Config(ConfigSection):
     sequence_parallel_size: Positive | None = honoured(None)
     """Same as parallel.sp."""
     data_parallel_size: Positive | None = honoured(None)
-    """Number of data-loading ranks, which must equal the number that the axes leave. Read only beside
-    sequence_parallel_size."""
+    """Number of data-loading ranks, which must equal the number that follows from the axis sizes. Read only if
+    sequence_parallel_size is set."""
 
     managed_gradient_accumulation: bool = honoured(True)
     """false: every `engine.step()` updates parameters, after any number of backwards; each loss is still divided by
@@ -142,7 +142,7 @@ class Config(ConfigSection):
     torch_autocast: TorchAutocast = honoured(TorchAutocast)
     """`torch.autocast` around the forward."""
     data_types: DataTypes = honoured(DataTypes)
-    """Dtypes that do not follow from the sections above."""
+    """Dtypes that do not follow from the sections fp16 and bf16."""
     zero_optimization: ZeroConfig = honoured(ZeroConfig)
     """Stage of ZeRO and its options; `true` is an older spelling of stage 1."""
     offload: AutoOffload | None = honoured(None, windlass_only=True)
@@ -220,7 +220,7 @@ class Config(ConfigSection):
 
     @property
     def name(self) -> str:
-        """Path of the file that was read; `config` for a dict."""
+        """Name of the source in messages: path of the file, `config` for a dict, or `base64 configuration`."""
         return self._name
 
     def set_origin(
@@ -250,8 +250,8 @@ class Config(ConfigSection):
             other_sizes: axis sizes from other sources, by the name of the source: `{"mpu": {"tp": 2}}`.
 
         Raises:
-            ConfigError: two sources set different sizes of one axis, or the sizes do not multiply to the world size.
-                The message has every number, and sizes that would fit.
+            ConfigError: two sources set different sizes of one axis, the sizes do not multiply to the world size, or
+                another key contradicts them. The message has every number, and sizes that would fit.
         """
         return resolve_axes(self, world_size, world_size_source, other_sizes or {})
 
@@ -261,7 +261,7 @@ class Config(ConfigSection):
         """Resolve the three batch sizes for `world_size` ranks. Ranks along pp, sp and tp read the same samples.
 
         Args:
-            axes: resolved axes of these ranks; by default those of the configuration alone.
+            axes: resolved axes of these ranks; None: they are resolved from the configuration.
 
         Raises:
             ConfigError: the batch sizes are inconsistent. The message has every number, its origin and the line to
@@ -311,7 +311,7 @@ class Config(ConfigSection):
         )
 
     def tensor_table(self, names: Iterable[str], model_type: str | None = None) -> dict[str, str]:
-        """Return the user's sharding style of modules, by regular expressions of full names. The last match applies.
+        """Return the sharding styles that the user set, by regular expression of module names. The last match applies.
 
         Args:
             names: names of the model's linear layers, for DeepSpeed's `partition_config`, which matches names of

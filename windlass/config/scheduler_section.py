@@ -150,7 +150,8 @@ def _torch_class(kind: str) -> type:
 
 @cache
 def _torch_classes() -> dict[str, type]:
-    """Return every schedule class of the installed torch. Imports torch, so it is called last."""
+    """Return every schedule class of the installed torch, by name. Imports torch, so callers look the type up in
+    `SCHEDULER_PARAMETERS` first."""
     from torch.optim import lr_scheduler
 
     return {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__}

@@ -48,7 +48,7 @@ class TensorParallelPartitionConfig(ConfigSection):
     """The user's own sharding rules."""
 
     use_default_specs: bool = honoured(True)
-    """Shard layers that no rule matches by the model's own plan; false: replicate them."""
+    """Use the model's own plan for layers that no rule matches; false: replicate these layers."""
     layer_specs: list[TensorParallelLayerSpec] = honoured(list)
     """Sharding rules. The first rule that matches a layer applies; entries of parallel.tensor_table override it."""
 
@@ -59,7 +59,7 @@ class TensorParallelConfig(ConfigSection):
     autotp_size: Count = honoured(0)
     """Same as parallel.tp; 0 and 1 have no effect."""
     tp: TensorParallelGroupConfig = honoured(TensorParallelGroupConfig, aliases=("tensor_parallel",))
-    """Section that may also set the size, as `tp_size`."""
+    """Section whose `tp_size` may set the number of ranks in place of autotp_size."""
     tp_overlap_comm: bool = honoured(False)
     """Same as parallel.tp_overlap_chunks 2, if that key is absent."""
     partition_config: TensorParallelPartitionConfig | None = honoured(None)

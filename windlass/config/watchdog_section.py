@@ -21,4 +21,4 @@ class WatchdogConfig(ConfigSection):
     """Seconds that a rank waits for others before the state of all ranks is reported. A proven hang ends the run within
     the same time."""
     timeout_s: Seconds = honoured(600.0, windlass_only=True)
-    """Seconds of one wait after which the ranks are ended, even if the awaited rank is alive."""
+    """A wait of this many seconds ends all ranks, even if the awaited rank is alive."""

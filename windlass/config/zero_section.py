@@ -38,7 +38,7 @@ class LocoConfig(ConfigSection):
     err_beta: Annotated[float, Field(ge=0, lt=1), NUMBER] = honoured(0.8)
     """Weight of the previous error; 1 - err_beta is the weight of the part that the last message left out."""
     reset_T: Positive = honoured(1024)  # noqa: N815 - DeepSpeed's spelling
-    """Number of reductions of a unit after which its errors return to zero."""
+    """Number of gradient reductions of a unit after which its stored errors are reset to zero."""
 
 
 class ZeroConfig(ConfigSection):
@@ -73,7 +73,7 @@ class ZeroConfig(ConfigSection):
     stage3_max_live_parameters: Count = honoured(1_000_000_000, aliases=("max_live_parameters",))
     """Maximum number of unsharded elements at any time."""
     stage3_max_reuse_distance: Count = honoured(1_000_000_000, aliases=("max_reuse_distance",))
-    """Keep a parameter unsharded if it is used again within this many elements."""
+    """Keep a parameter unsharded if it is used again before this many elements of other parameters are used."""
     stage3_gather_16bit_weights_on_model_save: bool = honoured(
         False, aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
     )
@@ -85,7 +85,8 @@ class ZeroConfig(ConfigSection):
     """Number of ranks over which all states are sharded; other groups of that size hold replicas. -1: shard over all
     data ranks."""
     unit_merge_threshold: Count = honoured(0, windlass_only=True)
-    """Number of elements below which neighbouring units are merged into one; 0: never."""
+    """Number of elements below which neighbouring units (parameters that are unsharded together) are merged; 0:
+    never."""
     blocks: Names | None = honoured(None, windlass_only=True)
     """Module classes or dotted module names that are unsharded as one block; null: detect repeated blocks."""
 

@@ -25,7 +25,8 @@ from windlass.data.document_formats import (
 )
 
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
-# Tests and generated tables are not typical Python code, and near-copies in them inflate the score.
+# Tests and generated tables are not typical Python code. Near-copies of training text among the held-out documents
+# would improve the score.
 _SKIPPED_IN_STDLIB = _SKIPPED_FOLDERS | {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
@@ -61,8 +62,8 @@ def find_sources(specs: Sequence[str], exclude_dir: Path | None = None, text_fie
 
     Args:
         exclude_dir: directory that is skipped inside other directories, e.g. the output of a run.
-        text_field: field of a record with its text. A `.json` file that is one object without it is read as text,
-            unless a spec names the file.
+        text_field: field of a record that holds the record's text. A `.json` file of settings (one object over several
+            lines, or without this field) is read as plain text, unless a spec names the file.
 
     Raises:
         DataError: no spec is given, or a spec matches nothing readable.

@@ -54,8 +54,8 @@ class HeldOutSet:
     def batches(self, micro_batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield this rank's (inputs, labels), each `[micro_batch, seq_len]` int64. Labels are already shifted.
 
-        Every rank yields the same number of batches, since the all-gathers of sharded parameters need all ranks. The
-        last batch may have only ignored labels.
+        Every rank yields the same number of batches, since the all-gathers of sharded parameters need all ranks. On
+        some ranks the last batch may have only ignored labels.
         """
         rows = math.ceil((len(self.tokens) - 1) / self.seq_len)
         for first in range(0, rows, micro_batch * world_size):

@@ -156,7 +156,7 @@ def _build_key(recipe: dict[str, str | int | None], tokenizer: TextTokenizer) ->
 
 
 def _tokenizer_sample(corpus: Corpus, held_out: np.ndarray) -> Iterator[str]:
-    """Yield training documents of about `_SAMPLE_BYTES`, at least one, chosen by their hashes."""
+    """Yield training documents, chosen by their hashes, of about `_SAMPLE_BYTES` in total, but at least one."""
     order = np.argsort(corpus.digests, kind="stable")
     order = order[~held_out[order]]
     before = np.cumsum(corpus.sizes[order]) - corpus.sizes[order]
@@ -207,7 +207,7 @@ def _encode_with_eos(batch: list[str], tokenizer: TextTokenizer) -> Iterator[np.
 
 
 def _split_text(text: str, size: int) -> Iterator[str]:
-    """Yield pieces of whole lines of about `size` characters. Longer lines are split."""
+    """Yield pieces of about `size` characters that end at line ends. Only lines longer than `size` are split."""
     piece = ""
     for line in text.splitlines(keepends=True):
         for start in range(0, len(line), size):

@@ -146,7 +146,7 @@ class EpochLoader:
             self._loader.generator.manual_seed(seed % (1 << 63))
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the shuffle of `epoch`, from its beginning unless it is the current epoch."""
+        """Move to the beginning of `epoch`, with its shuffle. Does nothing if it is the current epoch."""
         if self._sampler is not None and epoch != self._sampler.epoch:
             self._sampler.seek(epoch)
             self._is_resumed = False

@@ -98,8 +98,9 @@ class StreamSampler:
 class EpochSampler:
     """Sampler of one epoch at a time in the order of `torch.utils.data.DistributedSampler`, resumable inside an epoch.
 
-    Rank r takes the ids at r, r + world_size, ... of the rest of the epoch. The rest's length is first made a multiple
-    of the world size, by repeating ids from the beginning of the epoch, or with `drop_last` by dropping the last ids.
+    Rank r takes the ids at positions r, r + world_size, ... among those not yet consumed in the epoch. Their number is
+    first made a multiple of the world size, by repeating ids from the beginning of the epoch, or with `drop_last` by
+    dropping the last ids.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class EpochSampler:
         remaining = order[self.consumed :]
         total = self._samples_per_rank(len(remaining)) * self.world_size
         if total > len(remaining):
-            # Repeat from the beginning of the epoch, not of the rest, as an uninterrupted epoch does.
+            # Repeat ids from the beginning of the epoch, not of the remaining ids, as an uninterrupted epoch does.
             repeats = order.repeat(-(-total // self.length))
             remaining = torch.cat([remaining, repeats[: total - len(remaining)]])
         return iter(remaining[self.rank : total : self.world_size].tolist())

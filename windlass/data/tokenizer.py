@@ -20,7 +20,8 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Tokenizer from text to ids. `eos` ends every document and precedes the first held-out one."""
+    """Tokenizer from text to ids. `eos` is the id of the token that ends every document and precedes the first held-out
+    one."""
 
     backend: Any  # tokenizers.Tokenizer
     eos: int

@@ -216,7 +216,7 @@ class CheckpointMethods(EngineParts):
             The checkpoint's path and the saved `client_state`; `(None, None)` with a warning if there is no checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or does not fit.
+            CheckpointError: the checkpoint is damaged, or does not fit the model or the optimizer.
         """
         self._require_ready("load_checkpoint")
         self._sharded.scheduler.sync(SyncPoint.CHECKPOINT)
@@ -231,7 +231,7 @@ class CheckpointMethods(EngineParts):
         )
         begun = time.monotonic()
         if tag == ".":
-            load_dir, tag = os.path.split(os.path.realpath(load_dir))  # a link may lead to another directory
+            load_dir, tag = os.path.split(os.path.realpath(load_dir))  # the real name, as `load_dir` may be a link
         loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
         if loaded is not None:
             self._reporter.record_checkpoint("load", loaded[0], time.monotonic() - begun)

@@ -13,7 +13,7 @@ class TagError(CheckpointError, AssertionError):
 def agree_on_tag(tags: list[str], tag_validation: str) -> str:
     """Return rank 0's tag.
 
-    Ranks may differ, e.g. if a tag contains a loss; `checkpoint.tag_validation` sets whether that is allowed.
+    The tags of ranks may differ, e.g. if they contain a loss; `checkpoint.tag_validation` sets whether that is allowed.
 
     Raises:
         TagError: the tags differ and `tag_validation` is `FAIL`.

@@ -24,10 +24,12 @@ _WHOLE_WITH_KNOWN_STATES = (CPULamb, Lamb, Muon, torch.optim.Muon)
 
 
 def require_compatible(saved: Any, current: Any, where: str) -> None:
-    """Check that a saved value can replace the current one: both are numbers, texts, lists, mappings or tensors.
+    """Check that a saved value can replace the current one: both are numbers, both texts, both lists, both mappings, or
+    both tensors of one shape.
 
     Raises:
-        CheckpointError: the kinds differ.
+        CheckpointError: the kinds or shapes differ, or a saved number is NaN, or is infinite where an integer is
+            needed.
     """
     if saved is current or current is None:
         return
@@ -97,7 +99,7 @@ def find_unfit_states(
     for number, (group, source) in enumerate(zip(optimizer.param_groups, match.source, strict=True)):
         loaded = {} if source is None else saved[source]["values"]
         options = {**group, **{key: loaded[key] for key in _STATE_OPTIONS if key in loaded and key in group}}
-        needed: dict[int, set[str]] = {}  # names of the states that a step needs, by number of dimensions
+        needed: dict[int, set[str]] = {}  # names of the states that a step needs, by the dimensions of a parameter
         for name, parameter in zip(current[number]["parameters"], group["params"], strict=True):
             if not (given := states.get(name)):
                 continue
@@ -114,7 +116,7 @@ def find_unfit_states(
 
 
 def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the optimizer's plain-value step counts. Raises CheckpointError if one is not a valid count."""
+    """Check the optimizer's step counts that are plain numbers. Raises CheckpointError if one is not a valid count."""
     for name, found in values.items():
         for key, value in found.items():
             if key in SCALAR_STATES and isinstance(value, (bool, int, float)):

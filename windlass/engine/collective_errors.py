@@ -78,7 +78,7 @@ class CollectiveErrorCheck:
         self.raise_on_all_ranks(error, action, consequence)
 
     def raise_on_all_ranks(self, error: Exception | None, action: str, consequence: str) -> None:
-        """Raise as `raise_if_any_failed` does, when some rank is known to have an error. Collective."""
+        """Raise as `raise_if_any_failed` does. For callers that know that some rank has an error. Collective."""
         memory = isinstance(error, torch.OutOfMemoryError)
         local = (
             f"{self._rank_name}: {action} raised {type(error).__name__}: {error}" if error is not None else "",

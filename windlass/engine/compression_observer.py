@@ -1,5 +1,5 @@
-"""Observers of a compressed model's engine: updates of masks and bits after each step, and a teacher that runs before
-a pipeline's step."""
+"""Observers of a compressed model's engine: they update pruning masks and bit widths after each step, and run a teacher
+before a pipeline's step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.engine.training_engine import Engine
 
 
 class CompressionObserver(EngineObserver):
-    """Observer that updates masks from gradients, and bit widths from curvature.
+    """Observer that updates pruning masks from gradients, and bit widths from curvature.
 
     Args:
         mesh: the ranks of the model.

@@ -24,7 +24,7 @@ def build_data_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> EpochLoader:
-    """Build the loader of `Engine.deepspeed_io`.
+    """Build the data loader that `Engine.deepspeed_io` returns.
 
     Args:
         readers: number of data-loading ranks.

@@ -114,7 +114,7 @@ class _OpenCheckpoint:
         order: order of the optimizer's parameters, for formats that number them; None without optimizer states.
         saved: each tensor of the checkpoint, on the meta device.
         matched: parameter groups of the optimizer and of the checkpoint.
-        loads_states: optimizer states and hyper-parameters are loaded.
+        loads_states: True if optimizer states and hyper-parameters are loaded.
         unfit: reason by parameter, for saved states that are not loaded because they do not fit the optimizer.
         position: data position to resume at; None: the data loader is not changed.
     """
@@ -147,7 +147,8 @@ class _OpenCheckpoint:
         return frozen_parameter_names(self.engine.sharded) if self.trainable_only else frozenset()
 
     def check(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Check plain data of all ranks, and of this rank, before anything is loaded.
+        """Check the plain data that all ranks share (`shared`) and those of this rank (`own`), before anything is
+        loaded.
 
         Raises:
             CheckpointError: the data do not fit the engine.
@@ -199,7 +200,8 @@ def _open_checkpoint(
     """Open a checkpoint, and compare its optimizer and its data position with those of the engine. Collective.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or does not match. Raised on all ranks; nothing was changed.
+        CheckpointError: the checkpoint cannot be read, or does not match the engine. Raised on all ranks; nothing was
+            changed.
     """
     model = engine.sharded
     stored: list[StoredCheckpoint] = []
@@ -235,7 +237,7 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
     """Load parameters, buffers and optimizer states, and verify their fingerprint. Collective.
 
     Raises:
-        CheckpointError: the tensors do not match, or could not be read. Raised on all ranks.
+        CheckpointError: the tensors do not match the engine's, or could not be read. Raised on all ranks.
     """
     engine, options, model = opened.engine, opened.options, opened.engine.sharded
     trainable_only = opened.trainable_only
@@ -260,7 +262,7 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
                 model.discard_disk_state()
             loaded_state, is_exact = _load_tensors(opened, units, begin)
         _verify_fingerprint(model, units, loaded_state, is_exact, opened.absent)
-    except CheckpointError as error:  # raised on all ranks
+    except CheckpointError as error:  # raised on all ranks, so all of them record the partial load
         if not overwrites:
             raise
         model.disk_health.mark_partly_loaded(str(error), trainable_only)
@@ -341,7 +343,8 @@ def _restore_position(
         parts.append(f"step {engine.progress.global_steps}")
         random = (loaded.rank_plain or {}).get("random")
         saved, here = loaded.plain["layout"].get("axes") or {}, engine.sharded.mesh.grid
-        # Ranks along tp must draw the same numbers, and ranks that compute other samples should not.
+        # With other sizes of these axes, ranks along tp could load different random states, or ranks that compute other
+        # samples equal ones.
         moved = [axis for axis in ("pp", "sp", "tp") if axis in saved and saved[axis] != here.size(axis)]
         if loaded.saved_world_size != engine.sharded.mesh.world.size or random is None:
             parts.append(
@@ -394,7 +397,7 @@ def _comparable_part(comparable: tuple[bool, bool]) -> str:
 def _load_tensors(
     opened: _OpenCheckpoint, units: list[Unit], on_overwrite: Callable[[], object]
 ) -> tuple[LoadedState, tuple[bool, bool]]:
-    """Read the checkpoint into the engine's tensors on their tiers, chunk by chunk.
+    """Read the checkpoint into the engine's tensors, wherever they are (device, host memory, NVMe), chunk by chunk.
 
     Args:
         units: units whose parameters are loaded.
@@ -441,7 +444,7 @@ def _load_tensors(
         on_overwrite,
     )
     for handle in handles.values():
-        if not handle.was_opened:  # nothing was loaded to this chunk: opening the chunk clears its optimizer states
+        if not handle.was_opened:  # nothing was loaded to this chunk: open it, which clears its optimizer states
             with handle.open():
                 pass
     apart.store()
@@ -502,7 +505,7 @@ def _load_or_mark_lost(
             check_first=lambda: check_counts(counts),
             on_overwrite=on_overwrite,
         )
-    except CheckpointError:  # raised on all ranks
+    except CheckpointError:  # raised on all ranks, so `check` can be called, a collective
         model.disk_health.check("a checkpoint was loaded in part", loses=True)
         raise
 

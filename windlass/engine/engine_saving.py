@@ -77,13 +77,14 @@ def save_engine(
     if exclude_frozen_parameters is None:  # tools of other formats expect full models
         exclude_frozen_parameters = engine.config.checkpoint.format == "windlass" and trains_adapters(model)
     in_step = _complete_updates(engine)
-    if not blocking:  # the writer thread later reads these parameters from NVMe, so edits must be there
+    if not blocking:  # the writer thread reads these parameters from NVMe later, so edits must be written there first
         model.masters.copy_all_edits(model.units)
     storage_of = _chunk_storages(model, blocking)
     units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
     absent = frozen_parameter_names(model) if exclude_frozen_parameters else frozenset()
     # The fingerprint is computed while values are written. That is impossible for quantized states, so a blocking save
-    # computes the fingerprint before. An async save must not read all values first, so it leaves such states out.
+    # computes the fingerprint before it writes. An async save must not read all values first, so its fingerprint leaves
+    # quantized states out.
     streams = not (blocking and has_coded_states(model))
     taken = None if streams else compute_fingerprint(model, units, "nothing is saved", absent)
     streamed: list[StreamedFingerprint] = []
@@ -151,7 +152,7 @@ def _complete_updates(engine: EngineState) -> bool:
 
 
 def _chunk_storages(model: ShardedModel, blocking: bool) -> Callable[[UpdateChunk], LazyStorage]:
-    """Return a function that returns the storage of a chunk: always the same object for one chunk."""
+    """Return a function that returns the lazy storage handle of a chunk. It returns the same handle at every call."""
     storages: dict[int, LazyStorage] = {}
 
     def storage_of(chunk: UpdateChunk) -> LazyStorage:
@@ -254,7 +255,7 @@ def _start_write(
             begun.finish(ranks)
         else:
             engine.async_save.start(begun, ranks, pin=model.tiers.pin)
-    except CheckpointError:  # raised on all ranks
+    except CheckpointError:  # raised on all ranks, so all reach the collective check
         model.disk_health.check("nothing is saved, master weights and optimizer states could not be read")
         raise
 

@@ -1,4 +1,4 @@
-"""Barrier that keeps ranks that compute a sample together at the same call after one of them raised.
+"""Barrier for ranks that compute one sample together: after one of them raised, all stay at the same call.
 
 [Note: incomplete forwards] Ranks along tp, sp and ep (and pipeline stages) exchange tensors inside a module's
 forward and backward. Suppose that one rank raises there and its script catches the error. The rank's next collective
@@ -145,7 +145,7 @@ class FailedCallBarrier:
         self._registered, own = True, ref(self)
 
         def check() -> None:
-            here = own()  # None if the engine was garbage-collected before
+            here = own()  # None if the engine was garbage-collected meanwhile
             if here is not None:
                 here._registered = False
                 here._compare()
@@ -156,7 +156,7 @@ class FailedCallBarrier:
         self._posted = self._board.post(list(self._call), "the next call of the engine")
 
     def _compare(self) -> None:
-        """Wait for the calls that the other ranks posted, unless that is already done."""
+        """Wait for the calls that the other ranks posted, and compare them with this rank's, unless already done."""
         while self._posted is not None:
             posted, self._posted = self._posted, None
             with WaitScope(f"the {_CALLS[self._call[1]]} of the other ranks along {self._axes}"):

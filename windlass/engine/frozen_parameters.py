@@ -23,7 +23,7 @@ from windlass.engine.state_fingerprint import hash_range
 from windlass.zero.core.unit import Unit
 from windlass.zero.sharded_model import ShardedModel
 
-_ADAPTER_FRACTION = 0.1  # fraction of all elements
+_ADAPTER_FRACTION = 0.1  # trained fraction of all elements, up to which a checkpoint leaves out the frozen ones
 _hash_cache: WeakKeyDictionary[Unit, tuple[Hashable, dict[str, int]]] = (
     WeakKeyDictionary()
 )  # unit -> (version of its values, this rank's hash of each parameter)

@@ -69,7 +69,7 @@ class FullParameterGather:
         self.entries = [announcements for sender in self._senders for announcements in sender.announcements]
 
     def _merge_names_of_stages(self, names: dict[int, list[str]]) -> dict[int, list[str]]:
-        """Merge the names that each parameter shared by several stages has on these stages."""
+        """Merge, for each parameter that several stages share, the names that it has on these stages."""
         held = {unit.names[0]: unit.parameters[0] for unit in self._model.units if unit.kind.shared_stages}
         values = dict(names)
         for theirs in self._mesh.gather_from_world({name: names[id(parameter)] for name, parameter in held.items()}):

@@ -232,7 +232,7 @@ class _TorchFileTarget:
 class _FullWeightsWriter:
     """Writer of a file of full tensors on rank 0.
 
-    Errors are recorded and returned by `finish`, because the other ranks take part in every all-gather until then.
+    Errors are recorded and returned by `finish`. An earlier raise would leave the other ranks waiting in an all-gather.
     """
 
     def __init__(self, path: Path) -> None:

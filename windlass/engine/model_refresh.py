@@ -1,6 +1,6 @@
 """Adaptation of an engine to a model that changed during the run: unfrozen, added or removed parameters.
 
-Master weights, optimizer states and averages move to the new layout through host memory.
+Master weights, optimizer states and averages of parameters move to the new layout through host memory.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _TransferredState:
 
 
 class _StateTransfer:
-    """Copy of a model's trained parameters, optimizer states and averages in host memory. Collective.
+    """Copy of a model's trained parameters, their averages and optimizer states in host memory. Collective.
 
     The data-parallel ranks take turns: each parameter is kept unsharded on one of them. So a rank needs about
     `1 / data-parallel ranks` of the size of weights, states and averages in host memory, and temporarily one unsharded

@@ -75,7 +75,7 @@ def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Itera
 
 
 class BufferSynchronizer:
-    """Synchronizer of a model's buffers.
+    """Synchronizer of a model's buffers. The constructor casts, moves and broadcasts them. Collective.
 
     If a rank changed a buffer before a step, buffers are broadcast at the next training forward, or at the next step if
     a rank runs no forward before it.

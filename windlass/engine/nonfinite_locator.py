@@ -30,7 +30,10 @@ class NonFiniteLocator:
         self._gradient_sums.clear()
 
     def locate(self) -> str:
-        """Return a phrase that names the first non-finite gradient, or the sum if all are finite. Collective."""
+        """Return a phrase that names the first non-finite gradient. Collective.
+
+        If all gradients are finite on each rank, the phrase names their sum over ranks.
+        """
         local = next(
             (
                 (micro, place, name)

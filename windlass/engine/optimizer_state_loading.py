@@ -57,7 +57,7 @@ class _StateConversion:
 
     @property
     def _element_range(self) -> tuple[int, int]:
-        """Return the range of elements to read: the fragment of this entry, or the full parameter."""
+        """Return the range of elements to read: the fragment `entry` of the parameter, or the full parameter."""
         if self._loads_full_parameter:
             return 0, math.prod(self._placement.global_shape)
         return self.entry.start, self.entry.stop
@@ -76,7 +76,7 @@ class _StateConversion:
             )
 
     def flat_shards(self, storage: LazyStorage) -> Iterator[FlatShard]:
-        """Yield the shards to read: one of the codes or values, and one of the scales of each span."""
+        """Yield the shards to read: one shard with the codes or values, and one with the scales of each span."""
         where = f"state/{self.entry.name}/{self.key}"
         start, stop = self._element_range
         shape = self._placement.global_shape if self._loads_full_parameter else self._placement.local_shape
@@ -121,7 +121,8 @@ class _StateConversion:
 
 
 class ChunkLoadStorage:
-    """Lazy storage handle of a chunk whose master weights, and optionally states, are loaded.
+    """Lazy storage handle of an update chunk (elements that the optimizer updates together). Master weights, and
+    optionally states, are loaded into it.
 
     Attributes:
         shards: shards to read into the chunk's states.
@@ -143,7 +144,7 @@ class ChunkLoadStorage:
         return bool(self._conversions)
 
     def expect_states(self, entry: StateEntry, scalars: dict[str, Any]) -> None:
-        """Plan to load the checkpoint's states of one entry.
+        """Plan to load the checkpoint's states of `entry`, a fragment of a parameter.
 
         Args:
             scalars: plain values and step counts of the entry. The counts are filled before the handle is opened.
@@ -203,7 +204,7 @@ class ChunkLoadStorage:
 
 
 def _set_scalars(state: dict[str, Any], scalars: dict[str, Any]) -> None:
-    """Set counts and plain values to the saved ones, and delete those that were not saved.
+    """Set step counts and plain values to the saved ones, and delete those that were not saved.
 
     An existing count keeps its dtype and device.
     """

@@ -1,4 +1,5 @@
-"""Note on an out-of-memory error: the predicted and the actual memory, and the cheapest change that fits."""
+"""Note on an out-of-memory error: the predicted and the actual memory, and the cheapest change of the
+configuration with which the run fits."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAlloc
 
 @dataclass(frozen=True)
 class FailedRun:
-    """Facts of a run whose memory did not suffice.
+    """Run that ran out of memory: the values from which the note is made.
 
     Attributes:
         model: the module, possibly sharded.

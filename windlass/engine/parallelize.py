@@ -42,7 +42,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
 
     Before a partition along pp, ep or tp, each value is broadcast from the first of the ranks that built the same part
     of the model. If a parameter already has a placement (`windlass.parallel.placement`), the model was partitioned
-    before, and its parts stay.
+    before, and is not partitioned again.
 
     Args:
         script_axes: axes along which the script partitions its own layers (with an `mpu`). The tensor-parallel
@@ -83,7 +83,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
 
 
 def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> list[RankGroup]:
-    """Return the groups over which a value of the model is broadcast, one group after the other.
+    """Return the groups over which a value of the model is broadcast, in the order of the broadcasts.
 
     Together the broadcasts copy the value from the first of the ranks that built the same part of the model.
 

@@ -1,4 +1,4 @@
-"""This rank's parameters in a checkpoint: fragments in update chunks, or in the local shard of an untrained unit."""
+"""Parts of parameters that this rank saves or loads: from its update chunks, and from its shards of untrained units."""
 
 from __future__ import annotations
 

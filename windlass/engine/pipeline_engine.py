@@ -186,7 +186,7 @@ class PipelineEngine(Engine):
 
         Raises:
             StopIteration, DataError, PeerError: as `train_batch`.
-            StorageError: parameters are lost, as after a step that was applied in part.
+            StorageError: parameters were lost earlier, e.g. by a step that was applied in part.
         """
         self._require_ready("eval_batch")
         self._sharded.disk_health.require_intact("a batch")
@@ -220,7 +220,7 @@ class PipelineEngine(Engine):
         over the pipeline. Gradients of parameters are neither computed nor changed.
 
         Args:
-            leaves: tensors without gradients that this rank's stages use in their forwards; may be empty.
+            leaves: leaf tensors, with `grad` None, that this rank's stages use in their forwards; may be empty.
 
         Returns:
             The gradient of the loss with respect to each of the leaves; None if the loss does not depend on it.
@@ -274,7 +274,7 @@ class PipelineEngine(Engine):
             if mode == "evaluate":
                 schedule = build_forward_schedule(ranks, micro_batches, self._stages_per_rank)
             else:
-                name = name if mode == "train" else "gpipe"  # GPipe runs each backward as one action
+                name = name if mode == "train" else "gpipe"  # GPipe never splits a backward into two actions
                 schedule = build_schedule(name, ranks, micro_batches, self._stages_per_rank)
             self._programs[key] = add_transfers(schedule)[self._axis.index]
         return self._programs[key]
@@ -330,7 +330,7 @@ class PipelineEngine(Engine):
     def _finish_schedule(self, halted: ScheduleFailed | None) -> None:
         """Complete all transfers and collectives, then raise on every rank if a stage raised on any. Collective."""
         drain = BackgroundCall(halted.drain) if halted is not None else None
-        # `sync` joins the collectives of ranks that have not reached this point.
+        # `sync` takes part in the collectives that other ranks still run before they reach this point.
         self._sharded.scheduler.sync(SyncPoint.SCHEDULE_END)
         if drain is not None:
             drain.join()
@@ -430,7 +430,7 @@ class PipelineEngine(Engine):
 
 
 class _NoInputCheck(InputConsistencyCheck):
-    """Input check that does nothing: full micro-batches were compared before, and inputs of a stage may be shards."""
+    """Input check that does nothing: ranks have compared full micro-batches, and a stage's inputs may be shards."""
 
     def check(self, inputs: Any) -> None:
         return

@@ -28,11 +28,11 @@ class QueryMethods(EngineParts):
         return self._grad_norm
 
     def get_lr(self) -> list[float]:
-        """Return the current learning rate of each group."""
+        """Return the current learning rate of each parameter group."""
         return [group["lr"] for group in self._optimizer.param_groups] if self._optimizer is not None else []
 
     def get_mom(self) -> list[Any]:
-        """Return the current momentum (or betas) of each group."""
+        """Return the current momentum (or betas) of each parameter group."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         return [group.get("momentum", group.get("betas")) for group in groups]
 

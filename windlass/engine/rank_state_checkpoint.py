@@ -23,7 +23,7 @@ RANK_STATE_PREFIX = "rank_state/"
 
 
 def rank_state_shards(model: ShardedModel) -> list[FlatShard]:
-    """Return this rank's rows of the per-rank states, for a save. A rank without primary replicas has none."""
+    """Return this rank's rows of the per-rank states, for a save: those of units whose primary replica it has."""
     return [_row(model, state) for state in rank_states(model) if state.unit.is_primary_replica]
 
 
@@ -91,7 +91,7 @@ class RankStateLoader:
 
 
 class _RelaidStorage:
-    """All saved rows of one state, while they are read and distributed."""
+    """Lazy storage handle of all saved rows of one state. After the read it computes this rank's row from them."""
 
     def __init__(
         self, state: RankState, saved_ranks: int, rank: int, ranks: int, on_change: Callable[[], None]

@@ -16,7 +16,7 @@ _RESUMABLE = (EpochLoader, SequenceLoader, CyclingLoader)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of this rank's generators: torch, Python, numpy if imported, the device, `rng_tracker`."""
+    """Return the states of this rank's random generators: torch, Python, numpy if imported, the GPU, `rng_tracker`."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -53,14 +53,14 @@ def data_position(loader: Any) -> dict[str, Any] | None:
 def step_start_position(loader: Any) -> dict[str, Any] | None:
     """Return `data_position` of a loader of windlass, for the start of a step.
 
-    None for other loaders, also inside a `CyclingLoader`: their state may be large, and this runs in every step.
+    None for other loaders, also if a `CyclingLoader` wraps them: their state may be large, and this runs in every step.
     """
     own = loader.loader if isinstance(loader, CyclingLoader) else loader
     return data_position(loader) if isinstance(own, _RESUMABLE) else None
 
 
 def position_in_step(start: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the data position from which a step that has begun is repeated.
+    """Return the data position from which a resumed run repeats a step that has begun.
 
     This is `start`, or the beginning of the new epoch if the script has begun one since then: from `start`, the first
     loop over the loader in the resumed script would only complete the previous epoch.
@@ -88,7 +88,7 @@ def check_data_position(loader: Any, state: dict[str, Any] | None) -> None:
 def set_data_position(loader: Any, state: dict[str, Any] | None) -> str:
     """Resume from a `data_position`, after `check_data_position`.
 
-    Return a description of the position, or an empty text.
+    Return a description of the position, or an empty text if nothing is resumed.
     """
     if state is None or not isinstance(loader, _RESUMABLE):
         return ""

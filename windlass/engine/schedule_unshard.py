@@ -1,4 +1,4 @@
-"""Choice between unsharding parameters and reducing gradients once per pipeline step or once per micro-batch."""
+"""Choice of how often parameters are unsharded and gradients reduced: once per pipeline step or per micro-batch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class ScheduleUnshardPolicy:
 
 
 def _fits_in_memory(sharded: ShardedModel) -> tuple[bool, int, int]:
-    """Return `(fits, needed, free)`: True if the unsharded data fits on every rank of the stage; bytes on this rank."""
+    """Return `(fits, needed, free)`: True if the unsharded data fits on every rank of the
+    stage; needed and free bytes of this rank."""
     needed = sum(unit.layout.padded * unit.dtype.itemsize for unit in sharded.units if unit.reshards)
     if sharded.policy.grad:
         wide = sharded.settings.accumulation_dtype.itemsize

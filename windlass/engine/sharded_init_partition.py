@@ -19,8 +19,9 @@ from windlass.zero.sharded_init.initial_shard import ShardedInit
 class ShardedInitPartitioner:
     """Context in which parameters constructed under `zero.Init` have shapes but no memory. Collective.
 
-    The model can be partitioned inside. On exit the parameters are gathered one after the other, and every rank keeps
-    its part. Peak memory of a rank: its shard of the full model, its part of the model, and one full parameter.
+    Inside the context, the model can be partitioned, e.g. for pipeline parallelism. On exit, the parameters are
+    gathered one after the other, and every rank keeps its part of each. Peak memory of a rank: its shard of the full
+    model, its part of the model, and one full parameter.
 
     Args:
         model: the model. Its parameter objects stay the same while it is partitioned.
@@ -67,7 +68,7 @@ class ShardedInitPartitioner:
 def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tuple[nn.Parameter, ShardedInit]]:
     """Interleave parameters from all over the model, so that memory use of each pipeline stage grows evenly.
 
-    In model order, a stage would receive its part while most of the shards are still allocated.
+    In model order, the first stage would receive its full part while most of the shards are still allocated.
     """
     steps = max(1, math.isqrt(len(parameters)))
     return [pair for first in range(steps) for pair in parameters[first::steps]]

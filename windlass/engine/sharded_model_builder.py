@@ -81,7 +81,7 @@ def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placemen
     """Return the settings of the ZeRO core for `model`, which may be on the meta device.
 
     Args:
-        tiers: tiers of the slots. `planned_placements` returns them without opening a disk.
+        tiers: tiers of parameters, gradients and states. `planned_placements` returns them without opening a disk.
         timeout: time-out of collectives.
 
     Raises:
@@ -153,7 +153,7 @@ def _unstepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def policy_of(config: Config, mesh: Mesh, tiers: Placements) -> ShardingPolicy:
-    """Return the sharding policy of the configuration, with slots on `tiers`."""
+    """Return the sharding policy of the configuration. `tiers` only shows if parameters or states are offloaded."""
     stage = config.zero_optimization.stage
     has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
     return sharding_policy(stage, mesh.dense.shard.size if stage else mesh.dense.data.size, has_offload=has_offload)
@@ -168,7 +168,7 @@ def _without_unused_disk(tiers: Placements) -> Placements:
 
 
 def _accumulation_of(config: Config, mesh: Mesh) -> int:
-    """Return the micro-batches of a step; 1 if the configuration leaves them to the script."""
+    """Return the number of micro-batches in a step; 1 if the configuration leaves it to the script."""
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if config.gradient_accumulation_steps is None and train is not None and micro is not None:
         return max(1, train // (micro * mesh.grid.data_loading_size))
@@ -233,7 +233,7 @@ def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[
 
 
 def _build_placements(config: Config) -> Placements:
-    """Return the tier of each kind of slot, and open the NVMe tier if any slot is on it."""
+    """Return the tiers of parameters, gradients and states, and open the NVMe tier if one of them is NVMe."""
     zero = config.zero_optimization
     state, param = zero.offload_optimizer, zero.offload_param
     paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
@@ -245,10 +245,10 @@ def _build_placements(config: Config) -> Placements:
 
 
 def planned_placements(config: Config, staging_limit: int | None) -> Placements:
-    """Return the tier of each kind of slot, with no disk opened.
+    """Return the tiers of parameters, gradients and states, without opening a disk.
 
     Args:
-        staging_limit: bytes of host memory that stage NVMe transfers; None: no slot is on NVMe.
+        staging_limit: bytes of host memory that stage NVMe transfers; None: nothing is on NVMe.
     """
     zero = config.zero_optimization
     if config.offload is not None:

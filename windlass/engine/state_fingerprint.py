@@ -1,7 +1,7 @@
 """Fingerprint of an engine: a short hash of its parameters and optimizer states, independent of tiers and sharding.
 
 The hashed values are those in a checkpoint ([Note: fingerprint]): parameters by name, from master weights where they
-are trained, and every optimizer state by parameter and key. States in 8 bits are dequantized before. Buffers are left
+are trained, and every optimizer state by parameter and key. States in 8 bits are dequantized first. Buffers are left
 out, since ranks may differ in them. If several ranks hold a replica, each hashes an equal share of it.
 """
 
@@ -83,7 +83,7 @@ def compute_fingerprint(
 
     try:
         sums = CheckpointRanks.of_group(model.mesh.world.process_group).run_on_all("taking the fingerprint", work)
-    except CheckpointError:  # raised on all ranks
+    except CheckpointError:  # raised on all ranks, so all reach the collective check
         model.disk_health.check(f"{error_prefix}, master weights and optimizer states could not be read")
         raise
     return Fingerprint(fingerprint_digest(one for one, _ in sums), fingerprint_digest(other for _, other in sums))
@@ -123,7 +123,7 @@ class StreamedFingerprint:
         return self._hashes.parameters.value(), self._hashes.states.value()
 
     def combine(self, sums: list[tuple[int, int]]) -> dict[str, str | None]:
-        """Combine the hashes of all ranks into the entry of the index: a digest of parameters and one of states.
+        """Combine the hashes of all ranks into an entry of the checkpoint's index: digests of parameters and of states.
 
         The digest of states is None if some states have 8 bits.
         """

@@ -1,4 +1,4 @@
-"""FLOPs of one step of an engine: counted on rank 0, reported once, and from then on the arithmetic rate and MFU."""
+"""FLOPs of one step of an engine, counted on rank 0 and reported once. Later log lines have arithmetic rate and MFU."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class StepProfiler:
 
     def _finish(self, counter: FlopCounter) -> None:
         self.close()
-        # a pipeline has a forward for each of its parts on this rank
+        # with several parts of a pipeline on this rank, each micro-batch has several forwards
         micro_batches = min(self._calls.get("forward", 1), self._engine.gradient_accumulation_steps())
         self.profile = build_profile(
             self._engine.module, counter, micro_batches=micro_batches, numel_of_model=get_global_numel

@@ -45,7 +45,7 @@ from windlass.zero.setup.zero_settings import UnitTiers, ZeroSettings
 from windlass.zero.update.update_class import update_class
 
 _DEVICE_SHARE, _HOST_SHARE = 0.7, 0.8  # fractions of the free memory to use, without limits in the configuration
-_ASSUMED_STATE_BYTES = 8  # per element: two float32 moments, if an optimizer of whole parameters cannot be probed
+_ASSUMED_STATE_BYTES = 8  # per element: two float32 moments, for optimizers of full parameters, which are not probed
 _NO_CALLBACKS: Any = None  # units that are made only for their sizes call no callbacks
 _ORDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
@@ -77,7 +77,7 @@ def plan_tiers(
     """Return `settings` with the tiers of each unit. Collective.
 
     Args:
-        settings: Settings with an open disk, if the section names one.
+        settings: Settings with an open disk, if the section `offload` names one.
         accumulation: Micro-batches of a step.
 
     Raises:
@@ -182,7 +182,7 @@ def step_traffic(accumulation: int, settings: ZeroSettings) -> StepTraffic:
 
 
 def with_placement(settings: ZeroSettings, units: tuple[UnitTiers, ...], max_live_numel: int) -> ZeroSettings:
-    """Return `settings` with these tiers."""
+    """Return `settings` with the tiers `units`, and at most `max_live_numel` as its limit of unsharded elements."""
     tiers = replace(
         settings.tiers,
         param=farthest(one.param for one in units),
@@ -194,7 +194,7 @@ def with_placement(settings: ZeroSettings, units: tuple[UnitTiers, ...], max_liv
 
 
 def farthest(tiers: Iterable[Tier]) -> Tier:
-    """Return the tier that is farthest from the device."""
+    """Return the one of `tiers` that is farthest from the device; the device tier if there are none."""
     return max(tiers, key=_ORDER.index, default=Tier.DEVICE)
 
 

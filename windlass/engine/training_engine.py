@@ -107,7 +107,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                     set_loss_scale=self._set_loss_scale,
                 ),
             )
-        # Public attribute. DeepSpeed's engine sets it to a placeholder object if there is no optimizer.
+        # Public attribute. `DeepSpeedEngine` sets it to a placeholder object if there is no optimizer.
         self.optimizer: Any = self._optimizer
         self.lr_scheduler: Any = None
         self._step_start_position: dict[str, Any] | None = None  # data position at the start of the current step
@@ -116,9 +116,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._reporter.record_start(sharded)
         self._loss_weight = 1.0 / progress.batch.accumulation
         self._no_sync = False
-        self._loss_is_scaled = False  # the loss of the next backward includes the loss scale
+        self._loss_is_scaled = False  # True: the loss of the next backward includes the loss scale
         self._grad_norm: float | None = None
-        self._batch_shape: tuple[int, int] | None = None  # rows and length of the last forward's inputs
+        self._batch_shape: tuple[int, int] | None = None  # batch size and sequence length of the last forward
         self._backwards_at_last_step_call = 0  # backwards of the current step, counted when the last `step` call ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False
@@ -128,7 +128,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     @property
     def training_dataloader(self) -> Any:
-        """Loader whose position checkpoints contain."""
+        """Data loader. Checkpoints contain its position."""
         return self._training_dataloader
 
     @training_dataloader.setter
@@ -226,8 +226,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
         Raises:
             ModelError: modules changed and a step has begun, an optimizer's parameter is not in the model, an embedding
-                with `max_norm` would be trained on several data ranks, or averages of the parameters are applied.
-                Nothing was changed.
+                with `max_norm` would be trained on several data ranks, or the parameters are replaced by their moving
+                averages at present. Nothing was changed.
             StorageError: there is no space on NVMe. If modules changed, the engine is destroyed.
         """
         self._require_ready("refresh")
@@ -244,7 +244,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         self._require_ready("forward")
-        # A backward that ended with an exception leaves this set.
+        # A backward that ended with an exception leaves `_scaling_engine` set.
         if Engine._scaling_engine is not None and current_backward_id() < 0:
             _clear_scaling_engine()
         if torch.is_grad_enabled() and unfrozen_parameters(self._sharded):
@@ -355,7 +355,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             observer.after_step()
 
     def _note_out_of_memory(self, error: BaseException, moment: str) -> None:
-        """Add the predicted memory and a change that fits to an out-of-memory error."""
+        """Add a note to an out-of-memory error: the predicted memory, and a configuration that would fit."""
         note_out_of_memory(
             error, FailedRun(self.module, self._config, self.world_size, self.device, moment, self._batch_shape)
         )
@@ -388,9 +388,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         try:
             outcome = self._update_parameters()
         except CommunicationError:
-            raise  # reductions in flight may never end
+            raise  # `drop_gradients` could hang: reductions in flight may never end
         except Exception:
-            # The micro-batches of this step are counted, so the next one begins a step without their gradients.
+            # The micro-batches of the failed step stay counted. The next one begins a step without their gradients.
             self._sharded.drop_gradients()
             self._drop_token_counts()
             self._nonfinite_locator.clear()
@@ -475,7 +475,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         )
 
     def _balance_routers(self) -> None:
-        """Update router biases from the tokens chosen on all data-parallel ranks. Collective over these ranks."""
+        """Update router biases by the tokens per expert, summed over the data-parallel ranks. Collective over them."""
         if self._router_balances:
             update_biases(self._router_balances, [MeshAxis("data", self._sharded.mesh.dense.data)])
             self._buffer_sync.mark_synchronized()
@@ -557,7 +557,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Generate answers with the weights of the last step, by an engine of continuous batching.
 
         Arguments and result are those of transformers' `generate`; settings that the inference engine lacks go to
-        the module's own method. Nothing is copied; at stage 3 the parameters are unsharded once for the call.
+        the module's own method. No weights are copied; at stage 3 the parameters are unsharded once for the call.
         Collective at stage 3 and along tp.
 
         Args:
@@ -565,7 +565,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             attention_mask: 0 where `input_ids` is padded.
 
         Raises:
-            RequestError: a prompt is empty, or longer than the model's window with its answer.
+            RequestError: a prompt is empty, or a prompt and its answer exceed the model's context window.
         """
         return self.hybrid.generate(input_ids, attention_mask, **settings)
 
@@ -595,7 +595,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             return self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
 
     def train(self, mode: bool = True) -> None:  # type: ignore[override]
-        """Set the module's mode."""
+        """Set the module to training mode, or to evaluation mode if `mode` is False."""
         self.module.train(mode)
 
     def eval(self) -> None:  # type: ignore[override]
@@ -642,7 +642,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._nonfinite_locator.record(unit, index, gradient)
 
     def _hook_backward_begin(self, loss: torch.Tensor) -> None:
-        """Hook the start of the backward on the loss, which works for any type of model output."""
+        """Register a hook on the loss that runs when its backward starts.
+
+        Unlike a hook on the model's output, it works for any type of output.
+        """
         if loss.requires_grad and loss.grad_fn is not None:
             loss.register_hook(lambda _: self._on_backward_begin())
 
@@ -745,7 +748,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         logger.info(f"offload_states: {taken / 2**20:.1f} MiB were moved from this rank's device to host memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move the states that `offload_states` moved back to the device."""
+        """Move the states back to the device that `offload_states` moved to host memory."""
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class TrainingProgress:
         }
 
     def load_state_dict(self, state: dict[str, int], accumulation: int | None = None) -> None:
-        """Restore the counters from `state_dict()`, at the start of a step, because gradients are not saved.
+        """Restore the counters from `state_dict()`. No step counts as started then, because gradients are not saved.
 
         Args:
             accumulation: micro-batches per step at the save, if known. If this number differs now, `micro_steps` is

@@ -1,4 +1,4 @@
-"""Job of a tuning trial: replaced keys of the configuration, the number of steps, and the path of the result.
+"""Job of a tuning trial: configuration values to replace, the number of steps, and the path of the result.
 
 [Note: tuning trial] `windlass tune` starts the user's own program with the environment variable `WINDLASS_TUNE_TRIAL`.
 `initialize` reads it: the keys of the trial replace those of the configuration that the program passes, and after some

@@ -44,7 +44,7 @@ class TrialFinished(SystemExit):
 
 
 def observer_of_run() -> InitializeObserver:
-    """Return the installed observer; in a tuning trial, install and return the trial's."""
+    """Return the installed observer. In a tuning trial without one, install a `TrialObserver` and return it."""
     observer = current_observer()
     if type(observer) is InitializeObserver:
         job = trial_from_environment()
@@ -75,7 +75,7 @@ class TrialObserver(InitializeObserver):
         return override_keys(self._raw, self.job.overrides)
 
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        """Begin to sample memory, and prepare the forecast on rank 0."""
+        """Begin to sample memory, and prepare the memory forecast on rank 0."""
         if optimizer is None or self._steps is not None:
             return
         self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
@@ -99,8 +99,8 @@ class TrialSteps(EngineObserver):
 
     Args:
         parameters: Number of elements of the model.
-        forecast: Function that is called with the micro-batch size and the arguments of the first forward, before the
-            forward runs; None: no forecast.
+        forecast: Function that predicts the memory of candidate configurations. It is called before the first forward
+            runs, with the micro-batch size and the forward's arguments; None: no forecast.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from windlass.inference.sequence_table import SequenceTable
 
 
 class AnswerWriter:
-    """Writer of answers: adds drawn tokens, and ends answers.
+    """Writer of answers: adds sampled tokens, and ends answers.
 
     Args:
         table: sequences of the engine, from which ended ones are removed.
@@ -47,7 +47,7 @@ class AnswerWriter:
         self._token_texts: dict[int, str] = {}  # at most one text for each token of the vocabulary
 
     def append(self, sequence: GenerationSequence, sampled: SampledToken) -> bool:
-        """Add a drawn token; return True if it ended the sequence."""
+        """Add a sampled token; return True if it ended the sequence."""
         request, output, token = sequence.request, sequence.output, sampled.token
         now = self._clock()
         if request.metrics.first_token_time is None:

@@ -158,7 +158,7 @@ class AsyncLLMEngine:
         self._stopping, self._drains = True, drain
         self._calls.put(None)
         thread = self._thread
-        # without a thread, nothing else uses the engine
+        # the thread closes the engine when it ends; without a thread, close it here
         end = self._engine.close if thread is None else thread.join
         await asyncio.get_running_loop().run_in_executor(None, end)
 
@@ -274,7 +274,7 @@ class AsyncLLMEngine:
                 yield output
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step, and free its blocks; unknown ids are ignored."""
+        """End a request before the next step, and free its KV blocks; unknown ids are ignored."""
         self._unread.pop(request_id, None)
         self._cancel(request_id)
 
@@ -286,7 +286,7 @@ class AsyncLLMEngine:
                 return
             output = self._engine.cancel(request_id)
             if output is not None:
-                self._ready.append(output)  # for another task that reads the stream
+                self._ready.append(output)  # the last output, for a task that still reads the stream
                 self._deliver_ready()
             self._subscribers.pop(request_id, None)
 
@@ -441,7 +441,7 @@ class AsyncLLMEngine:
             while True:
                 call = self._wait_for_call() if wait else self._calls.get_nowait()
                 wait = False
-                self._deliver_ready()  # a call can take long, or reuse the id of a request that has ended
+                self._deliver_ready()  # first: the call can take long, or reuse the id of a request that has ended
                 if call is not None:
                     call()
 

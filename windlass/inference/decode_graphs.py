@@ -96,7 +96,7 @@ class DecodeGraphs:
             inputs = self._inputs(size)
             try:
                 step = self._capture(lambda: self._run(inputs))
-            except Exception as error:  # code of any model runs here, and some of it reads values on the host
+            except Exception as error:  # any model runs here; one that reads values on the host cannot be captured
                 self._failed = True
                 logger.info("decode steps run without CUDA graphs, whose capture failed: %s", str(error).split("\n")[0])
                 return self._run(batch)
@@ -143,7 +143,7 @@ class CudaGraphCapture:
         self._pool: Any = None
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> CapturedStep:
-        """Record a function, after two ordinary runs in which kernels are compiled and libraries allocate."""
+        """Record a function, after two ordinary runs that compile kernels and allocate libraries' workspaces."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -25,7 +25,7 @@ class TextDecoder:
         self._texts: dict[int, str] = {}  # by token id; at most one text for each token of the vocabulary
 
     def decode_one(self, token: int) -> str:
-        """Return the text of a token that is decoded alone."""
+        """Return the text of a token decoded without other tokens."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self.decode([token])

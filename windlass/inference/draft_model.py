@@ -51,12 +51,13 @@ class DraftModelProposer:
     model one forward for the accepted tokens of all sequences, and one for each further draft.
 
     Args:
-        owned: True if nothing else uses the model, so that its weights may be packed and its steps recorded.
+        owned: True if nothing else uses the model, so that its weights may be packed and its steps recorded
+            as CUDA graphs.
     """
 
     def __init__(self, model: nn.Module, options: EngineOptions, *, owned: bool = False) -> None:
         window = find_max_length(model) or options.max_model_len or DEFAULT_LENGTH
-        # max_model_len limits the large model; the cache has the length of the draft model
+        # max_model_len limits only the large model; the draft model's cache has the draft model's maximum length
         own = options.replace(
             speculative=None,
             lora=None,
@@ -65,7 +66,7 @@ class DraftModelProposer:
             weights_tier="device",  # a draft model is small enough for the device
             weights_directory=None,
             weights_buffer_bytes=None,
-            # drafts decide no tokens, so a model whose products may differ between batches can draft too
+            # drafts do not change the output, so matrix products of the draft model may differ between batches
             deterministic=options.deterministic and find_other_dtype(model) is None,
         )
         self._runner = make_runner(model.eval(), own, window, owned=owned)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the last hidden state of the last token of each prompt, a list of token ids, divided by its L2 norm.
+    """Return the last hidden state of the last token of each prompt, divided by its L2 norm.
+
+    A prompt is a list of token ids.
 
     Raises:
         RequestError: the model has no decoder that returns hidden states, or a prompt is empty, too long, or has a

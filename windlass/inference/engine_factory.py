@@ -44,7 +44,7 @@ from windlass.inference.step_cost import StepCost
 from windlass.inference.streamed_loading import load_streamed_model
 from windlass.inference.streamed_modules import StreamedModules
 
-# factor on the number of sequences that a step computes while it reads the weights, because measured times vary
+# `fit_batch` multiplies the measured number of sequences by this, because measured times vary
 _BATCH_MARGIN = 1.25
 _LEAST_BATCH = 16  # `fit_batch` never lowers `max_sequences` below this
 
@@ -172,7 +172,7 @@ def _build(
     try:
         return _assemble(module, runner, options, tokenizer, longest, ranks, streamed, load_draft)
     except BaseException:
-        runner.close()  # also restores the attention function of a live module
+        runner.close()  # also restores the attention function of the caller's module
         raise
 
 

@@ -27,7 +27,8 @@ _KV_DTYPES: dict[str, torch.dtype | None] = {
 }
 
 _STREAMED_SEQUENCES = 256
-"""Default of `max_sequences` for weights on a disk, at most `max_tokens_per_step`: sequences share each read."""
+"""Default of `max_sequences` for weights on a disk, or `max_tokens_per_step` if that is less. It is large because the
+sequences of a step share one read of the weights."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class EngineOptions:
         max_tokens_per_step: largest number of tokens of a forward. With the policies `prefill-first` and `orca`, a
             prompt may have more.
         max_sequences: largest number of sequences that run at the same time.
-        fit_batch: for weights in a file, lower `max_sequences` to about the number of sequences that a step computes
-            while it reads the weights, if the time of steps is measured at load (see `check_at_load`). `from_arguments`
-            sets True if `weights_tier` is `disk` and `max_sequences` is left out.
+        fit_batch: for weights in a file, lower `max_sequences` to about the number of sequences whose next tokens take
+            as long to compute as the weights take to read, if the time of steps is measured at load (see
+            `check_at_load`). `from_arguments` sets True if `weights_tier` is `disk` and `max_sequences` is left out.
         max_model_len: largest number of tokens of a sequence, prompt and answer; None: what the model's configuration
             and the KV cache allow.
         kv_cache_tokens: tokens that the KV cache holds; None: as many as a part of the free memory allows, at most
@@ -106,18 +107,18 @@ class EngineOptions:
         weights: format of packed weights, for a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None:
             the format of the model. Formats below 8 bits lose much accuracy unless the model was prepared for them;
             see `docs/compression.md`.
-        activations: inputs of packed layers: `float`; `int8`, rounded for each token and 128 features, for integer
-            weights; `bf16`, for bf16 weights; or `auto`: `int8` for weights below 8 bits, and for 8-bit weights of a
-            W8A8 model, else `float`.
+        activations: inputs of packed layers: `float`; `int8`, rounded with a scale for each token and 128 features,
+            for integer weights; `bf16`, for bf16 weights; or `auto`: `int8` for weights below 8 bits, and for 8-bit
+            weights of a W8A8 model, else `float`.
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
         weights_buffer_bytes: bytes of memory through which `disk` reads weights; None: three times the weights of the
-            largest product, or a quarter of all weights if that is more; the quarter is limited to 64 MiB plus the
-            weights of the largest product.
+            largest matrix product, or a quarter of all weights if that is more; the quarter is limited to 64 MiB plus
+            the weights of the largest product.
         check_at_load: compare the first logits with those of the plain model, and measure the time of steps. False:
             the time is measured only if `max_gap_ms`, `enforce_max_wait`, `swap_bytes` or `swap_directory` needs it;
-            without measured times, service levels of requests limit no step.
+            without measured times, no step is kept short to meet the service levels of requests.
         tp: number of ranks along the tensor-parallel axis.
         ep: number of ranks along the expert axis; each holds a part of the experts.
         pp: number of ranks along the pipeline axis; each holds some layers.

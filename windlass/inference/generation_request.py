@@ -26,7 +26,7 @@ class GenerationSequence:
         num_computed: number of leading tokens with keys and values in the cache.
         blocks: KV blocks in order.
         block_keys: hashes of the full blocks, as far as they were needed.
-        num_registered: number of leading blocks that came from the prefix cache, or were passed to `register`.
+        num_registered: number of leading blocks that came from the prefix cache or were added to it.
         drafts: proposed tokens after the last token.
         saved: content of the sequence's blocks while the sequence is preempted, empty if it is in a file; else None.
         in_flight: number of steps with the sequence that were started and are not finished.
@@ -63,7 +63,7 @@ class GenerationSequence:
 
     @property
     def is_prompt(self) -> bool:
-        """True until the answer has a token, and while a preempted sequence computes more than its last token again."""
+        """True until the answer has a token, and while a preempted sequence recomputes tokens before its last one."""
         return not self.has_sampled or len(self.token_ids) - self.num_computed > 1
 
     def keys_until(self, num_blocks: int, block_size: int) -> list[BlockKey]:

@@ -1,4 +1,4 @@
-"""Model prepared for inference: sharded over ranks, with `generate` by an engine of continuous batching."""
+"""Model prepared for inference: sharded over ranks. An engine with continuous batching computes its `generate`."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class InferenceModel(nn.Module):
             self._llm = None
 
     def _shard(self, module: nn.Module, ranks: RankChannel) -> None:
-        """Shard the module in place. A module that was loaded over pp has this rank's stage already."""
+        """Shard the module in place. A module that was loaded with pp already has only this rank's stage."""
         if open_stage_link(module, ranks.pipeline) is None:
             ranks.broadcast_model(module)
             if ranks.pipeline is not None:

@@ -114,7 +114,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine | RankWorker) -> LLM:
-        """Return an `LLM` with an engine that was built, or with this rank's worker."""
+        """Return an `LLM` that uses an existing engine, or this rank's existing worker."""
         made = cls.__new__(cls)
         made._engine = engine
         made._begin()
@@ -307,7 +307,7 @@ class LLM:
         return self._on_leader(lambda: cast(EngineStats, self._engine.stats()))
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes and pack the weights of a live module again, after the weights have changed."""
+        """Drop cached prefixes after a change of weights. Pack the weights again if a module is served in place."""
         self._on_leader(lambda: self._engine.clear_prefix_cache())
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class LLM:
         self.close()
 
     def _on_leader(self, function: Callable[[], T]) -> T:
-        """Call a function on the leader, and return its result on all ranks of the model."""
+        """Call a function on the first rank of the model, and return its result on all ranks of the model."""
         engine = self._engine
         with self._lock:
             if isinstance(engine, RankWorker):
@@ -334,10 +334,10 @@ class LLM:
             return function()
 
     def _load_adapter(self, adapter: Adapter | None) -> str | None:
-        """Load the adapter of a `LoRARequest` unless its name is loaded; return the name.
+        """Load the adapter of a `LoRARequest` unless an adapter of this name is loaded. Return the name.
 
         Raises:
-            RequestError: this method has loaded an adapter of this name from another directory.
+            RequestError: an adapter of this name was loaded from another directory.
         """
         if not isinstance(adapter, LoRARequest):
             return adapter
@@ -404,7 +404,7 @@ def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
 
 
 def _with_text_parts(message: Any) -> Any:
-    """Return a message whose parts, if its content is a list, are texts.
+    """Return `message`. If its content is a list, convert each part to a text part.
 
     Raises:
         RequestError: a part is neither a text nor a refusal.

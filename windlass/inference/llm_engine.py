@@ -33,7 +33,7 @@ from windlass.inference.step_cost import StepCost
 from windlass.inference.step_planner import PlannedStep, StepPlanner, wants_prompt_logprobs
 from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
 
-_MAX_FAILURES = 2  # successive failures that only end requests; the next failure in a row is raised
+_MAX_FAILURES = 2  # number of failures in a row that only end requests; the next one is raised
 
 
 @dataclass
@@ -98,7 +98,7 @@ class LLMEngine:
         self._updates = count_updates(runner.model)
         self._lora_directories = {name: Path(found).resolve() for name, found in (options.lora or {}).items()}
         self._failed: list[str] = []  # requests of the steps that the last call of `step` could not finish
-        self._failures = 0  # failures in a row, of requests that ran alone and of draws
+        self._failures = 0  # failures in a row: forwards of one request alone, and draws of tokens
         self._closed = False
 
     @property
@@ -449,7 +449,9 @@ class LLMEngine:
         self._started.append(step)
 
     def _draws_later(self, plan: PlannedStep) -> bool:
-        """Return True if each sequence gets one token, drawn from unchanged logits, without log-probabilities."""
+        """Return True if the device can draw the tokens: one per sequence, from unchanged logits, without
+        log-probabilities.
+        """
         return plan.batch.is_decode and all(
             sequence.num_known - sequence.num_computed == 1
             and count_candidates(sequence) == 1
@@ -467,7 +469,8 @@ class LLMEngine:
         """Queue the next step while the tokens of the last step are only on the device, so that the device is not idle.
 
         [Note: one step ahead] A sequence that ends in the last step is computed once more: the result is ignored, and
-        the sequence's blocks are freed afterwards. No step is queued that may have other sequences or lacks blocks.
+        the sequence's blocks are freed afterwards. No step is queued if it could contain other sequences, or if KV
+        blocks are missing.
         """
         if last.pending is None or len(self._started) > 1:
             return
@@ -555,7 +558,7 @@ class LLMEngine:
 
     def _end_requests(self, chosen: Sequence[tuple[GenerationSequence, int]], error: Exception) -> None:
         """End the requests of a step after its tokens could not be drawn. The draw cannot be repeated, because some
-        sequences may already have new tokens and used their random numbers.
+        sequences may already have received new tokens, for which random numbers were used.
 
         Raises:
             Exception: `error` itself, if this is the third failure in a row.

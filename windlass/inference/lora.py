@@ -33,7 +33,7 @@ _PROBE_TOKENS, _PROBE_ROWS = 7, 2
 
 
 class LoraLayer:
-    """Product with the two matrices of one layer, or with this rank's part of them.
+    """Product with the two low-rank matrices that an adapter has for one layer, or with this rank's part of them.
 
     Args:
         axis: ranks over which `x @ a.T` is summed; None: this rank has all input features.
@@ -47,7 +47,10 @@ class LoraLayer:
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the change `[rows, out_features]` for `x` `[rows, in_features]`, float32. Collective over `axis`."""
+        """Return what is added to the layer's output for `x` `[rows, in_features]`: `[rows, out_features]`, float32.
+
+        Collective over `axis`.
+        """
         down, up = self._products
         low = down(x.float())
         if self._axis is not None:
@@ -282,7 +285,7 @@ class LoraAdapters:
 
 
 def _input_of(inputs: tuple[torch.Tensor, ...], named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the input of a linear layer, which models may pass by its name."""
+    """Return the input of a linear layer, which models may pass as a keyword argument."""
     return inputs[0] if inputs else next(iter(named.values()))
 
 

@@ -92,7 +92,7 @@ def _make_weight(where: str, path: str, sides: Mapping[str, torch.Tensor], confi
 
 
 def _pattern_value(config: Mapping[str, Any], name: str, path: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the path, as peft finds it."""
+    """Return the value of the first pattern in `config[name]` that matches `path` by peft's rule; else `default`."""
     for pattern, value in (config.get(name) or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):
             return value

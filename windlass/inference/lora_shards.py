@@ -35,7 +35,7 @@ class LayerShard:
     axis: MeshAxis | None
 
     def part_of(self, weight: LowRankWeight) -> LowRankWeight:
-        """Return this rank's part of the full matrices of one layer."""
+        """Return this rank's part of `weight`, the full LoRA matrices of one layer."""
         a = select_ranges(weight.a, 1, self.inputs)
         if isinstance(self.outputs, PartialRowsForward):
             return LowRankWeight(a, self.outputs.select(weight.b))
@@ -63,7 +63,7 @@ def find_layer_shard(path: str, module: nn.Module) -> LayerShard | None:
 
 
 def _find_whole_layer(module: nn.Module) -> LayerShard | None:
-    """Return a module with `in_features` and `out_features` as an unsharded layer; None for other modules."""
+    """Return a shard that covers the full layer if `module` has `in_features` and `out_features`, else None."""
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if not isinstance(sizes[0], int) or not isinstance(sizes[1], int):
         return None

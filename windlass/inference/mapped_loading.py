@@ -28,7 +28,7 @@ _SMALL = 1 << 16  # bytes; smaller parameters are copied into memory
 
 
 class LazyTensor:
-    """Tensor that is opened when transformers indexes it."""
+    """Stand-in for a tensor, which calls `open_tensor` when transformers indexes it."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, open_tensor: Callable[[], torch.Tensor]) -> None:
         self.shape, self.dtype, self._open = torch.Size(shape), dtype, open_tensor

@@ -135,7 +135,7 @@ def find_first_position(model: nn.Module) -> int:
     try:
         # at least one of the tokens 0 and 1 is not the padding token, which has a lower position
         return max(int(derive({"input_ids": torch.tensor([[token]])})) for token in (0, 1))
-    except ModelError:  # the first position is unknown; if it is not 0, the check at load finds different logits
+    except ModelError:  # unknown; if it is not 0, the check at load finds different logits and rejects the runner
         return 0
 
 

@@ -197,7 +197,7 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, *, what: str =
 
 
 def _is_empty(tokenizer: Any) -> bool:
-    """Return True if all tokens, except at most one, are added ones, as for GPT-2 and Qwen if files are missing."""
+    """Return True if all tokens but at most one are added tokens, as for GPT-2 and Qwen without vocabulary files."""
     try:
         num_added = len(tokenizer.added_tokens_decoder)
     except (AttributeError, NotImplementedError):  # tokenizers of mistral-common, which do not load without their files

@@ -66,7 +66,7 @@ class RequestMetrics:
         first_token_time, last_token_time: times of the first and the latest generated token; None: there is none.
         finished_time: time at which the request ended; None: not yet.
         num_cached_tokens: number of tokens of the prompt with keys and values in the prefix cache.
-        num_preemptions: number of times that sequences of the request lost their blocks.
+        num_preemptions: number of times that sequences of the request were preempted, i.e. lost their KV blocks.
     """
 
     arrival_time: float
@@ -142,7 +142,7 @@ class EngineStats:
         prefix_cache_queries, prefix_cache_hits: numbers of tokens that were looked up in the prefix cache, and found.
         steps, step_tokens: number of forwards, and of the tokens in them.
         step_seconds, forward_seconds: seconds in steps, and the part of this time in forwards of the model. The latter
-            does not count steps whose tokens the device draws.
+            does not include steps whose tokens are sampled on the device.
         idle_seconds: seconds in which an `AsyncLLMEngine` waited for requests.
         finished: number of ended answers by finish reason.
     """

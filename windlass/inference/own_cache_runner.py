@@ -122,11 +122,11 @@ class OwnCacheModelRunner:
         """Do nothing: blocks have no content."""
 
     def use_idle_time(self) -> bool:
-        """Return False, and do nothing: the model allocates its cache."""
+        """Return False: there is no idle work, since the model allocates its cache itself."""
         return False
 
     def save_blocks(self, blocks: Sequence[int]) -> SavedBlocks:
-        """Raise a ModelError: a preempted sequence is computed again."""
+        """Raise a ModelError: there are no blocks. A preempted sequence is computed again."""
         raise ModelError("a model with its own cache has no blocks to save")
 
     def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
@@ -154,7 +154,7 @@ class OwnCacheModelRunner:
             self._packed.close()
 
     def free_cache(self) -> None:
-        """Free all caches; another runner may use the weights."""
+        """Free all caches, but not the packed weights, which another runner may use."""
         self._states.clear()
 
     def _advance(self, state: OwnCacheState, wanted: list[int]) -> list[torch.Tensor]:
@@ -192,7 +192,7 @@ class OwnCacheModelRunner:
         else:
             inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
         if "logits_to_keep" in self._forward.accepts:
-            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: of all tokens, not the default of some models
+            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: logits of all tokens; models' defaults differ
         inputs["return_dict"] = True
         outputs = self.model(**inputs)
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)

@@ -102,7 +102,7 @@ def _bind_later(group: LinearGroup, place: int) -> Callable[[torch.Tensor], torc
 
 @dataclass(eq=False)
 class PanelTable:
-    """Embedding that shares its weight with a packed layer, and looks up the rows of the panels."""
+    """Embedding that shares its weight with a packed layer, and reads its rows from that layer's panels."""
 
     module: nn.Module
     panels: torch.Tensor
@@ -300,7 +300,8 @@ def pack_layers(model: nn.Module, weight_format: str, *, without_head: bool = Fa
     """Replace all `nn.Linear` and `Conv1D` layers of a model by `PackedLinear`, in place.
 
     Args:
-        without_head: leave the layer that computes logits, which tensor parallelism shards only unpacked.
+        without_head: do not pack the layer that computes logits. Tensor parallelism can shard it only if it is not
+            packed.
     """
     find_head = getattr(model, "get_output_embeddings", None) if without_head else None
     head = None if find_head is None else find_head()
@@ -309,7 +310,7 @@ def pack_layers(model: nn.Module, weight_format: str, *, without_head: bool = Fa
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Return True if native products exist here for the weights of the model."""
+    """Return True if native products can use the weights: they are on a CPU, and the native kernels are loaded."""
     return find_device(model).type == "cpu" and get_inference_path().module is not None
 
 
@@ -343,7 +344,7 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 def find_groups(model: nn.Module, probe: Callable[[], Any], weight_format: str | None) -> list[list[nn.Module]]:
     """Return groups of layers of one format that got the same tensor object in consecutive calls, in call order.
 
-    Each of these layers is a group of its own: a layer that runs more than once in a forward, an expert that did not
+    Three kinds of layers are each a group of one: a layer that runs more than once in a forward, an expert that did not
     run, and a layer with a format that joins no matrices. Any other layer that did not run is in no group.
 
     Args:

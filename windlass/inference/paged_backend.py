@@ -46,7 +46,7 @@ class PagedMask:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Attention of one layer in a recorded step; see `paged_attention` for the attributes."""
+    """Attention of one layer in a recorded step ([Note: recorded steps]). `paged_attention` explains the attributes."""
 
     layer: LayerKey
     scaling: float
@@ -137,7 +137,7 @@ class PagedAttention(AttentionBackend):
         Raises:
             ModelError: `query` or `key` does not have the batch's tokens, the model made `mask` itself, or the layer
                 has no cache.
-            NotRecordableError: the step is being recorded, and `mask` has no native kernel.
+            NotRecordableError: the step is being recorded ([Note: recorded steps]), and `mask` has no native kernel.
         """
         batch = self._batch
         if batch is None or query.shape[0] != 1 or query.shape[2] != batch.num_tokens or key.shape[2] != query.shape[2]:
@@ -171,7 +171,7 @@ class PagedAttention(AttentionBackend):
         scaling: float | None,
         arguments: dict[str, Any],
     ) -> tuple[torch.Tensor, AttentionCall | None]:
-        """Return the output `[tokens, heads, features]`, and the call, or None for a call without a native kernel."""
+        """Return the output `[tokens, heads, features]`, and the `AttentionCall`; None if no native kernel fits."""
         batch = self._batch
         assert batch is not None
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

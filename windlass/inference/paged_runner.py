@@ -1,4 +1,6 @@
-"""Runner of models that call attention through the registry: flat batches over a paged KV cache."""
+"""Runner of models that take their attention function from transformers' `AttentionInterface`: flat batches over a
+paged KV cache.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ PAGEABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_att
 """Values of `config.layer_types` for layers that keep no state but keys and values."""
 
 _attention_before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Name of the attention function of each module with a runner, as it was before the module's first runner."""
+"""For each module with a runner: the name of the attention function that it used before its first runner."""
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings with frequencies that change beyond some number of tokens."""
@@ -90,7 +92,7 @@ class PagedModelRunner:
         self.program: StepProgram | None = None
         try:
             self._allocate(num_blocks, has_scratch=has_scratch)
-        except BaseException:  # the caller may build another runner for this model
+        except BaseException:  # restore the model: the caller may build another runner for it
             self._restore_model()
             raise
 
@@ -123,7 +125,8 @@ class PagedModelRunner:
             return self._run_modules(batch)
         if batch.num_tokens <= self.program.max_tokens:
             return self._replay(self.program, batch)
-        # a prompt that is not split may exceed `max_tokens`; run it in parts, since the modules compute other bits
+        # A prompt that the scheduler did not split may exceed `max_tokens`. Replay it in parts: the model's modules
+        # would return results with other rounding errors.
         return torch.cat([self._replay(self.program, part).clone() for part in batch.split(self.program.max_tokens)])
 
     def _replay(self, program: StepProgram, batch: StepBatch) -> torch.Tensor:
@@ -180,7 +183,7 @@ class PagedModelRunner:
 
     def _run_modules(self, batch: StepBatch) -> torch.Tensor:
         if _attention_of(self.model) != self._attention:
-            # another engine of the module was closed and restored its function, or the caller has chosen another one
+            # closing another engine has restored the module's attention function, or the caller has set another one
             self._restore_attention = _install(self.model)
         self._backend.begin(batch)
         active = nullcontext() if self._packed is None else self._packed.active()
@@ -202,7 +205,7 @@ class PagedModelRunner:
         return [tensor[index].cpu() for tensor in self._cache_tensors()]
 
     def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
-        """Write saved values into blocks, which may differ from the original ones."""
+        """Write saved values into blocks, not necessarily the blocks from which they were saved."""
         index = torch.tensor(blocks, device=self.device)
         for tensor, content in zip(self._cache_tensors(), saved, strict=True):
             tensor[index] = content.to(tensor.device)
@@ -229,7 +232,7 @@ class PagedModelRunner:
             self._packed.close()
 
     def free_cache(self) -> None:
-        """Free the KV cache, and restore the model's attention function; another runner may use the weights."""
+        """Free the KV cache, and restore the model's attention function. The packed weights stay usable."""
         self.program = None
         if self.graphs is not None:
             self.graphs.close()
@@ -285,7 +288,7 @@ def check_pageable(model: Any, max_model_len: int | None = None) -> None:
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     if others := sorted(kinds - PAGEABLE_LAYERS):
         raise ModelError(f"{name} has layers of the types {others}, whose state is not keys and values of tokens")
-    if getattr(model, "_is_stateful", False) and not kinds:  # a hybrid class may have only attention layers
+    if getattr(model, "_is_stateful", False) and not kinds:  # listed types decide: a hybrid may have only attention
         raise ModelError(f"{name} keeps a recurrent state, not keys and values of tokens")
     for rope in rope_settings(config):
         kind = rope.get("rope_type", rope.get("type"))
@@ -300,7 +303,7 @@ def check_pageable(model: Any, max_model_len: int | None = None) -> None:
 
 
 def _find_rope_limit(config: Any, rope: dict[str, Any], kind: str) -> int | None:
-    """Return the number of tokens up to which all sequences have the same frequencies; None: not known."""
+    """Return the number of tokens up to which all sequences have the same rotary frequencies; None: not known."""
     if kind == "dynamic":
         return getattr(config, "max_position_embeddings", None)
     name = "original_max_position_embeddings"

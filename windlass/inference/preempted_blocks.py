@@ -1,4 +1,4 @@
-"""Blocks of preempted sequences: moved to host memory or disk, or dropped and computed again."""
+"""KV blocks of preempted sequences: moved to host memory or disk, or dropped and computed again."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class PreemptedBlocks:
-    """Store of the blocks of preempted sequences.
+    """Store of the KV blocks of preempted sequences.
 
-    Blocks are moved to host memory, or to a file if host memory is full or slow, if measured rates predict that moving
-    them there and back takes less time than computing their tokens again.
+    Blocks are saved if measured rates predict that moving them away and back takes less time than computing their
+    tokens again. They are moved to host memory, or to a file if host memory is full or slow.
 
     Raises:
         StorageError: the swap directory cannot be used.

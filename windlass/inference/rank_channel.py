@@ -48,7 +48,7 @@ class RankCommand(IntEnum):
     RESULT = 2
     """Result or error of the leader's call; `RankWorker.take_part` returns or raises it on the workers."""
     CLOSE = 3
-    """End of the engine."""
+    """The engine is closed; the workers stop. Has no content."""
 
 
 class RankChannel:
@@ -57,7 +57,7 @@ class RankChannel:
     Args:
         control: group of all ranks of the model.
         axes: mesh axes of the model, by name.
-        owns_axes: close the process groups of the axes with the channel.
+        owns_axes: close the process groups of the axes when the channel closes.
     """
 
     def __init__(self, control: RankGroup, axes: Mapping[str, MeshAxis], *, owns_axes: bool) -> None:
@@ -65,7 +65,7 @@ class RankChannel:
         self._control, self._owns_axes = control, owns_axes
         self._notes = StoreNotes.numbered(f"inference on {min(control.ranks)}", control.ranks[control.index])
         self._failed = self._closes_groups = self._keeps_axes = False
-        self._started: deque[list[tuple[Any, torch.Tensor]]] = deque()  # broadcasts of batches
+        self._started: deque[list[tuple[Any, torch.Tensor]]] = deque()  # broadcasts of batches in flight, oldest first
         self._cleanups: list[Callable[[], None]] = []
 
     @property
@@ -229,7 +229,8 @@ class RankChannel:
             name = "_control" if holder is self else "group"
             group = getattr(holder, name)
             if isinstance(group, RankGroup):
-                # sockets close with the last reference to the process group; layers refer to it by `MeshAxis.group`
+                # Sockets close when the last reference to the process group is dropped. `MeshAxis.group`, which the
+                # layers use, is one of the references.
                 setattr(holder, name, ClosedRankGroup(group))
                 group.destroy()
                 del group

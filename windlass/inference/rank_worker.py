@@ -1,4 +1,5 @@
-"""Ranks of a sharded model other than its leader."""
+"""Worker on each rank of a sharded model but the leader (the rank with the scheduler): it runs the leader's
+commands."""
 
 from __future__ import annotations
 
@@ -106,5 +107,5 @@ class RankWorker:
             getattr(self._runner, method)(*arguments)
 
     def _adapters(self) -> LoraAdapters:
-        assert isinstance(self._runner.lora, LoraAdapters)  # the adapters of this rank
+        assert isinstance(self._runner.lora, LoraAdapters)  # only the leader's runner has `ShardedLoraAdapters`
         return self._runner.lora

@@ -415,10 +415,10 @@ def _pack(
 
 
 def pack_before_sharding(model: nn.Module, weight_format: str) -> None:
-    """Pack all layers but the head, if `weight_format` is neither a coded format nor fp32 or bf16. Without native
-    products, pack all layers in any format.
+    """Pack those layers that have to be packed before the model is sharded.
 
-    A shard then has the codes and scales of the full matrix. Other layers are packed after they are sharded.
+    With native kernels, these are all layers but the head, if `weight_format` is neither a `CodedWeightFormat` nor
+    fp32 or bf16. Without native kernels, they are all layers. A shard then has the codes and scales of the full matrix.
     """
     native = can_pack(model)
     coded = isinstance(get_weight_format(weight_format), CodedWeightFormat)

@@ -36,8 +36,8 @@ class SequenceSampler:
     Attributes:
         prompt: tokens of the prompt.
         generated: tokens of the answer so far; the same list object as the sequence's `generated`.
-        index: number of the answer; `seed` and `index` determine the random numbers.
-        stop_ids: end-of-sequence and stop tokens, which are not drawn before `min_tokens`.
+        index: index of the answer among the request's answers; `seed` and `index` determine the random numbers.
+        stop_ids: end-of-sequence and stop tokens, which are not drawn before the answer has `min_tokens` tokens.
         allowed: function that returns the mask of the tokens that a structured output allows next, bool
             `[vocabulary]`; None: no structured output.
     """
@@ -136,7 +136,7 @@ class SampledToken(NamedTuple):
 
     Attributes:
         error: reason for which no token could be drawn: RequestError if the request's parameters are the cause, else
-            ModelError. The token is undefined then.
+            ModelError. With an error of either type the token is undefined.
     """
 
     token: int
@@ -149,7 +149,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
 
     Args:
         logits: float32 `[rows, vocabulary]`; not changed.
-        samplers: one for each row. Each draws at most one number; the caller calls `count`.
+        samplers: one for each row. Each draws at most one number. The caller must pass the chosen token to `count`.
     """
     scores, errors = _change_rows(logits, samplers)
     best, tokens = greatest(scores)
@@ -211,7 +211,7 @@ def can_draw_later(sampler: SequenceSampler) -> bool:
 
 
 def draw_later(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> PendingTokens:
-    """Draw one token for each row, as `sample`, without waiting for the device.
+    """Draw one token for each row, like `sample`, but without waiting for the device.
 
     Args:
         logits: float32 `[rows, vocabulary]`.

@@ -192,7 +192,7 @@ class SamplingParams:
         """Replace lists and dicts by copies, so that a change of the caller's object changes no running request.
 
         Raises:
-            RequestError: a value for a list is a text or not iterable, or `logit_bias` is not a dict.
+            RequestError: a field for a list has a text or a value that is not iterable, or `logit_bias` is not a dict.
         """
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)

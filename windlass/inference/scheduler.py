@@ -37,7 +37,7 @@ Policy = Literal["splitfuse", "prefill-first", "orca"]
 POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 
 _MIN_CHUNK = 64  # fewest tokens of a prompt's share in a step; smaller shares need too many steps
-_LEAST_PROGRESS = 16  # prompt tokens of a step with slow decodes; fewer if `_gap` or `max_tokens_per_step` is small
+_LEAST_PROGRESS = 16  # prompt tokens that even a step with slow decodes has; fewer if the step's limits are small
 _LEAST_PART = 1 / 8  # smallest share of a step's time that prompts get
 _WAIT_SHARE = 0.9  # part of `max_wait_seconds` that planned deadlines allow; the rest covers wrong predictions
 _PRESSING_PART = 7 / 8  # part of a step's prompt tokens that pressing prompts get if there are other prompts
@@ -303,7 +303,8 @@ class _Planner:
                 or junior.sequence_id in self._admitted
                 or self._is_pressing(junior)
             ):
-                # running sequences of other steps could free the rest: the caller plans again with all sequences
+                # running sequences of other steps could free the missing blocks: the caller plans again with all
+                # sequences
                 return juniors if self._share is not None and self._elsewhere else []
             juniors.append(junior)
             freed += junior.num_freed
@@ -373,7 +374,8 @@ class _Planner:
         return len(others)
 
     def _share_in_order(self, prompts: Sequence[SequenceSnapshot], left: int, end: float | None) -> int:
-        """Share `left` tokens of a step of at most `end` seconds among sorted prompts; return how many are left."""
+        """Share `left` tokens of a step of at most `end` seconds among sorted prompts; return the number of tokens
+        left."""
         if left <= 0 or not prompts:
             return left
         sharing = prompts[: max(left // _MIN_CHUNK, 1)]
@@ -400,7 +402,7 @@ class _Planner:
         if end is None:
             return most
         low, high = min(int(not self._pairs), most), most
-        while low < high:  # the predicted time grows with the tokens
+        while low < high:  # binary search, since the predicted time grows with the tokens
             middle = (low + high + 1) // 2
             pairs = self._pairs + middle * (prompt.num_computed + middle / 2)
             if self._cost.step_seconds(self._used_tokens + middle, self._cached_tokens, pairs) <= end:
@@ -410,7 +412,8 @@ class _Planner:
         return low
 
     def _prompts(self) -> list[SequenceSnapshot]:
-        """Return running sequences that compute a prompt, or an answer again, and sequences admitted in this step."""
+        """Return running sequences that compute a prompt or recompute an answer, and sequences admitted in this
+        step."""
         return [s for s in self._running if not s.is_decode or s.sequence_id in self._admitted]
 
     def _gap(self) -> float | None:
@@ -423,7 +426,8 @@ class _Planner:
             return gap
         alone = self._cost.step_seconds(len(decodes), sum(sequence.num_computed for sequence in decodes))
         for rate in rates:
-            # a rate that decodes alone do not reach is missed anyway, and would only delay prompts
+            # skip rates that a step without prompts cannot reach: they are missed anyway, and their gap would only
+            # delay prompts
             if rate > 0 and (promised := _LEVEL_SHARE / rate) >= alone:
                 gap = promised if gap is None else min(gap, promised)
         return gap
@@ -495,7 +499,8 @@ class _Planner:
 
     def _find_pressing(self) -> set[int]:
         """Return the ids of sequences that must run now."""
-        pressing, start = set(), float("inf")  # latest start of a sequence and of those with later deadlines
+        # `start`: latest time at which a sequence must start so that it and all with later deadlines meet these
+        pressing, start = set(), float("inf")
         for deadline, rest, number in reversed(self._by_deadline):
             start = min(start, deadline) - rest
             if start < self._now:

@@ -166,7 +166,7 @@ class SequenceTable:
         freed_by: dict[int, int] = {}
         if not counts_freed:
             return snapshots, freed_by
-        # sequences are preempted from the last one on, so the first holder of a block is the one that frees it
+        # the least senior sequence is preempted first, so a shared block is freed by its most senior holder
         holders: Counter[int] = Counter()
         counted = []
         for snapshot in sorted(snapshots, key=seniority, reverse=True):

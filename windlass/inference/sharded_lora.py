@@ -10,7 +10,7 @@ from windlass.inference.rank_channel import RankChannel, RankCommand
 
 
 class ShardedLoraAdapters:
-    """`AdapterStore` of adapters that are sharded over ranks.
+    """`AdapterStore` that loads and unloads LoRA adapters on all ranks of a sharded model.
 
     Args:
         adapters: this rank's parts of the adapters.

@@ -102,7 +102,7 @@ class ShardedRunner:
             return self._runner.use_idle_time()
 
     def refresh_weights(self) -> None:
-        """Pack the weights of a live module again on all ranks, after they have changed."""
+        """Pack the weights again on all ranks, after the live module (one that is still trained) has changed them."""
         self._call("refresh_weights")
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ class StagedModelSource:
     """Source of a causal language model that reads only the weights of one stage.
 
     transformers builds a model on the meta device and then reads the tensors that the model has. `from_pretrained`
-    makes it build a subclass of the model's class that keeps only this rank's stage at the end of its construction.
+    makes it build a subclass of the model's class whose constructor ends with the removal of all other stages.
 
     Args:
         config: config of the model.
@@ -41,7 +41,7 @@ class StagedModelSource:
             split_for_inference(self, axis)
             _keep_local_ties(self)
 
-        # transformers need not report that the files also have the tensors of other stages
+        # no warning about tensors of other stages in the files, which this model does not have
         changes = {"__init__": build, "__module__": kind.__module__, "_keys_to_ignore_on_load_unexpected": [r"."]}
         staged: Any = type(kind.__name__, (kind,), changes)
         model, facts = staged.from_pretrained(
@@ -63,7 +63,7 @@ def _tie_weights(model: Any) -> None:
 
 
 def _keep_local_ties(model: Any) -> None:
-    """Remove each pair of tied weights unless this stage has both weights."""
+    """Remove each pair of weights from the model's record of tied weights, unless this stage has both."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = getattr(model, "all_tied_weights_keys", None)
     if isinstance(ties, dict):

@@ -177,7 +177,7 @@ class ModelRunner(Protocol):
         ...
 
     def refresh_weights(self) -> None:
-        """Pack the weights of a live module again, after they have changed."""
+        """Pack the weights of a live module (one that is still trained) again, after they have changed."""
         ...
 
     def close(self) -> None:

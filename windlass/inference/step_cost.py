@@ -11,7 +11,8 @@ class StepCost:
     """Model of the time of a forward: products with the weights, and attention to keys and values.
 
     The products take the longer of two times: to read the weights once, and to multiply by them. Measured `points`
-    replace these two times if there are any, because products with few rows follow neither time.
+    replace these two times if there are any, because products with few rows follow neither time. Beyond the last
+    point, each token adds `token_seconds`.
 
     Attributes:
         fixed_seconds: seconds of a step outside the model.

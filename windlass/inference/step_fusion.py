@@ -168,7 +168,7 @@ def _rewrite(
     renamed: Callable[[TensorRef], TensorRef] | None = None,
 ) -> Recording:
     """Return a recording without the operators `removed`. `inserted` maps the `id` of a replaced operator to its
-    replacement; `renamed` maps each tensor of all arguments to the new one.
+    replacement; `renamed` maps each tensor among the arguments and in the result to the tensor that replaces it.
     """
     gone = {id(operator) for operator in removed}
 

@@ -15,7 +15,7 @@ from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.inference.token_draw import upload
 
-_SCALE_WEIGHT = 0.1  # weight of the latest step in the moving ratio of actual to predicted times
+_SCALE_WEIGHT = 0.1  # weight of the latest step in the moving average of actual time / predicted time
 _SCALE_RANGE = (0.5, 4.0)  # bounds of one step's ratio, so that an exceptional step changes little
 
 
@@ -45,7 +45,7 @@ class StepPlanner:
 
     Attributes:
         limits: limits of the scheduler.
-        alone: ids of requests that run alone once, in order; see [Note: failed steps].
+        alone: ids of requests that run next in a step without other requests, in order; see [Note: failed steps].
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, table: SequenceTable, depth: int) -> None:
@@ -177,7 +177,7 @@ class StepPlanner:
             self._table.cost = replace(self.cost, scale=scale)
 
     def _find_share(self) -> int | None:
-        """Return the largest number of sequences of a step that leaves sequences for all stages; None: no limit."""
+        """Return the limit on a step's sequences that leaves some for the steps of other stages; None: no limit."""
         if self._depth == 1:
             return None
         total = len(self._table.running) + (len(self._table.waiting) if self._table.admits else 0)
@@ -277,7 +277,7 @@ class StepPlanner:
     def _make_next_batch(
         self, sequences: Sequence[GenerationSequence], totals: Sequence[int], ids: torch.Tensor
     ) -> StepBatch:
-        """Return the batch of a decode step that computes `ids`, tokens on the device.
+        """Return the batch of a decode step whose input tokens are `ids`, which are on the device.
 
         Args:
             totals: number of computed tokens of each sequence after the step.

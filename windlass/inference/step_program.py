@@ -48,7 +48,7 @@ class StepInputs:
     """Tensors of a batch at fixed addresses.
 
     Attributes:
-        table: int32 `[sequences, widest]`; each row has room for the longest sequence.
+        table: int32 `[sequences, widest]`, KV blocks of each sequence; each row has room for the longest sequence.
     """
 
     token_ids: torch.Tensor
@@ -531,7 +531,7 @@ def _count_elements(ref: TensorRef) -> Count | None:
 
 
 class _Binder:
-    """Tensors and integers of a recording for one batch size."""
+    """Values of a recording's tensors and integers for one batch size."""
 
     def __init__(self, program: StepProgram, tokens: int, rows: int) -> None:
         self._program, self._size = program, (tokens, rows)

@@ -34,7 +34,7 @@ class TensorRef:
     """Tensor of a recording.
 
     Attributes:
-        size, stride, offset: integers in a single recording, `Affine` in a unified one; in elements.
+        size, stride, offset: in elements. Integers in the recording of one forward; `Affine` in a result of `unify`.
     """
 
     storage: StorageKey
@@ -71,7 +71,7 @@ class Recording:
 
     Attributes:
         constants: tensors that are neither inputs nor recorded results, e.g. weights, by the number of their storage.
-        storages: bytes of each value's storage; `Affine` in a unified recording.
+        storages: bytes of each value's storage; `Affine` in a result of `unify`.
         result: the logits.
     """
 

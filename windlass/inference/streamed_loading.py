@@ -139,7 +139,9 @@ class _StreamedLoad:
         return found, True
 
     def _make_file(self, model: nn.Module) -> WeightIndex:
-        """Write the weight file of a model with mapped parameters, and free the parameters or map them to that file."""
+        """Write the weight file of a model whose parameters are mapped from its files. Then free these parameters, or
+        map them from the weight file.
+        """
         logger.info("writing the weights of %s to %s, once", self._path, self._weights_path)
         self._index_path.unlink(missing_ok=True)
         parameters = dict(model.named_parameters())
@@ -182,7 +184,9 @@ def _stored_tensor(mapped: MappedFile, unit: StoredUnit, name: str) -> LazyTenso
 
 
 def _find_dtype(path: str | Path, dtype: str | torch.dtype, trust_remote_code: bool) -> str | torch.dtype:
-    """Return `dtype`, or for `auto` that of the configuration (`auto` if it has none); float32 instead of float16."""
+    """Return `dtype`; for `auto`, the dtype in the model's configuration, or `auto` if it has none. float16 is replaced
+    by float32.
+    """
     wanted = parse_dtype(dtype)
     if wanted is None:
         config = load_config(path, trust_remote_code=trust_remote_code)

@@ -34,7 +34,7 @@ _ADVICE = "see dmesg; if the disk works, delete the file, and it is made again f
 
 
 class WeightLender(Protocol):
-    """Access to the units of a weight file."""
+    """Reader that lends the units of a weight file to forwards. A unit is weights that are read together."""
 
     stats: StreamStats
 
@@ -47,7 +47,7 @@ class WeightLender(Protocol):
         ...
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Allow `lend` to yield memory of undefined content inside the `with` block."""
+        """Allow `lend` to yield undefined values inside the `with` block, for forwards whose results are not used."""
         ...
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class MappedUnits:
         return nullcontext()
 
     def close(self) -> None:
-        """Do nothing: the last view unmaps the file."""
+        """Do nothing: the file is unmapped when the last view of it is freed."""
 
 
 class StackedParameters:
@@ -270,7 +270,8 @@ def _find_stacked(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     found = []
     for module in model.modules():
         names = [name for name, p in module.named_parameters(recurse=False) if p.dim() >= _STACKED_DIMS]
-        own = not type(module).__module__.startswith("torch.nn")  # a model may read the weight of an nn.Conv1d itself
+        # Not torch.nn: a model may read the weight of an nn.Conv1d without calling the module.
+        own = not type(module).__module__.startswith("torch.nn")
         if own and names and not any(True for child in module.children() for _ in child.parameters()):
             found.append((module, names))
     return found

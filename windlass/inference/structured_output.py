@@ -92,7 +92,7 @@ class OutputConstraint:
             RequestError: this call or an earlier one failed, e.g. because the constraint became too large.
         """
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        # An error of `compute_bitmask` is set here too; its mask then allows only the end of the answer.
+        # If `compute_bitmask` fails, it does not raise: the matcher is in error, and the mask allows only the end.
         if self._matcher.is_error():
             raise RequestError(f"structured_outputs cannot continue: {self._matcher.get_error()}")
         bits = np.unpackbits(words, count=min(self._vocab_size, 8 * len(words)), bitorder="little")
@@ -101,7 +101,7 @@ class OutputConstraint:
         return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
     def accept(self, token: int) -> None:
-        """Advance by a generated token; do nothing if `is_complete`.
+        """Advance by a generated token. Do nothing if the answer is complete, or after an error.
 
         Raises:
             RequestError: the token is not allowed.
@@ -149,7 +149,8 @@ def _closed(schema: Any, open_ones: frozenset[str] | None = None, *, is_branch: 
     """Return a copy of a JSON Schema in which an object with `properties` or `patternProperties` allows no other keys,
     unless the schema sets `additionalProperties`.
 
-    Schemas that an `allOf` joins stay open if several of them name properties: each would refuse those of the others.
+    Schemas that an `allOf` joins still allow other keys if several of them name properties: otherwise each would refuse
+    the properties of the others.
 
     Args:
         open_ones: the references to definitions that an `allOf` joins; None: `schema` is the full schema.

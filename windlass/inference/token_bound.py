@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_CHARACTER_BYTES = 4  # bytes of UTF-8's longest character, which may be one unknown token
+_CHARACTER_BYTES = 4  # most bytes of a UTF-8 character; an unknown character is one token
 _SPACE_REMOVERS = frozenset({"Strip", "Whitespace", "WhitespaceSplit"})
 _KEEP_BYTES = frozenset({"ByteLevel", "Digits", "Metaspace", "Prepend"})
-# Most bytes that a normalizer replaces by one byte, over all of Unicode: `Lowercase` makes the Kelvin sign "k".
+# Most bytes that a normalizer replaces by one byte, over all of Unicode: `Lowercase` turns the Kelvin
+# sign (3 bytes) into "k".
 _MOST_SHRUNK = {"NFC": 4, "NFD": 3, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
 _Part = dict[str, Any]
 
@@ -23,7 +24,7 @@ class TokenBound:
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._longest: int | None = None  # most bytes of a text in one token; None: no limit
+        self._longest: int | None = None  # most bytes of a text that one token stands for; None: no limit
         self._counts_spaces = True
         if backend is not None:
             self._measure(backend)
@@ -51,7 +52,7 @@ class TokenBound:
                 return
             factor *= _MOST_SHRUNK.get(part["type"], 1)
         if any(token.lstrip or token.rstrip for token in added):
-            self._counts_spaces = False  # such a token includes the spaces next to it
+            self._counts_spaces = False  # such a token takes in any number of spaces next to it
         size = len if "ByteLevel" in names else _byte_size
         longest = max(map(size, vocabulary), default=0)
         longest = max(longest, _CHARACTER_BYTES, *(_byte_size(token.content) for token in added))
@@ -59,7 +60,7 @@ class TokenBound:
 
 
 def _parts(component: Any) -> list[_Part]:
-    """Return the parts of a normalizer or pre-tokenizer in any order, each as a dict of `tokenizer.json`."""
+    """Return the parts of a normalizer or pre-tokenizer, in no particular order, each as a dict of `tokenizer.json`."""
     if component is None:
         return []
     stack, found = [json.loads(component.__getstate__())], []
@@ -85,7 +86,7 @@ def _keeps(part: _Part) -> bool:
 
 
 def _covers_all(model: Any, vocabulary: dict[str, int], *, is_byte_level: bool) -> bool:
-    """Return True if a model is BPE without affixes, drops no character, and fuses no unknown characters."""
+    """Return True if a model is BPE without affixes, drops no character, and does not fuse unknown ones."""
     from tokenizers import models, pre_tokenizers
 
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:

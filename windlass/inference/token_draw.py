@@ -1,9 +1,9 @@
 """Draw of tokens by temperature, min-p, top-k and top-p.
 
 [Note: exact nucleus] Sorting 100,000 tokens takes longer than a small model's step. So on the CPU the lowest weight of
-the nucleus (the tokens of top-p) is found by selection: a sorted sample gives a bracket for this weight, the sums of
-the weights above and inside the bracket show whether it is above, inside or below, and only the last thousand
-candidates are sorted.
+the nucleus (the tokens of top-p) is found by selection. A sorted sample gives a bracket for this weight. The sums of
+the weights above and inside the bracket show whether the lowest weight is above, inside or below the bracket. This
+repeats until about a thousand candidates are left, and only these are sorted.
 
 On the CPU each row is computed by itself, so its token does not depend on the rest of the batch.
 """
@@ -21,9 +21,9 @@ from windlass.inference.sampling_params import SamplingParams
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.intp]
 
-# fewest tokens of a sample; number of sampled tokens between the estimate and each end of the bracket
+# least number of tokens in a sample; half the width of the bracket, in sampled tokens
 _SAMPLE, _MARGIN = 256, 12
-_SORTED = 1024  # up to this many tokens are sorted
+_SORTED = 1024  # up to this many tokens are sorted without a sample
 _CHUNK = 512
 
 
@@ -44,7 +44,7 @@ def greatest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
-    """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at its uniform.
+    """Return a token for each row, int64 `[rows]`: the inverse of its cumulative distribution at its random number.
 
     Args:
         scores: `[rows, vocabulary]`; the highest of each row is finite.
@@ -66,7 +66,7 @@ def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> in
     ids = None
     if 0 < params.top_k < len(scores):
         ids = np.flatnonzero(scaled.numpy() >= float(scaled.topk(params.top_k).values[-1]))
-    if params.min_p:  # the likeliest token has the weight 1
+    if params.min_p:  # a fraction of the likeliest token's weight, which is 1
         likely = (weights if ids is None else weights[ids]) >= np.float32(params.min_p)
         ids = np.flatnonzero(likely) if ids is None else ids[likely]
     if params.top_p < 1:
@@ -112,8 +112,11 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _nucleus(weights: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:
-    """Return the smallest set of likeliest tokens among `ids` (None: all tokens) with at least `top_p` of their total
-    weight, in ascending order.
+    """Return the ids of the nucleus in ascending order: the fewest likeliest tokens with at least `top_p` of the total
+    weight.
+
+    Args:
+        ids: Tokens to choose from, in ascending order; None: all tokens.
     """
     among = weights if ids is None else weights[ids]
     lowest, ties = _lowest_weight(among, float(among.sum()) * top_p)
@@ -124,10 +127,10 @@ def _nucleus(weights: FloatArray, ids: IntArray | None, top_p: float) -> IntArra
 
 
 def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
-    """Return the lowest weight of the nucleus, and the number of tokens with this weight in it.
+    """Return the lowest weight of the nucleus, and how many tokens of the nucleus have this weight.
 
     Args:
-        mass: sum of weights that the nucleus reaches.
+        mass: The weights of the nucleus sum to at least this.
     """
     rest, above = weights, 0.0  # the lowest weight is in `rest`; higher weights sum to `above`
     while len(rest) > _SORTED:
@@ -144,7 +147,8 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
         rest = rest[rest <= upper]
         middle, light = rest[rest >= lower], rest[rest < lower]
         middle_mass = float(middle.sum())
-        # `above` plus the sum of `rest` may be less than `mass`, because of rounding, if `mass` is close to the total
+        # The bracket is also kept if no smaller weight above 0 is left: because of rounding, `above` plus the sum of
+        # the bracket may be just below `mass`.
         if above + middle_mass >= mass or lower == 0 or not len(light):
             rest = middle
         else:

@@ -119,9 +119,9 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
     """Return the sampling parameters of generation settings.
 
     Args:
-        width: tokens of a row of the input, padding included.
-        longest: tokens of the longest prompt.
-        window: tokens that the engine takes, prompt and answer together.
+        width: number of tokens in a row of the input, padding included.
+        longest: number of tokens of the longest prompt.
+        window: number of tokens that the engine takes, prompt and answer together.
         ends: tokens of the vocabulary that end an answer.
 
     Raises:

@@ -84,7 +84,7 @@ def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an option is given by two names, or has a value that windlass does not support.
     """
     found: dict[str, Any] = {}
-    given_as: dict[str, str] = {}  # the name in `arguments`, by windlass's name
+    given_as: dict[str, str] = {}  # {windlass's name: name in `arguments`}
     for name, value in arguments.items():
         if name in _HARMLESS:
             _check_harmless(name, value)
@@ -130,4 +130,4 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "enable_chunked_prefill": ("policy", lambda chunked: "prefill-first" if chunked is False else _ABSENT),
     "speculative_config": ("speculative", _speculative),
 }
-"""vLLM's options with other values here: windlass's name, and the conversion of the value."""
+"""vLLM's options whose values windlass writes differently: windlass's name, and the conversion of the value."""

@@ -1,9 +1,9 @@
 """File of a model's packed weights, made once from its safetensors files.
 
-Each streamed unit is one range of bytes, as is each other parameter and persistent buffer. The index `<key>.json` next
-to the weight file `<key>.weights` is written last: without the index, the weight file is incomplete and is made again.
-The key is a hash of the names, sizes and modification times of the model's files, and of the configuration and options
-that determine the packed bytes.
+Each streamed unit ([Note: streamed weights]) is one range of bytes, as is each other parameter and persistent buffer.
+The index `<key>.json` next to the weight file `<key>.weights` is written last: without the index, the weight file is
+incomplete and is made again. The key is a hash of the names, sizes and modification times of the model's files, and of
+the configuration and options that determine the packed bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from windlass.storage.disk_error_messages import error_name
 from windlass.storage.extent_allocator import page_up
 from windlass.storage.safetensors_header import CODES, DTYPES
 
-_VERSION = 2  # version of the choice of units, and of the layouts of the file and of the panels
+_VERSION = 2  # version of the choice of units, of the file's layout, and of the layout of packed weights
 _ALIGNMENT = 64  # bytes: a cache line
 _WRITTEN_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
 class StoredTensorPlace:
-    """Place of a tensor in its unit: dtype code of safetensors, shape, and bytes from the start of the unit."""
+    """Place of a tensor in its unit: dtype code of safetensors, shape, and offset in bytes from the start of the
+    unit."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -92,7 +93,7 @@ class WeightIndex:
     Attributes:
         units: units in the order of their first use.
         parameters: all other parameters and persistent buffers, each a unit of its own.
-        absent: shapes and dtypes of parameters that are in units.
+        absent: shapes and dtypes of the parameters whose values are only in `units`, in packed form.
     """
 
     units: tuple[StoredUnit, ...]

@@ -37,12 +37,12 @@ class Read(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until no byte of the memory is written any more, without raising."""
+        """Wait until the read no longer writes to its memory. Do not raise if the read has failed."""
         ...
 
 
 class WeightSource(Protocol):
-    """Storage of all units."""
+    """Storage from which the weights of each unit are read; see [Note: streamed weights]."""
 
     def allocate_buffer(self, nbytes: int) -> torch.Tensor:
         """Return `[nbytes]` uint8 staging memory."""
@@ -79,7 +79,7 @@ class StreamStats:
     """Counters of a stream.
 
     Attributes:
-        bytes_read: bytes of all reads that have started; of a mapped file, bytes of all uses of units.
+        bytes_read: bytes of all reads that have started; for a mapped file, the bytes of a unit are added at each use.
         waited_seconds: seconds in which products waited for their weights.
         mispredicted: number of units that were not read ahead.
     """
@@ -90,11 +90,11 @@ class StreamStats:
 
 
 class WeightStream:
-    """Ring of staging memory; see [Note: streamed weights]. Not thread-safe.
+    """Reader of units ahead of their use, into a ring of staging memory; see [Note: streamed weights]. Not thread-safe.
 
     Args:
         sizes: bytes of each unit, by its number.
-        buffer_bytes: bytes of the staging memory; None: as for `EngineOptions.weights_buffer_bytes`.
+        buffer_bytes: bytes of the staging memory; None: the default of `EngineOptions.weights_buffer_bytes`.
 
     Raises:
         ConfigError: the staging memory cannot hold the largest unit.
@@ -111,7 +111,7 @@ class WeightStream:
                 f"weights_buffer_bytes is {buffer_bytes}, and the largest product has {largest} bytes of weights; "
                 f"write at least that, or {least} so that the next ones are read ahead"
             )
-        # more than a quarter of the model would save no time, as each forward reads each byte once
+        # At most a quarter of the weights: a larger ring would not save reads, as each forward reads each byte once.
         wanted = max(least, min(_READ_AHEAD + largest, page_up(sum(self._sizes) // 4)))
         self.buffer_bytes = wanted if buffer_bytes is None else page_up(buffer_bytes + 1) - 4096
         self._buffer = source.allocate_buffer(self.buffer_bytes)
@@ -121,7 +121,7 @@ class WeightStream:
         self._used: list[int] = []
         self._next = 0  # index in `_order` of the next unit to read
         self._reads, self._failed, self._source_closed = True, False, False
-        # reads in flight end before their memory is freed
+        # if the stream is garbage-collected: wait for reads in flight before their memory is freed
         self._finish = weakref.finalize(self, _finish_reads, self._staged, self._outside, self._buffer)
         self.stats = StreamStats()
 
@@ -135,7 +135,7 @@ class WeightStream:
         if self._source_closed:
             self._source.reopen()
             self._source_closed = False
-        if self._failed:  # other reads may have failed too
+        if self._failed:  # drop all other reads, which may have failed too
             self._drop_unused()
             self._failed, self._next = False, 0
         if used and not _is_part(used, self._order):
@@ -145,7 +145,7 @@ class WeightStream:
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
-        """Let `lend` yield staging memory of undefined content inside the `with` block."""
+        """Inside the `with` block, let `lend` yield staging memory of undefined content, without a read."""
         self._reads = False
         try:
             yield

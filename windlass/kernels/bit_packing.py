@@ -1,7 +1,7 @@
-"""Codes of 1, 2, 3, 4 or 8 bits side by side in 32-bit words, and digits of base 3 in bytes.
+"""Packing of quantization codes of 1, 2, 3, 4 or 8 bits into 32-bit words, and of base-3 digits into bytes.
 
-The words are those of compressed-tensors' `pack-quantized` files: code `i` of a row has the bits `i * bits` and up,
-counted from the lowest bit of the row's first word, without gaps.
+The words are those of compressed-tensors' `pack-quantized` files: code `i` of a row occupies `bits` bits from bit
+`i * bits` on, counted from the lowest bit of the row's first word, without gaps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from windlass.base.errors import WeightFormatError
 
-TRITS_OF_BYTE = 5  # 3 ** 5 = 243 values
+TRITS_OF_BYTE = 5  # five base-3 digits have 3 ** 5 = 243 values, which fit in a byte
 
 
 def count_words(codes: int, bits: int) -> int:
@@ -62,7 +62,7 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _shifts_of_eight(bits: int, device: torch.device) -> torch.Tensor:
-    """Return the shifts of eight codes in one number, in a dtype that the number fits."""
+    """Return the bit offsets of eight codes in one integer, in a dtype that is wide enough for the integer."""
     if bits > 8:
         raise WeightFormatError(f"codes of {bits} bits are not packed in words; give 1 to 8 bits")
     return torch.arange(0, 8 * bits, bits, dtype=torch.int32 if bits < 4 else torch.int64, device=device)

@@ -32,18 +32,20 @@ from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, RowT
 
 GROUPS = (32, 64, 128)  # features that can share a scale
 SCALE_DTYPE = torch.float16  # as in GPTQ, AWQ and GGUF files, so that their weights are read exactly
-SAFE_MAGNITUDE = 2.0**14  # weights up to this have finite scales in every format; 1 bit stores twice a mean in float16
+# Weights up to this magnitude have finite scales in every format: the largest scale, of `BinaryWeightFormat`, is twice
+# a mean magnitude, in float16.
+SAFE_MAGNITUDE = 2.0**14
 _TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 
 @dataclass(frozen=True)
 class GroupCodes:
-    """Codes of a matrix, one a byte.
+    """Codes of a matrix, one code per byte.
 
     Attributes:
         codes: uint8 `[out_features, in_features]`.
         scale: float16 `[out_features, groups]`.
-        zero: code of the value 0, uint8 `[out_features, groups]`; None: the format's own.
+        zero: code of the value 0, uint8 `[out_features, groups]`; None: the `zero` of the format.
     """
 
     codes: torch.Tensor
@@ -55,7 +57,7 @@ class CodedWeightFormat:
     """Codes with a scale for each group; a subclass defines the rounding of a matrix.
 
     Attributes:
-        bits: number of bits of a code in the codes that native kernels read.
+        bits: number of bits of a code in the layout that native kernels read; files may have another layout.
         group: number of input features that share a scale; None: all features of a row.
         zero: code of the value 0, where a weight has no zero points of its own.
         has_zeros: True if each group has a zero point.
@@ -214,11 +216,12 @@ class CodedWeightFormat:
 class IntegerWeightFormat(CodedWeightFormat):
     """Integers of 2, 3, 4 or 8 bits, symmetric or with a zero point for each group.
 
-    Symmetric: `scale = max |group| / (2 ** (bits - 1) - 1/2)`, rounded to float16, so that both ends of the range are
-    at most half a step away; `q = round(w / scale)`, clamped to `[-2 ** (bits - 1), 2 ** (bits - 1) - 1]`, code
-    `q + 2 ** (bits - 1)`. With zero points: `scale = (max - min) / (2 ** bits - 1)` in float16, of a range that
-    includes 0, `zero = round(-min / scale)`, code `round(w / scale) + zero`, both clamped to the codes. Rounding is to
-    nearest, ties to even, in float32; a scale of 0 gives zeros.
+    Symmetric: `scale = max |group| / (2 ** (bits - 1) - 1/2)`, rounded to float16, so that the largest weights of
+    either sign are at most half a step from the nearest code; `q = round(w / scale)`, clamped to
+    `[-2 ** (bits - 1), 2 ** (bits - 1) - 1]`, code `q + 2 ** (bits - 1)`. With zero points:
+    `scale = (max - min) / (2 ** bits - 1)` in float16, of a range that includes 0, `zero = round(-min / scale)`, code
+    `round(w / scale) + zero`, both clamped to the codes. Rounding is to nearest, ties to even, in float32; a scale of 0
+    gives zeros.
     """
 
     def __init__(self, bits: int, group: int | None, has_zeros: bool = False) -> None:
@@ -243,8 +246,8 @@ class IntegerWeightFormat(CodedWeightFormat):
 class TernaryWeightFormat(CodedWeightFormat):
     """`-scale`, 0 and `scale` in two bits: codes 1, 2 and 3, which are compressed-tensors' integers of two bits.
 
-    Weights whose magnitude is at most 0.7 times the mean of their group become 0; the scale is the mean magnitude of
-    the others, in float64, then rounded to float16 (Li et al. 2016, https://arxiv.org/abs/1605.04711).
+    Weights whose magnitude is at most 0.7 times the mean magnitude of their group become 0; the scale is the mean
+    magnitude of the others, in float64, then rounded to float16 (Li et al. 2016, https://arxiv.org/abs/1605.04711).
     """
 
     bits, zero = 2, 2.0
@@ -263,7 +266,7 @@ class TritWeightFormat(CodedWeightFormat):
     The rule is that of `TernaryWeightFormat` for a row. `weight_packed` is uint8.
     """
 
-    bits, zero = 2, 1.0  # native code holds two bits
+    bits, zero = 2, 1.0  # native kernels read codes of two bits
     _coding = "trits"
 
     def __init__(self) -> None:

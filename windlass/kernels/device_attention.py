@@ -18,7 +18,7 @@ from windlass.kernels.reference.quantized_rows import quantize_rows
 if TYPE_CHECKING:
     from windlass.kernels.paged_attention import PagedKVCache
 
-_MOST_SCORES = 1 << 28  # maximum number of elements of one product in plain PyTorch
+_MOST_SCORES = 1 << 28  # maximum number of elements of one matrix product in plain PyTorch
 
 
 def write_on_device(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Choice of the product of a packed matrix on an accelerator, and the matrix as kernels read it."""
+"""Choice of the function that multiplies by a packed matrix on an accelerator, and the matrix form of its kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class CodedMatrix:
     """Packed matrix whose weights are `(code - zero) * scale`.
 
     Attributes:
-        codes: `[out_features, ...]`, rows of codes: int32 words (`words`), int8, float8 e4m3 (`fp8`), or bytes of five
-            digits of base 3 (`trits`).
+        codes: `[out_features, ...]`, rows of codes in the form that `coding` names: int32 words, int8, float8 e4m3
+            ("fp8"), or bytes with five base-3 digits each ("trits").
         scale: `[out_features, groups]`.
         bits: number of bits of a code in words.
         group: number of features that share a scale, 32, 64 or 128; None: all features of a row.
@@ -43,7 +43,10 @@ class CodedMatrix:
 
 
 class DeviceProduct:
-    """Product by the Triton kernel; a `windlass.kernels.packed_matmul.Product`."""
+    """Product of inputs and a packed matrix by the Triton kernel.
+
+    Implements `windlass.kernels.packed_matmul.Product`.
+    """
 
     def __init__(self, matrix: CodedMatrix) -> None:
         self._matrix = matrix
@@ -81,6 +84,9 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def find_device_product(input: torch.Tensor, matrix: CodedMatrix) -> DeviceProduct | None:
-    """Return the kernel's product for a supported input; None if the kernel does not support the matrix."""
+    """Return the kernel's product with `matrix` for an input that `has_kernel` accepts.
+
+    None if the matrix is empty, not contiguous, or on another device than the input.
+    """
     apart = any(one.device != input.device or not one.is_contiguous() for one in matrix.tensors)
     return None if apart or len(matrix.codes) == 0 else DeviceProduct(matrix)

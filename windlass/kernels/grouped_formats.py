@@ -1,9 +1,9 @@
 """Weight formats with groups along any dimension: ranges of integers, and small floats.
 
-[Note: grouped formats] These are DeepSpeed's: `RangeWeightFormat` of its `weight_quantization`, and
-`MinifloatWeightFormat` of its `fp_quantizer`. The codes of a row fill full bytes; values of groups (scale, minimum) are
-float32. Native code multiplies ranges in groups of 32, 64 or multiples of 128 input features (`low_bit_panels`);
-products with other formats unpack a block of rows at a time.
+[Note: grouped formats] Both formats are DeepSpeed's: `RangeWeightFormat` is that of its `weight_quantization`,
+and `MinifloatWeightFormat` that of its `fp_quantizer`. The codes of a row fill full bytes; values of groups (scale,
+minimum) are float32. Native code multiplies by range-format matrices with groups of 32, 64 or a multiple of 128 input
+features (`low_bit_panels`); products with other matrices unpack a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def code_bytes(count: int, bits: int) -> int:
 
 
 class GroupedWeightFormat:
-    """Codes of rows, and float32 values of groups; see [Note: grouped formats].
+    """Base class of formats that store codes of rows, and float32 values of groups; see [Note: grouped formats].
 
     Attributes:
         bits: number of bits of a code.
@@ -137,7 +137,7 @@ class GroupedWeightFormat:
 
 
 class RangeWeightFormat(GroupedWeightFormat):
-    """Integers between the minimum and the maximum of a group: `q / scale + minimum`.
+    """Integers `q` that divide the range from a group's minimum to its maximum: a weight is `q / scale + minimum`.
 
     `scale = (2 ** bits - 1) / (max - min)`, 1 where all weights of the group are equal; `q = round((w - min) * scale)`,
     to nearest, ties to even, in float32. DeepSpeed has this format as `weight_quantization` with `symmetric: false`.
@@ -190,9 +190,9 @@ class RangeWeightFormat(GroupedWeightFormat):
 class MinifloatWeightFormat(GroupedWeightFormat):
     """Floats of a sign, some bits of exponent and of mantissa, without infinities, times a scale of a group.
 
-    Groups are successive elements of the flattened matrix, the last one shorter. `scale = max |group| / largest`,
-    `q = w / scale`, rounded to the nearest value, ties to even. A group of zeros has scale 0. The format is that of
-    DeepSpeed's `fp_quantizer`.
+    Groups are successive elements of the flattened matrix, of which the last one may be shorter. The scale is the
+    group's maximum magnitude divided by `largest`; `q = w / scale`, rounded to the nearest value, ties to even. A group
+    of zeros has scale 0. The format is that of DeepSpeed's `fp_quantizer`.
 
     Args:
         bits: number of bits of a value: 4, 6, 8 or 12.

@@ -1,7 +1,7 @@
 """Host memory on huge pages for weights and caches that every step reads.
 
 Memory that an allocator reuses is already on small pages, and no request moves it to huge pages; so new memory is
-mapped. Reading it needs fewer translations of addresses, and hardware prefetches beyond 4 KiB.
+mapped. On huge pages, reads need fewer address translations, and the hardware prefetches across 4 KiB boundaries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-HUGE_PAGE = 2 << 20  # bytes: x86-64, or Arm with pages of 4 KiB
+HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on Arm with base pages of 4 KiB
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 

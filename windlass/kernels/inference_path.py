@@ -25,7 +25,7 @@ class InferencePath:
         name: an instruction set ("AVX-512-BF16", "AVX-512-VNNI", "AVX-512", "AVX-VNNI", "AVX2", "NEON", "baseline"),
             or "reference".
         module: the native module, or None for the reference.
-        number: number of the instruction set in the module.
+        number: number by which the native module identifies the instruction set.
     """
 
     name: str
@@ -42,7 +42,8 @@ def list_inference_paths() -> list[str]:
 def get_inference_path(name: str | None = None) -> InferencePath:
     """Return the path `name`; for None, the path of `WINDLASS_KERNELS`, or the best path if the variable is not set.
 
-    "AVX-512" in the environment variable stands for the best set of that family, since optimizers have only that name.
+    "AVX-512" in the environment variable stands for the best set of that family: the kernels of the optimizers read the
+    same variable, and have only that name.
 
     Raises:
         ConfigError: the path is not available here.
@@ -56,7 +57,7 @@ def tensor_address(name: str, tensor: torch.Tensor) -> int:
     """Return the address of a contiguous CPU tensor's first element.
 
     Raises:
-        ModelError: the tensor has no such memory. The message begins with "the {name}".
+        ModelError: the tensor is not contiguous, or not plain CPU memory. The message begins with "the {name}".
     """
     is_plain = (
         tensor.layout == torch.strided
@@ -65,7 +66,7 @@ def tensor_address(name: str, tensor: torch.Tensor) -> int:
         and not tensor.is_neg()
         and (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= tensor.untyped_storage().nbytes()
     )
-    if not is_plain:  # this full check takes four times as long, and every operation of a step checks its tensors
+    if not is_plain:  # the full check takes four times as long, too long for every operation of a step
         problem = native_access_problem(tensor)
         if problem:
             raise ModelError(f"the {name} of shape {tuple(tensor.shape)} {problem}")

@@ -129,7 +129,7 @@ def can_sum_pages() -> bool:
 
 
 def compare_pages(page_sums: PageSums) -> None:
-    """Compare the checksums of all pages that were not compared before.
+    """Compare each page with its checksum, unless it was compared before.
 
     Raises:
         ConfigError: there is no native code; see `can_sum_pages`.

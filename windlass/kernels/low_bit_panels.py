@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits in panels, for native products.
+"""Weight codes of 1 to 8 bits in panels of 16 output features, for native matrix products.
 
 [Note: low-bit panels] A unit is 32 input features of the 16 outputs of a panel, in 8 steps of 4 features. With 8-bit
 codes each step is a cache line with 4 features of each output. With narrower codes the 8 steps together take as
@@ -30,7 +30,7 @@ _ROW_GROUP = 128  # group size of formats with one scale per row: a partial sum 
 
 
 class LowBitPanels:
-    """Packed tensors of a coded, float8 or range format in panels; see [Note: low-bit panels].
+    """Packed weights of a `LowBitFormat`, rearranged in panels; see [Note: low-bit panels].
 
     Args:
         weight_format: format of `tensors`.
@@ -45,7 +45,7 @@ class LowBitPanels:
         ranges = weight_format if isinstance(weight_format, RangeWeightFormat) else None
         codes = tensors["weight" if isinstance(weight_format, Float8WeightFormat) else "weight_packed"].contiguous()
         code = _FLOAT8_CODES if isinstance(weight_format, Float8WeightFormat) else weight_format.bits
-        if code == 6:  # one byte for each code
+        if code == 6:  # widened to 8-bit codes
             codes, code = unpack_codes(codes, 6, in_features).to(torch.uint8).contiguous(), 8
 
         def fill(panels: torch.Tensor) -> None:
@@ -125,7 +125,10 @@ def low_bit_module() -> ModuleType | None:
 
 
 def _range_panels(form: RangeWeightFormat, tensors: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and shifts in panels: `q / scale + minimum` is `(q + minimum * scale) / scale`."""
+    """Return `1 / scale` and the shifts `-minimum * scale`, in panels.
+
+    With these, a value `q / scale + minimum` is `(q - shift) * (1 / scale)`.
+    """
     scale, low = tensors["weight_scale"], tensors["weight_minimum"]
     values = (1 / scale, -low * scale)
     repeats = max(form.group // _ROW_GROUP, 1)

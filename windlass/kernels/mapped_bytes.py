@@ -1,9 +1,10 @@
 """Bytes of a file as tensors, whose pages can be dropped after they were read.
 
 [Note: dropped pages] A packed layer that was loaded from a file does not copy its bytes: its parameters are private
-mappings of the file. Once native panels are built from them, their pages are dropped, so that a process holds a weight
-once. A later read of the bytes, as by the backward and by a save, gets them from the page cache or the disk. Pages
-that were written to are private copies, which a drop would lose: then nothing is dropped.
+mappings of the file. Once native panels (weights in the layout of the CPU kernels) are built from them, their pages are
+dropped, so that a process holds a weight once. A later read of the bytes, as by the backward and by a save, gets them
+from the page cache or the disk. Pages that were written to are private copies, which a drop would lose: then nothing is
+dropped.
 """
 
 from __future__ import annotations

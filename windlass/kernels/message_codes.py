@@ -16,7 +16,7 @@ from windlass.base.errors import ModelError
 from windlass.base.native_memory import native_access_problem
 from windlass.kernels.kernel_dispatch import get_active_kernel_path
 
-_KINDS = {"sign": 0, "int8": 1, "int4": 2, "fine_sign": 3}  # as in windlass/kernels/native/codecs.cpp
+_KINDS = {"sign": 0, "int8": 1, "int4": 2, "fine_sign": 3}  # same numbers in windlass/kernels/native/codecs.cpp
 
 
 def can_encode(codec: str, tensor: torch.Tensor) -> bool:
@@ -105,5 +105,5 @@ def _required_module() -> ModuleType:
 def _native_module() -> ModuleType | None:
     try:
         return importlib.import_module("windlass.kernels._codecs")
-    except ImportError:  # not logged here: the optimizers' kernels, built together with this module, log the reason
+    except ImportError:  # not logged here: the optimizers' kernels, built together with this module, log why
         return None

@@ -1,4 +1,4 @@
-"""Keyed sums of words, by native code if it is available."""
+"""Keyed sums of memory (checksums, see `reference.keyed_sum`), by native code if it is available."""
 
 from __future__ import annotations
 

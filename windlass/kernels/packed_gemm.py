@@ -5,10 +5,10 @@ features, in one accumulator. So a row of the result has the same bits for any o
 the row, and any number of threads. (The reference path does not guarantee this.)
 
 [Note: rounded inputs] With `quantize_inputs`, inputs are rounded to the dtype that the processor multiplies fastest
-with the weight. For integer weights each row is rounded to int8 with one scale, `max / 127`, for every 128 features,
-and multiplied in exact integers, up to four times as fast. Each input has an error of up to half its scale. For bf16
-weights float32 inputs are rounded to bf16 (an error of up to 2^-8 of each) and, where `vdpbf16ps` is fast, multiplied
-in pairs, up to twice as fast.
+with the weight. For integer weights each row is rounded to int8 with one scale, `max(abs) / 127`, for every 128
+features, and multiplied in exact integers, up to four times as fast. Each input has an error of up to half its scale.
+For bf16 weights float32 inputs are rounded to bf16 (an error of up to 2^-8 of each) and, where `vdpbf16ps` is fast,
+multiplied in pairs, up to twice as fast.
 
 [Note: panels] 16 outputs form a panel. One step of a panel is a cache line with 1 (float32), 2 (bf16) or 4 (int8, with
 an offset of 128) input features of each output, side by side in 32 bits. All instruction sets read the same panels.
@@ -43,7 +43,7 @@ ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 # Weight formats that `_pack` arranges in panels. Others are in `LowBitPanels`, or use `WeightFormat.linear`.
 _PANEL_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 _PANEL = 16  # outputs
-_PART_BYTES = 4 << 20  # a mapped weight is packed in parts of this size: only one is in memory with the panels
+_PART_BYTES = 4 << 20  # a file-mapped weight is packed in parts of this size, to keep only one part in memory
 
 
 class PackedPanels:
@@ -179,8 +179,8 @@ class PackedPanels:
         )
 
     def native_weight(self, bias: torch.Tensor | None) -> tuple[int, ...] | None:
-        """Return code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None for low-bit
-        codes and on the reference path."""
+        """Return format code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None for
+        low-bit codes and on the reference path."""
         if self._path.module is None or self._low_bit is not None:
             return None
         return (*self._address, 0 if bias is None else tensor_address("bias", bias))
@@ -238,7 +238,7 @@ class BorrowedPanels(PackedPanels):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute `packed_linear` without its checks."""
         if self._path.module is not None:
-            return super().linear(x, bias)  # the function of `native_call` borrows the tensors
+            return super().linear(x, bias)  # calls `native_call`, whose function borrows the tensors
         with self._lend() as tensors:
             self._tensors = tensors
             try:
@@ -249,7 +249,7 @@ class BorrowedPanels(PackedPanels):
     def native_call(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return a function and its arguments, which write the product into `out`."""
+        """Return a function, and the arguments with which it writes the product into `out`."""
         module = self._path.module
         assert module is not None
         self._address = (0, 0, self.out_features, self.in_features, 0)
@@ -325,7 +325,7 @@ def pack_weight(
 
 
 def panel_rows(panels: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, features: int) -> torch.Tensor:
-    """Return rows of a packed weight, `[..., features]`.
+    """Return the rows of a packed weight that `index` selects, `[..., features]`.
 
     Args:
         panels: result of `PackedPanels.row_panels`.

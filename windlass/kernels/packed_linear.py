@@ -21,7 +21,7 @@ from windlass.kernels.weight_format import (
     unpack_rows,
 )
 
-# formats that are made from a configuration, and not registered
+# parameters of weight formats that are made from a configuration, and thus not in the list of formats
 _MADE_FORMATS = re.compile(r"(range\d+_g\d+(_outputs)?|float\d+_e\d+m\d+_g\d+)_weight")
 
 
@@ -88,8 +88,8 @@ class PackedMatrix(nn.Module):
         """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer.
 
         Args:
-            mapped: bytes in a file and their mapping, for tensors that are used in place instead of copied; see [Note:
-                dropped pages].
+            mapped: for tensors that are used in a mapped file instead of copied: their bytes, and the file's memory
+                mapping; see [Note: dropped pages].
 
         Raises:
             WeightFormatError: names, dtypes or shapes are not those of the format.
@@ -127,7 +127,7 @@ class PackedMatrix(nn.Module):
             self.register_parameter(stored, other.get_parameter(stored))
 
     def free_panels(self) -> None:
-        """Free the panels that products of this module have cached. Later products make new panels."""
+        """Free the panels: the copy of the weight in the layout of the CPU kernels. Later products make new panels."""
         self._panels.clear()
 
     def unpack(self) -> torch.Tensor:
@@ -157,8 +157,8 @@ class PackedMatrix(nn.Module):
         return typed if form.shape else typed.view(())  # the bytes of a 0-d tensor are stored as a vector
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Pack a plain `weight`. Raise if a loaded tensor does not contain the bytes of a packed tensor: torch would
-        convert its values."""
+        """Pack a plain `weight`. Raise if a tensor loaded into packed bytes is not uint8, since torch would convert its
+        values."""
         stored = {name: prefix + self.parameter_name(name) for name in self._form}
         plain = prefix + "weight"
         if plain in state_dict and not any(key in state_dict for key in stored.values()):
@@ -329,7 +329,7 @@ def pack_linear_layers(
         The names of the packed layers. Layers of other classes than `nn.Linear` stay as they are.
 
     Raises:
-        WeightFormatError: a weight does not fit the format. The layers before it are packed then.
+        WeightFormatError: a weight does not fit the format. The layers before it stay packed.
     """
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear and chosen(name)]
     for name in names:

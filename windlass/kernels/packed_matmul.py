@@ -17,14 +17,14 @@ UnpackRows = Callable[[list[torch.Tensor], torch.dtype], torch.Tensor]
 
 
 class Product(Protocol):
-    """Product of an input and a packed weight. The object may hold the weight in another form."""
+    """Object that multiplies an input by a packed weight. It may store the weight in a form of its own."""
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `input @ weight.T + bias` without gradients."""
         ...
 
     def end_backward(self) -> None:
-        """Free memory of the packed weight that a backward has used. Called at the end of the backward."""
+        """Free memory of the packed weight once a backward has read it. Called at the end of each backward."""
         ...
 
 
@@ -47,7 +47,7 @@ def packed_matmul(
         bias: `[out_features]` of the dtype of `input`, or None.
         unpack_rows: returns `[rows, in_features]` in a given dtype, from the same rows of all packed tensors.
         packed: tensors whose first dimension is `out_features`, without gradients.
-        product: computes the result of the forward instead, from its own form of the weight.
+        product: multiplies in the forward, in place of `unpack_rows` and `F.linear`, from its own form of the weight.
         shared: tensors that each call of `unpack_rows` receives in full, after the rows.
     """
     result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, product, len(packed), *packed, *shared)
@@ -62,7 +62,7 @@ def multiply_alone(
     if product is None or torch.is_grad_enabled() and any(one.requires_grad for one in given):
         return None
     if any(unpack_dual(one).tangent is not None for one in given):
-        return None  # `packed_matmul` refuses forward-mode derivatives
+        return None  # so that `packed_matmul` raises: it has no forward-mode derivative
     with native_product(2 * input.numel() * out_features):
         return product(input, bias)
 

@@ -1,4 +1,4 @@
-"""Checksums of the pages of a buffer, compared and renewed while an update has the pages in the cache."""
+"""Checksums of the pages of a buffer, compared and renewed while an update has the pages in the CPU cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class PageState(IntEnum):
-    """Result of the comparison of one page, as in windlass/kernels/native/page_sums.hpp."""
+    """Result of the comparison of one page. The numbers are those in windlass/kernels/native/page_sums.hpp."""
 
     UNREAD = 0
     INTACT = 1
@@ -16,7 +16,7 @@ class PageState(IntEnum):
 
 
 class PageSums:
-    """Checksums (CRC-32C) of memory that was read from a disk without comparison, and will be written again.
+    """Checksums (CRC-32C) of memory that was read from a disk without a check, and will be written again.
 
     Args:
         memory: `[pages * 4096]` uint8, page-aligned.
@@ -34,7 +34,7 @@ class PageSums:
 
     @property
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """Numbers for native code: address and count of the pages, and addresses of the three tables."""
+        """For native code: address and count of the pages, and addresses of `expected`, `renewed` and `states`."""
         tables = (self.expected, self.renewed, self.states)
         return (self.memory.data_ptr(), self.states.numel(), *(table.data_ptr() for table in tables))  # type: ignore[return-value]
 

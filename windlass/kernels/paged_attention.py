@@ -2,11 +2,11 @@
 
 Native code computes on the CPU, `device_attention` on accelerators.
 
-[Note: layout of the cache] Keys are `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
-of 16 keys are one vector register, to which each query feature adds its products without a horizontal sum. Values are
-`[blocks, kv_heads, block_size, value_dim]`, with `value_dim` padded to a multiple of 16; the padding is undefined. In
-keys and in values, a block of one head is contiguous. Code outside of this file copies and moves full blocks, and reads
-tokens by `read_kv`.
+[Note: layout of the cache] Keys are `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: native
+code sums the scores of 16 keys in one vector, to which it adds the 16 products of each query feature in turn, without a
+horizontal sum. Values are `[blocks, kv_heads, block_size, value_dim]`, with `value_dim` padded to a multiple of 16; the
+padding is undefined. In keys and in values, a block of one head is contiguous. Code outside of this file copies and
+moves full blocks, and reads tokens by `read_kv`.
 
 [Note: batch-invariant attention] Scores are sums in the order of the features, outputs are sums in the order of the
 keys, in tiles that begin at fixed positions of the sequence. A query's result has the same bits whatever other queries
@@ -249,7 +249,7 @@ def paged_attention(
 
     Args:
         query: `[tokens, heads, key_dim]`, float32 or bfloat16, on accelerators also float16; `heads` is a multiple of
-            the cache's. The queries of a sequence are consecutive.
+            the cache's `kv_heads`. The queries of a sequence are consecutive.
         block_table: int32 `[sequences, max_blocks]`; the blocks of each sequence in order.
         query_start: int32 `[sequences + 1]`; sequence `s` has the queries `[query_start[s], query_start[s + 1])`.
         context_lengths: int32 `[sequences]`; tokens of each sequence in the cache, the queries' own included.

@@ -1,4 +1,7 @@
-"""Panels of a packed layer outside of an inference engine, made again when the layer's bytes change."""
+"""Panels of a packed layer outside of an inference engine, made again when the layer's bytes change.
+
+Panels are a copy of the weight in the memory order that native matrix products read, see [Note: panels].
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from windlass.kernels.weight_format import PackedWeight, WeightFormat
 
 
 class PanelProduct:
-    """Product with panels, without gradients."""
+    """Product of an input and a weight in panels, see [Note: panels], without gradients."""
 
     def __init__(self, panels: PackedPanels, pages: Sequence[MappedBytes]) -> None:
         self._panels, self._pages = panels, pages
@@ -25,7 +28,7 @@ class PanelProduct:
             return packed_linear(input.detach(), self._panels, bias)
 
     def end_backward(self) -> None:
-        """Drop the pages that a backward has read."""
+        """Drop the weight's mapped pages, which a backward has read; see [Note: dropped pages]."""
         for one in self._pages:
             one.drop()
 
@@ -35,8 +38,8 @@ class PanelCache:
 
     [Note: kept panels] Panels are kept from the second product on, while address and version of every parameter are the
     same, and only for parameters that own their memory. Views of an engine's flat buffer do not: the buffer is filled
-    without a change of versions, so their panels are made for each product, and int8 weights are cast to
-    float instead. Panels take as much memory as the packed weight, whose own pages are dropped if they are mapped from
+    without a change of versions. So their panels are made for each product; int8 weights are cast to float, without
+    panels. Panels take as much memory as the packed weight, whose own pages are dropped if they are mapped from
     a file ([Note: dropped pages]). A copy or pickle of the layer has no panels. Changes through `.data` keep the
     version: use `PackedLinear.set_packed`.
 

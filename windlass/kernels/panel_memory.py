@@ -38,7 +38,7 @@ class SharedWeights:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Take memory of weights from the file inside the `with` block, which one process at a time can enter."""
+        """Inside the `with` block, take memory for weights from the file. One process at a time can enter the block."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         token = _active.set(self)
         try:
@@ -66,7 +66,7 @@ _active: contextvars.ContextVar[SharedWeights | None] = contextvars.ContextVar("
 
 
 def take_panels(nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """Return uint8 `[nbytes]` for a packed weight, filled by `fill` or by another process before."""
+    """Return uint8 `[nbytes]` for a packed weight, filled by `fill` unless another process has filled it."""
     shared = _active.get()
     if shared is not None and nbytes:
         return shared.take(nbytes, fill)

@@ -4,8 +4,8 @@ A program computes some queries of one sequence, for all query heads that share 
 the keys: [Note: parts of the keys]. Softmax and sums are in float32, products of float32 in full precision.
 
 [Note: parts of the keys] A decode step of few sequences would use few processors. Its keys are divided into parts that
-programs compute side by side; each writes its sum, its maximum and its weight, which `_combine` joins. The number of
-parts follows from shapes alone, so a CUDA graph can hold the launch.
+programs compute side by side. Each writes its weighted sum of values, largest score and sum of weights, and `_combine`
+joins these. The number of parts follows from shapes alone, so a CUDA graph can capture the launch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _attend_tile(
     if first >= count:
         return
     length = tl.load(lengths + sequence)
-    before = length - count  # positions before the queries
+    before = length - count  # number of tokens before the queries
     row = tl.arange(0, ROWS)
     index = first + row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -138,7 +138,7 @@ def _attend_tile(
             seen = seen & (position[:, None] // CHUNK == key_position[None, :] // CHUNK)
         scores = tl.where(seen & valid[:, None], scores, float("-inf"))
         highest = tl.maximum(best, tl.max(scores, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)  # rows without a visible key so far
+        shift = tl.where(highest == float("-inf"), 0.0, highest)  # no visible key so far: avoid -inf - -inf
         weight = tl.exp(scores - shift[:, None])
         scale = tl.exp(best - shift)
         total = total * scale + tl.sum(weight, 1)
@@ -257,7 +257,7 @@ def _combine(
     best: Any = maxima.amax(0)
     if sinks is not None:
         best = torch.maximum(best, sinks)
-    best = torch.where(best == -math.inf, torch.zeros_like(best), best)  # rows of no sequence
+    best = torch.where(best == -math.inf, torch.zeros_like(best), best)  # tokens of no sequence: avoid -inf - -inf
     scale = torch.exp(maxima - best)
     total = (weights * scale).sum(0)
     if sinks is not None:

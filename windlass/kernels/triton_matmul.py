@@ -1,7 +1,7 @@
 """Product of an input and a packed matrix as a Triton kernel, for few rows and for many.
 
 A program multiplies a tile of rows by the codes of a tile of outputs, block by block of the input features. In
-memory the codes are as in the file; a tile of codes is converted to numbers in registers.
+device memory the codes are packed as in the checkpoint; a tile of codes is converted to numbers in registers.
 
 [Note: exact tiles] A tile holds `code - zero`, which 16-bit floats represent exactly for codes of at most 8 bits. A
 block of features is part of one group, whose scale multiplies the tile's sum in float32. So the weight is never rounded
@@ -9,7 +9,7 @@ to the dtype of the input; only the result is rounded.
 
 [Note: parts of the features] A product of few rows and outputs would use few processors. Its input features are divided
 into parts that programs sum side by side in float32; the parts are added afterwards, in a fixed order. The number of
-parts follows from shapes alone, so a CUDA graph can hold the launch.
+parts follows from shapes alone, so a CUDA graph can capture the launch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _bits_at(words, place, stride, mask, BITS: tl.constexpr):
 @triton.jit
 def _float8(code):
     """Return the float32 values of float8 e4m3fn numbers with the bits `code`."""
-    # a float16 has the same fraction with more bits, and an exponent that is larger by 8
+    # a float16 has more bits of fraction, and an exponent bias that is larger by 8: hence the factor 256
     bits = ((code & 128) << 8) | ((code & 127) << 7)
     value = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((code & 127) == 127, float("nan"), value)

@@ -22,7 +22,8 @@ class UpdateTensors:
     Args:
         parameter: fp32, bf16 or fp16; updated in place.
         gradient: fp32, bf16 or fp16; only read.
-        states: states in the order of the rule, all fp32, all bf16 or all 8-bit codes (uint8); updated in place.
+        states: states in the order in which the optimizer rule defines them, all fp32, all bf16 or all 8-bit codes
+            (uint8); updated in place.
         scales: with 8-bit codes, fp32 of `count_scales(n)` elements for each state; else empty.
         low_precision_copy: bf16 or fp16; receives the new parameter rounded to nearest even; None: no copy.
     """

@@ -5,8 +5,9 @@ without an unpacked copy of all of it. `windlass.kernels.packed_linear.PackedLin
 no state.
 
 [Note: optional members] A format may also have `join` (`JoinableFormat`), `unpack_rows` (`RowFormat`) and
-`keeps_order`. Without them its layers are multiplied one by one, a lookup of rows unpacks the full matrix, and tensor
-parallelism first tests the division on a random matrix. `packed_tensors.RowTensors` has the first two for formats whose
+`keeps_order`. Without `join`, layers with the same input are multiplied one by one. Without `unpack_rows`, a lookup of
+rows unpacks the full matrix. Without `keeps_order`, tensor parallelism first tests on a random matrix whether shards of
+the packed tensors are shards of the matrix. `packed_tensors.RowTensors` implements the first two for formats whose
 tensors all have one row for each output feature.
 """
 
@@ -88,7 +89,7 @@ class RowFormat(Protocol):
     """Weight format that unpacks single rows."""
 
     def unpack_rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
-        """Return the rows `index`, int64 `[rows]`, in the format's own precision."""
+        """Return the rows that `index` (int64 `[rows]`) selects, in the format's own precision."""
         ...
 
 
@@ -140,7 +141,7 @@ class Int8WeightFormat(RowTensors):
         check_finite(wide, self.name, "is outside of the range of torch.float32")
         columns = wide.shape[1]
         scale = wide.abs().amax(1, keepdim=True) / 127 if columns else wide.new_zeros(wide.shape[0], 1)
-        # a row of zeros (or of numbers so small that its scale is 0) divides by 1
+        # a row of zeros (or of numbers so small that its scale is 0) is divided by 1
         quotient = wide / torch.where(scale > 0, scale, torch.ones_like(scale))
         return {"weight": quotient.round_().clamp_(-127, 127).to(torch.int8), "weight_scale": scale}
 

@@ -106,7 +106,7 @@ def combine_failures(failures: Sequence[RankFailure]) -> LaunchExitStatus:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; real-time signals have only a number."""
+    """Return the name of a signal, or `signal NUMBER` for one without a name (real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:

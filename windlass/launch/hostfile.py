@@ -1,4 +1,7 @@
-"""Selection of hosts and slots: the hostfile, and the filters of `--include` and `--exclude`."""
+"""Selection of hosts and slots: the hostfile, and the filters of `--include` and `--exclude`.
+
+A slot is a place for one rank, usually a GPU.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,10 @@ def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_sl
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> str:
-    """Encode `{host: [slot, ...]}`, or numbers of slots, as URL-safe base64 of JSON; a shell needs no quotes for it."""
+    """Encode `{host: [slot, ...]}` or `{host: number of slots}` as URL-safe base64 of JSON.
+
+    The result needs no quotes in a shell.
+    """
     text = json.dumps({name: slots if isinstance(slots, int) else list(slots) for name, slots in world_info.items()})
     return base64.urlsafe_b64encode(text.encode()).decode()
 

@@ -50,15 +50,16 @@ def launch_from_args(
 ) -> int:
     """Start the ranks that `args` (the result of `parse_flags`) describe, and supervise them to their end.
 
-    With `--dry-run` only show their placement. As a rank of another launcher this process becomes the program, and the
-    call does not return.
+    With `--dry-run` only show their placement. If another launcher started this process as a rank, the
+    process is replaced by the user's program, and the call does not return.
 
     Args:
         env: variables to set in the environment of the ranks, over inherited ones.
         command_name: name of the command in messages.
 
     Returns:
-        The worst exit code of the ranks; 128 plus the number of a signal that ended one, or that this process received.
+        The worst exit code of the ranks; 128 plus the number of a signal that ended a rank, or that this process
+        received.
 
     Raises:
         LaunchError: the ranks cannot be started as requested.
@@ -118,7 +119,7 @@ def _is_local(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> bool
     if args.launcher and launcher != "ssh" and not getattr(args, "single_is_local", False):
         if not args.hostfile and launcher == "pdsh":
             raise LaunchError(f"--launcher {args.launcher} starts ranks on other hosts, and no hostfile names any")
-        return False  # without a hostfile, MPI starts the ranks of this machine
+        return False  # the requested launcher starts the ranks, even if all are on this machine
     return not args.hostfile or getattr(args, "single_is_local", False) or is_local_host(plan.hosts[0].name)
 
 

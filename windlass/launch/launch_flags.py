@@ -19,7 +19,7 @@ AXIS_FLAGS = {
 }
 """Flags that set axis sizes, for a dry run."""
 _UNBOUNDED = 10**15
-_MAX_SECONDS = 2 * 10**6  # 23 days; `selectors` raises above about 2.1e6 (milliseconds in 32 bits)
+_MAX_SECONDS = 2 * 10**6  # 23 days; above 2.1e6 s, `selectors` raises, as it counts ms in 32 bits
 LOG_LEVEL_NAMES = ("debug", "info", "warning", "error", "critical")
 
 _DESCRIPTION = """Start SCRIPT on N ranks of this machine, or on those of several hosts over ssh.

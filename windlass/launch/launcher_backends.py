@@ -99,7 +99,8 @@ def pdsh_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
 
 
 def openmpi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """Build an Open MPI command. `-x NAME` exports mpirun's own value, so that no value is on the command line."""
+    """Build an Open MPI command. `-x NAME` exports a variable with its value in mpirun's
+    environment, so that no value is on the command line."""
     hosts = ",".join(f"{host.name}:{len(host.slots)}" for host in plan.hosts)
     words = ["mpirun", "-n", str(plan.world_size), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
     exported = [word for name in sorted(plan.env) for word in ("-x", name)]
@@ -122,7 +123,7 @@ def impi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
 
 
 def mvapich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """Build an MVAPICH2-GDR command: Hydra with further variables."""
+    """Build an MVAPICH2-GDR command: Hydra with further environment variables."""
     each = _equal_ranks_per_host(plan, "mvapich")
     own = {
         "MV2_SMP_USE_CMA": "0",
@@ -140,7 +141,8 @@ def mvapich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherComma
 
 
 def slurm_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """Build an srun command. srun exports its full environment, and places ranks by number, not by device.
+    """Build an srun command. srun exports its full environment to the ranks. It takes a number of ranks per
+    host, and no choice of devices.
 
     Raises:
         LaunchError: hosts have different numbers of slots, or slots other than the first.
@@ -171,7 +173,8 @@ _COMMAND_BUILDERS: Mapping[str, Callable[[LaunchPlan, LauncherOptions], Launcher
 
 
 def _rank_argv(plan: LaunchPlan) -> list[str]:
-    """Return the command of each rank. The backend passes the variables, so that process listings do not show them."""
+    """Return the command of each rank. The backend passes the environment variables, so that process
+    listings do not show them."""
     return [sys.executable, "-u", "-m", "windlass.launch.external_rank", encode_plan(replace(plan, env={}))]
 
 

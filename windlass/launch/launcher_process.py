@@ -37,7 +37,7 @@ class _PdshEvents(RankEvents):
 
 
 def run_launcher_command(command: LauncherCommand, plan: LaunchPlan) -> LaunchExitStatus:
-    """Run `command` and return its exit status. Failures are left out: the ranks and the command have printed them."""
+    """Run `command` and return its exit status, without failures: the ranks and the command have printed them."""
     is_pdsh = command.argv[0] == "pdsh"
     events = _PdshEvents() if is_pdsh else RankEvents(None)
     with capture_signals(plan.signals) as received, selectors.DefaultSelector() as selector:

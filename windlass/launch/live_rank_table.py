@@ -1,4 +1,4 @@
-"""Live table of ranks: host, rank, pid, state, memory, last line. Plain lines of text without a terminal."""
+"""Live table of ranks: host, rank, pid, state, memory, last line. If stderr is not a terminal, plain lines of text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LiveRankTable(RankEvents):
 
     Args:
         host_of_rank: host of each rank.
-        is_local: ranks are processes of this machine, whose memory is read here.
+        is_local: True if the ranks are processes of this machine, whose memory is read here.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def check_main_thread() -> None:
 
 
 def _master_endpoint(plan: LaunchPlan, stack: contextlib.ExitStack) -> tuple[str, int]:
-    """Return the rendezvous address and port. On the first host, start the store, unless rank 0 runs it."""
+    """Return the address and port of the rendezvous store. On the first host, start it, unless rank 0 runs it."""
     alone = len(plan.hosts) == 1
     address = plan.master_addr or LOOPBACK
     if plan.node_rank > 0:

@@ -80,7 +80,7 @@ class NodeAgent:
         self.close()
 
     def close(self) -> None:
-        """End the ranks and the store."""
+        """End the ranks and the rendezvous store."""
         if self._ranks is not None:
             self._ranks.close(succeeded=False)
         if self._store is not None:

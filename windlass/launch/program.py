@@ -25,7 +25,7 @@ class Program:
     passes_local_rank: bool = False
 
     def argv_for_rank(self, local_rank: int) -> list[str]:
-        """Return the command line for a rank, with this Python."""
+        """Return the command line of a rank. Python programs use this process's interpreter."""
         name, *arguments = self.argv
         if self.passes_local_rank:
             arguments = [f"--local_rank={local_rank}", *arguments]

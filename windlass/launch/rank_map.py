@@ -19,7 +19,7 @@ TRAFFIC_AXES = {
     "sp": ("sp",),
     "tp": ("tp",),
 }
-"""Axes of each kind of traffic, by its name in `parallel.comm_volumes`."""
+"""Mesh axes along which each kind of traffic runs, by the name of the kind in `parallel.comm_volumes`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class HostRankMap:
-    """Ranks of a mesh shape on hosts, in the order of the hosts."""
+    """Placement of the ranks of a mesh shape on hosts, in the order of the hosts."""
 
     grid: MeshShape
     hosts: tuple[Host, ...]

@@ -22,7 +22,7 @@ class OutputRouting:
 
     Args:
         directory: folder of one file per rank; None: no files.
-        file_name: name of a file; `{rank}` is the rank.
+        file_name: name of a file, in which `{rank}` is replaced by the rank.
         file_only_streams: streams that go only to files, by local rank; -1 stands for all others.
         file_streams: streams that go to files, by local rank; -1 stands for all others.
         shown_local_ranks: local ranks that are shown; None: all.
@@ -151,7 +151,7 @@ def write_stream(stream: str, data: bytes) -> None:
 def _split_lines(data: bytes) -> list[bytes]:
     """Return the lines with their ends, then the incomplete rest. A progress bar's carriage return ends a line too."""
     found = data.splitlines(keepends=True)
-    # a trailing carriage return may be the first half of \r\n
+    # a line with a trailing carriage return is held back: it may be the first half of \r\n
     rest = found.pop() if found and not found[-1].endswith(b"\n") else b""
     return [*found, rest]
 

@@ -11,7 +11,7 @@ class Host:
     """Machine that runs ranks, with one slot for each.
 
     `slots` are indices into the devices available on the host, or device names (`GPU-8f3...`); on a host without GPUs
-    only their number counts.
+    only the number of slots counts.
     """
 
     name: str
@@ -36,7 +36,7 @@ class RankPlacement:
     num_nodes: int
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of this placement, with the names of torchrun and of the `deepspeed` command."""
+        """Return the environment variables of this placement, under the names that torchrun and `deepspeed` use."""
         values = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
@@ -54,7 +54,7 @@ class RankPlacement:
 
 
 def place_ranks(hosts: Sequence[Host]) -> list[list[RankPlacement]]:
-    """Return the placements of each host. Ranks are numbered through the hosts in their order."""
+    """Return, for each host, the placements of its ranks. Ranks are numbered host by host."""
     world, rank, found = sum(len(host.slots) for host in hosts), 0, []
     for node, host in enumerate(hosts):
         size = len(host.slots)

@@ -115,7 +115,7 @@ class RankProcesses:
                     self._close_pipe(one, descriptor)
 
     def stop(self, signal_number: int, grace_s: float) -> None:
-        """Send a signal to all running ranks and their process groups. After `grace_s` seconds `poll` kills the rest.
+        """Send a signal to all running ranks and their process groups. After `grace_s` seconds `poll` kills survivors.
 
         Processes that a rank started in other process groups do not receive the signal, but are killed at the end.
         """

@@ -69,7 +69,7 @@ def _close_all(nodes: Sequence[RemoteNode]) -> None:
 
 
 class _ErrorCheckedNode:
-    """Node whose error message ends the launch."""
+    """Remote node whose `poll` raises LaunchError if the node has sent an error."""
 
     def __init__(self, node: RemoteNode) -> None:
         self._node = node

@@ -16,7 +16,7 @@ from windlass.launch import exec_rank
 from windlass.launch.launch_errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-_LISTEN_BACKLOG = 2048  # number of ranks that may connect while torch is imported
+_LISTEN_BACKLOG = 2048  # ranks that may connect while the store process imports torch
 _SERVER_PROGRAM = """
 import signal, sys
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

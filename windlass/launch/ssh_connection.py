@@ -65,7 +65,7 @@ class SshConnectionOptions:
     def agent_shell_command(self, environ: Mapping[str, str], cwd: str) -> str:
         """Return the shell text that starts the agent of a host.
 
-        It sets only PYTHONPATH: the other variables may be secret, and are sent as messages.
+        It sets only PYTHONPATH: other variables may be secret, and are sent over the connection, not in the command.
         """
         path = {"PYTHONPATH": source_pythonpath(environ.get("PYTHONPATH", ""))}
         agent = shell_command([sys.executable, "-u", "-m", "windlass.launch.node_agent"], env=path)
@@ -145,7 +145,7 @@ class RemoteNode:
         self.channel.close()
 
     def describe_end(self) -> str:
-        """Describe the end of the connection, with the last lines of ssh if there are any."""
+        """Describe the end of the connection by the last lines of its output, or by the exit status of ssh."""
         status = self._process.returncode
         ended = f"ended by {signal_name(-status)}" if status and status < 0 else f"exit code {status}"
         return f"its connection ended ({'; '.join(self._last_lines) or ended})"

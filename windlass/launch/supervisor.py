@@ -18,7 +18,7 @@ from windlass.launch.exit_status import LaunchExitStatus, RankFailure, combine_f
 from windlass.launch.oom_kills import OomKillCounter
 from windlass.launch.rank_output import RankConsole, write_stream
 
-_FIRST_FAILURE_WINDOW_S = 0.25  # after the first failure, ranks that fail by themselves within this time count too
+_FIRST_FAILURE_WINDOW_S = 0.25  # after the first failure, ranks that fail within this time count as failed too
 # Signals within this time are one request: systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP and SIGTERM.
 _ONE_REQUEST_S = 0.2
 

@@ -58,7 +58,7 @@ def count_devices() -> int:
 
 
 def select_devices(slots: Sequence[int | str], available: Sequence[str], host: str) -> list[str] | None:
-    """Return the devices of these slots: a number is an index into the available devices, a name is one of them.
+    """Return the device of each slot: a number is an index into the available devices, a name is one of them.
 
     Returns:
         None if there are no GPUs; ranks are then CPU processes.

@@ -96,7 +96,7 @@ class FlopCounter(TorchDispatchMode):
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Add the hooks that follow modules."""
+        """Add the hooks that record which modules run."""
         self._forward_thread = threading.get_ident()
         for name, module in self._named:
             counts = self._dropped if isinstance(module, self._ignored) else self.modules[name]
@@ -134,7 +134,7 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         operation = getattr(func, "_overloadpacket", func)
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose") and not has_formula(operation):
-            with self:  # without autograd, composite operations arrive undecomposed
+            with self:  # in inference mode, composite operations arrive undecomposed: count their parts
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
@@ -142,7 +142,7 @@ class FlopCounter(TorchDispatchMode):
         output = func(*args, **kwargs)
         returned = time.perf_counter()
         self._record(operation, args, kwargs, output)
-        if self._device.type == "cpu":  # on other devices, counting on the host overlaps with the device's work
+        if self._device.type == "cpu":  # elsewhere counting overlaps with the device's work, and delays nothing
             self._own_seconds += called - began + time.perf_counter() - returned
         return output
 

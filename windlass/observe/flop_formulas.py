@@ -188,7 +188,7 @@ def _triple_product(
 
 
 def _euclidean_distances(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Count the matrix product from which distances are computed: of rows that are extended by two elements."""
+    """Count the matrix product from which distances are computed. Two elements are added to each row for it."""
     batch: int = math.prod(torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]))
     return 2 * batch * first.shape[-2] * second.shape[-2] * (first.shape[-1] + 2)
 

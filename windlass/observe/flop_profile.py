@@ -82,7 +82,7 @@ def build_profile(
     micro_batches: int = 1,
     numel_of_model: Callable[[nn.Parameter], int] | None = None,
 ) -> ModelProfile:
-    """Build the profile of a model from its counter.
+    """Build the profile of a model from the FLOPs that `counter` counted.
 
     Args:
         micro_batches: number of counted micro-batches; the result is their mean.

@@ -1,4 +1,4 @@
-"""Text of a FLOP profile in the layout of DeepSpeed's report, and its formats of numbers."""
+"""Text of a FLOP profile in the layout of DeepSpeed's report, and functions for its number formats."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StepFacts:
         micro_batches: micro-batches of the step.
         recompute_factor: number of forwards that the backward repeats, used in place of the counted recomputation; 0:
             use the count.
-        peak: description of the device's peak and the share of it in use.
+        peak: description of the device's peak FLOPS and of the share that the step reached.
     """
 
     step: int = 1

@@ -124,7 +124,7 @@ class RunMonitor:
 
     @property
     def enabled(self) -> bool:
-        """True if any writer is enabled. A training loop may skip the computation of events otherwise."""
+        """True if any writer is enabled. If False, a training loop need not compute events."""
         return bool(self._writers)
 
     def writer(self, name: str) -> EventWriter | None:
@@ -200,7 +200,7 @@ class TensorBoardWriter:
         make: Callable[..., Any] = SummaryWriter
         make_directory(folder)
         self.summary_writer = make(log_dir=str(folder))
-        for path in folder.glob(f"*.{os.getpid()}.*"):  # TensorBoard's file has all permissions that the umask allows
+        for path in folder.glob(f"*.{os.getpid()}.*"):  # TensorBoard may create a file that all users can write
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~stat.S_IWOTH)
 
     def write(self, events: list[Event]) -> None:
@@ -250,7 +250,7 @@ class WandbWriter:
 class CometWriter:
     """Writer of a Comet experiment, the attribute `experiment`.
 
-    It logs a metric once `samples_log_interval` samples have passed since the metric's last value.
+    It logs a metric if at least `samples_log_interval` samples have passed since the metric was last logged.
 
     Raises:
         ConfigError: the package comet_ml is not installed, or it can't start (no key, no network).

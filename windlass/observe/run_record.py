@@ -72,7 +72,7 @@ class RunRecord:
 
 
 class _WarningHandler(logging.Handler):
-    """Handler that writes warnings and errors of the log to a record."""
+    """Handler that writes the first 1,000 warnings and errors of the log to a record."""
 
     def __init__(self, record: RunRecord) -> None:
         super().__init__(logging.WARNING)
@@ -85,7 +85,7 @@ class _WarningHandler(logging.Handler):
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return facts of this machine that explain the speed of a run. A fact that is unknown gives its reason."""
+    """Return properties of this machine that explain the speed of a run. The value of an unknown one is the reason."""
     return {
         "host": os.uname().nodename,
         "cpu": try_fact(hardware_facts.cpu_facts),
@@ -97,7 +97,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def without_secrets(config: Any) -> Any:
-    """Return a configuration with the values of keys such as `api_key` replaced."""
+    """Return a configuration with the values of keys such as `api_key` replaced by "(left out)"."""
     if isinstance(config, Mapping):
         return {
             key: "(left out)" if str(key).lower() in _SECRETS and value else without_secrets(value)

@@ -24,7 +24,8 @@ class CPUAdam(CPUOptimizer):
         adamw_mode: decouple the weight decay from the gradient.
         maximize: maximize the objective instead of minimizing it.
         state_dtype: "fp32", "bf16" or "8bit".
-        fp32_optimizer_states: DeepSpeed's name; False replaces `state_dtype="fp32"` by "bf16".
+        fp32_optimizer_states: DeepSpeed's argument for the dtype of states: False replaces `state_dtype="fp32"` by
+            "bf16".
 
     Raises:
         ConfigError: a value is out of range.

@@ -51,7 +51,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     - `low_precision_copies`: maps a parameter to a bf16 or fp16 tensor that receives the updated parameter, rounded to
       nearest even;
     - `gradient_overrides`: maps a parameter to a gradient that replaces `.grad`, in fp32, bf16 or fp16;
-    - `page_sums`: checksums of the memory of parameters and states, compared and renewed in the same pass.
+    - `page_sums`: checksums of the memory of parameters and states, compared and renewed in the pass that updates them.
 
     Args:
         state_dtype: dtype of the moments: "fp32"; "bf16", with stochastic rounding; or "8bit", where two moments take

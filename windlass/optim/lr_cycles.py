@@ -142,7 +142,8 @@ class OneCycle(LRSchedule):
         rising = position <= self.first_size
         way, size = (position, self.first_size) if rising else (length - position, self.second_size)
         stairs = self.first_stairs if rising else self.second_stairs
-        # Round the product, not the quotient: at an exact stair the quotient may be slightly below the stair.
+        # Round `way * stairs / size`, not `(way / size) * stairs`: where the exact value is a whole number, the second
+        # may be slightly less.
         return math.floor(way * stairs / size) / stairs if stairs > 0 else way / size
 
     def _decay_intervals(self) -> float:

@@ -53,7 +53,7 @@ class WarmupDecayLR(WarmupLR):
     """`WarmupLR`, followed by a linear decay to the minimum at `total_num_steps`.
 
     Raises:
-        ValueError: as `WarmupLR`.
+        ValueError: see `WarmupLR`.
     """
 
     def __init__(

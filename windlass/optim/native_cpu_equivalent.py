@@ -48,7 +48,7 @@ def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.
 
 
 def updates_page_sums(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if `optimizer.step` compares and renews the `CPUOptimizer.page_sums` of memory that it changes."""
+    """Return True if `optimizer.step` checks and renews the checksums of the memory that it changes."""
     return get_step_class(optimizer) in _CPU_CLASSES.values() and can_sum_pages()
 
 

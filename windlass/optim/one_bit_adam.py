@@ -98,7 +98,8 @@ def check_one_bit_options(
     eps_inside_sqrt: bool = False,
     key: str = "freeze_step",
 ) -> None:
-    """Raise ConfigError if `freeze_step`, called `key` in the message, is below 1, or if another option is set."""
+    """Raise ConfigError if `freeze_step`, called `key` in the message, is below 1, or if an unsupported option
+    (any other argument) is set."""
     if freeze_step < 1:
         raise ConfigError(
             f"{name}: {key} is {freeze_step}, and the variance is measured in the steps before it; write at "

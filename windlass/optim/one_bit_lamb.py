@@ -157,7 +157,7 @@ def move_lamb_values(
 
 
 def _frozen_update(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """Return the update without weight decay. It is 0 for elements without a gradient before the freeze."""
+    """Return the update without weight decay. It is 0 for elements that had no gradient before the freeze."""
     variance: torch.Tensor = state["exp_avg_sq"]
     update: torch.Tensor = state["exp_avg"] / lamb_denominator(variance, group)
     return update.masked_fill_(variance == 0, 0.0)

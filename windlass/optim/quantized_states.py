@@ -1,11 +1,12 @@
 """Resharding of 8-bit optimizer states: decode with the old blocks, encode with the new ones.
 
-[Note: 8-bit states of another sharding] Blocks of 256 elements are counted from the start of a span. A checkpoint
-therefore stores the codes by element, and separately the scales of each saved span. A loaded span reads the codes of
-its elements and the scales that encoded them. A block of the loaded span that is also a block of the saved span is
-copied unchanged, codes and scale, so training continues bit for bit with the same sharding. Values of all other blocks
-are decoded, and encoded again with the scale of the new block. Both scales are powers of two, so the values are the
-same, except those far below the largest value of the block.
+[Note: 8-bit states of another sharding] Each block of 256 elements has one scale. Blocks are counted from the start
+of a span, a range of the state's elements that a rank holds. A checkpoint therefore stores the codes by element, and
+separately the scales of each saved span. A loaded span reads the codes of its elements and the scales that encoded
+them. A block of the loaded span that is also a block of the saved span is copied unchanged, codes and scale, so
+training continues bit for bit with the same sharding. Values of all other blocks are decoded, and encoded again with
+the scale of the new block. Both scales are powers of two, so the values are the same, except those far below the
+largest value of the block.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BlockScales:
     Args:
         start, stop: the span is the elements `[start, stop)` of the state.
         first_block: index, in the span, of the block to which `values[0]` belongs.
-        values: fp32, one per block; unused blocks may be missing at either end.
+        values: fp32, one per block. Blocks that a load does not need may be missing at the start and at the end.
     """
 
     start: int
@@ -69,8 +70,8 @@ def dequantize_state(
 def requantize_state(
     codes: torch.Tensor, start: int, saved: list[BlockScales], signed: bool, out: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Decode as `dequantize_state`, and encode again into `out` `[n]` and `scales` `[ceil(n / 256)]`, with blocks
-    counted from `start`.
+    """Decode `codes` as `dequantize_state` does, and encode the values again into the codes `out` `[n]` and `scales`
+    `[ceil(n / 256)]`, with blocks counted from `start`.
     """
     stop = start + codes.numel()
     for first in range(0, codes.numel(), _CHUNK_ELEMENTS):
@@ -130,6 +131,6 @@ def _aligned_blocks(start: int, stop: int, saved: BlockScales) -> tuple[int, int
     begin, end = max(start, saved.start), min(stop, saved.stop)
     if begin >= end or (start - saved.start) % SCALE_BLOCK:
         return 0, 0
-    full = stop == saved.stop  # the last block of both spans may be a short one
+    full = stop == saved.stop  # both spans end here, so a short last block is the same in both
     last = count_scales(end - start) if full else (end - start) // SCALE_BLOCK
     return (begin - start) // SCALE_BLOCK, max(last, (begin - start) // SCALE_BLOCK)

@@ -46,8 +46,8 @@ class ZeroOneAdam(torch.optim.AdamW):
     algorithm 1, with DeepSpeed's policies.
 
     Args:
-        bias_correction, max_update: as in `OneBitAdam`. The bound holds for all steps with gradients that are not
-            reduced in full; at stage 0 a synchronization moves an element by at most as much as bounded steps would.
+        bias_correction, max_update: as in `OneBitAdam`. `max_update` bounds every step whose gradients are not reduced
+            in full; at stage 0 a synchronization moves an element by at most as much as bounded steps would.
         sync_interval: as in `OneBitAdam`.
         eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.

@@ -329,7 +329,7 @@ def manual_seed(seed: int) -> None:
     """Seed torch's default generator with `seed`, and the generator `"model-parallel-rng"` with a seed that differs
     between the ranks of the model-parallel group.
 
-    All generators of the tracker are removed first.
+    All generators of the RNG tracker are removed first.
     """
     rng_tracker.reset()
     torch.manual_seed(seed)

@@ -25,7 +25,7 @@ class StoredActivation(Pending, Protocol):
 
     @property
     def is_source_free(self) -> bool:
-        """True if the source tensor is no longer read."""
+        """True if the transfer no longer reads the source tensor."""
         ...
 
     def fetch(self) -> PendingCopy:
@@ -66,7 +66,9 @@ class ActivationStore(Protocol):
 
 
 class DeviceStore:
-    """Store in device memory. With `num_checkpoints`, one buffer per device, for that many checkpointed calls."""
+    """Store in device memory. With `num_checkpoints`, it has one buffer per device, with room for the inputs of
+    that many checkpointed calls.
+    """
 
     tier: ActivationTier = "device"
     is_collective = False

@@ -20,7 +20,7 @@ def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> N
     """
     newer: Any = getattr(model, "activation_checkpointing_enable", None)
     older: Any = getattr(model, "gradient_checkpointing_enable", None)
-    # transformers gives every model the methods, which raise if the class has no checkpoints in its forward
+    # transformers gives every model these two methods. They raise if the class does not support checkpointing.
     supported = getattr(model, "supports_gradient_checkpointing", True)
     options: dict[str, Any] = {"use_reentrant": False}
     if newer is not None and supported:

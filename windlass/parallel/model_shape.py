@@ -32,7 +32,8 @@ class ModelShape:
         has_router_loss: True if there is a load-balancing loss over the routers of all layers.
 
     Raises:
-        ConfigError: a size is below 1, `heads` does not divide `hidden` without `head_dim`, or `top_k` is out of range.
+        ConfigError: a size is below 1, `top_k` is out of range, or `head_dim` is 0 and `heads` does not divide
+            `hidden`.
     """
 
     hidden: int

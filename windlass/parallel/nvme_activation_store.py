@@ -177,7 +177,8 @@ class _DiskRead:
 
 
 def open_nvme_store(paths: Sequence[str]) -> NvmeStore:
-    """Create a store in these folders, striped block by block. Its files are deleted with the last activation in them.
+    """Create a store whose blocks are striped over these folders. Its files are deleted with the last activation in
+    them.
 
     Raises:
         StorageError: a path is not a folder, is not writable, or is full.

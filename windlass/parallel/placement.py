@@ -101,7 +101,7 @@ class Placement:
         )
 
     def shard_boxes(self) -> Iterator[ShardBox]:
-        """Yield the local part as boxes."""
+        """Yield the rectangular parts of the local tensor, one for each combination of `ranges`."""
         along = []
         for ranges in self.ranges:
             at, spans = 0, []

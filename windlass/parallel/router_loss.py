@@ -20,7 +20,8 @@ FUNCTION_NAME = "load_balancing_loss_func"
 RouterLogits = tuple[torch.Tensor, ...]
 
 CollectLogits = Callable[[RouterLogits], RouterLogits | None]
-"""Function from the logits of this forward to the logits of the loss, or to None if another stage computes the loss."""
+"""Function from the logits of this forward to all logits that the loss is computed from, or to None if another stage
+computes the loss."""
 
 GatherLogits = Callable[[RouterLogits, torch.Tensor | None], tuple[RouterLogits, torch.Tensor | None]]
 """Function from the logits and the attention mask of a part of the tokens to those of all tokens."""

@@ -2,10 +2,10 @@
 
 [Note: offloaded activations] A saved tensor is identified by its storage elements (`tensor_geometry`), not by the
 Python object, because autograd saves views of views, and the same hidden states many times. The content of one storage
-at one version is offloaded once, independent of how often and in which shape it is saved. Each request prefetches the
-tensors that were offloaded just before the requested one, about as many bytes as the requested tensor has. Within one
-backward, a tensor that was saved `n` times is cached until its `n`-th request, except in a collective store. The cache
-holds at most twice the bytes of the largest offloaded tensor.
+at one version is offloaded once, independent of how often and in which shape it is saved. When the backward requests a
+saved tensor, those offloaded just before it are prefetched, about as many bytes as the requested tensor has. Within one
+backward, a tensor that was saved `n` times is cached until its `n`-th request, except if its store is collective, i.e.
+reads it from other ranks. The cache holds at most twice the bytes of the largest offloaded tensor.
 Parameters, their views and small tensors are never offloaded.
 """
 
@@ -34,7 +34,7 @@ from windlass.parallel.tensor_geometry import (
 )
 
 MIN_OFFLOAD_BYTES = 4096
-"""Tensors of fewer bytes stay on the device: a transfer would cost more than the freed memory is worth."""
+"""Tensors of fewer bytes than this stay on the device: a transfer would cost more than the freed memory is worth."""
 
 
 @dataclass
@@ -137,7 +137,8 @@ class OffloadedTensor:
         coming, self._pending_fetch = self._pending_fetch or self._stored.fetch(), None
         coming.wait()
         self._counters.fetched_bytes += self.nbytes
-        if not self._store.is_collective:  # the lifetime of a Python object may differ between ranks
+        # With a collective store all ranks must fetch alike, but the value may be freed earlier on some ranks.
+        if not self._store.is_collective:
             self._last_fetched = ref(coming.value)
         return coming.value
 
@@ -153,9 +154,9 @@ class OffloadedTensor:
         )
 
     def _release_source(self) -> None:
-        """Release the source after its transfer.
+        """Release the tensor on the device once it was copied to the store.
 
-        If the source was changed before that, record an error: the copy may have old, new or mixed values.
+        If the tensor was changed in place before, record an error: the copy may have old, new or mixed values.
         """
         if self._source is None:
             return
@@ -173,8 +174,8 @@ class PackedTensor(NamedTuple):
 
 
 class PassthroughTensor(NamedTuple):
-    """Object that autograd holds for a tensor that is not offloaded. It records the version, since torch checks
-    versions only without hooks.
+    """Object that autograd holds for a tensor that is not offloaded. It records the tensor's
+    version, since torch does not check the versions of tensors that are saved through hooks.
     """
 
     tensor: torch.Tensor
@@ -195,7 +196,8 @@ class SavedTensorOffloader:
         self._by_key: WeakValueDictionary[StorageKey, OffloadedTensor] = WeakValueDictionary()
         self._in_flight: deque[ReferenceType[OffloadedTensor]] = deque()
         self._last_saved: ReferenceType[OffloadedTensor] | None = None
-        # Fetched tensors with further requests expected in this backward, by id of their entry; oldest first.
+        # Fetched tensors with further requests expected in this backward, by id of their `OffloadedTensor`;
+        # oldest first.
         self._cached: dict[int, torch.Tensor] = {}
         self._largest_bytes = 0  # bytes of the largest offloaded tensor
         self._backwards: set[int] = set()

@@ -39,7 +39,7 @@ _NAMES = {
 }
 """Names of each axis in Megatron, its forks and older units. Among the names that a unit has, the first one with
 several ranks is used, or the first one if none has several ranks. For tp the first one is always used, because
-`model_parallel` means pp and tp together in units that also have an earlier name of the axis.
+`model_parallel` means pp and tp together in units that also have a name listed before it.
 """
 
 
@@ -93,7 +93,7 @@ def sizes_of_topology(topology: RankTopology, world: int) -> dict[str, int]:
     """Return the numbers of ranks along pp and tp in a topology with the axes `pipe` and `model`. No communication.
 
     Raises:
-        ConfigError: the topology has another number of ranks, or its rank order is not that of `MeshShape`.
+        ConfigError: the topology does not have `world` ranks, or its rank order is not that of `MeshShape`.
     """
     if topology.world_size() != world:
         raise ConfigError(

@@ -18,7 +18,7 @@ class TensorGeometry:
 
     Attributes:
         size, stride: size and stride of the tensor.
-        unique_size, unique_stride: the same with size 1 in each dimension that only repeats elements (stride 0).
+        unique_size, unique_stride: the same, but both 1 in each dimension that only repeats elements (stride 0).
         dtype: dtype of the tensor.
         is_dense: True if the distinct elements are one run of memory without gaps. Then this run is saved, and all
             views of the run share the saved copy.

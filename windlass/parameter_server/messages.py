@@ -38,7 +38,7 @@ class MessageKind(IntEnum):
     PULL = 3  # lowest version that the worker accepts, in synchronous mode
     PARAMETERS = 4  # version; then all elements of the shard
     PUSH = 5  # version that was pulled, number of the push; then the gradient
-    PUSHED = 6  # result, version
+    PUSHED = 6  # value of a `PushResult`, version
     BYE = 7
     PROBLEM = 8  # number of bytes; then a text
     FOLLOW = 9  # replica, fingerprints of the model and the settings
@@ -168,10 +168,11 @@ def receive_gradient(
 
     Args:
         dense: number of elements of each dense fragment.
-        sparse: `(rows, elements per row)` of each sparse fragment.
+        sparse: `(maximum number of rows, elements per row)` of each sparse fragment.
 
     Raises:
-        CommunicationError: a number of rows or a row index is outside the fragment, or a flag is not 0 or 1.
+        CommunicationError: a sparse fragment has more rows than its maximum, or a row index outside the fragment; or
+            the flag that says if a dense fragment has a gradient is not 0 or 1.
     """
     numbers = link.receive(torch.empty(len(dense) + len(sparse), dtype=COUNTS)).tolist()
     present, counts = numbers[: len(dense)], numbers[len(dense) :]

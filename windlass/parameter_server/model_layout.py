@@ -17,7 +17,7 @@ class ModelLayout:
     """Trainable parameters of a model, and each server's fragments of them.
 
     Attributes:
-        parameters: name, size and kind of each trainable parameter.
+        parameters: name, size and gradient type (dense or sparse) of each trainable parameter.
         tensors: the trainable parameters themselves.
         fragments: for each server, the fragments of its shard.
         dtype: dtype of values and gradients in messages and on servers: float32, or float64 if a parameter is.

@@ -1,9 +1,10 @@
 """Server of one shard: a thread for each worker, and one lock around the parameters.
 
-[Note: replicas of a shard] A replica of a shard gets the content of its server when it connects, and then the mean
-gradient of every update before any worker receives its version. It makes the same update with an optimizer of its own.
-So no worker has parameters that a replica lacks, and a replica that takes over continues with the next update. Workers
-repeat pushes that were not answered. Pushes are numbered, so that a repeated push counts once.
+[Note: replicas of a shard] When a replica of a shard connects, its server sends it the shard's content. After that, it
+gets the mean gradient of every update before any worker receives the updated parameters. The replica makes the same
+update with an optimizer of its own. So no worker has parameters that a replica lacks, and a replica that takes over
+continues with the next update. Workers repeat pushes that were not answered. Pushes are numbered, so that a repeated
+push counts once.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
 _PAUSE = 0.02
 _PLACE_CHECK_S = 0.5
-_RETURN_S = 1.0  # a worker whose connection ended is lost after this time
+_RETURN_S = 1.0  # seconds in which a worker may connect again before it counts as lost
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ class TakenShard:
 
 
 class ParameterServer:
-    """Server of one shard, until all workers have left.
+    """Server of one shard of the parameters. Answers pulls and pushes until all workers have left.
 
     Args:
         layout: the model's layout over `servers` servers.
-        server: number of this server.
+        server: index of this server.
         workers: number of workers at the start.
         settings: settings of the job.
         make_optimizer: function that builds the optimizer of the shard.
         rendezvous: connection to the job's store.
-        replica: number of this process among the processes of the shard.
-        replicas: number of replicas that must be complete before the first worker is answered.
+        replica: index of this process among the processes of the shard.
+        replicas: number of replicas that must have the shard's content before the first worker is answered.
         taken: shard that this process has taken over as its replica; None: build the shard from the snapshot or model.
     """
 
@@ -88,14 +89,14 @@ class ParameterServer:
         self._clock = UpdateClock(settings, workers) if taken is None else taken.clock
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
-        self._live: dict[int, int] = {}  # ticket of the newest connection of each worker
+        self._live: dict[int, int] = {}  # number (ticket) of the newest connection of each worker
         self._idle_since = time.monotonic()  # start of the time without connected workers
         self._links: dict[int, PairLink] = {}
         self._replicas: dict[int, PairLink] = {}
         self._awaited_replicas = replicas
         self._had_worker = self._ends = False
         self._failure: BaseException | None = None  # error that ends the server
-        self._failed_update: BaseException | None = None  # the worker that pushed gets a PROBLEM before the server ends
+        self._failed_update: BaseException | None = None  # sent to the worker that pushed, before it ends the server
         self.dropped = 0
         self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
@@ -118,7 +119,8 @@ class ParameterServer:
         checked = began
         try:
             while not self._is_over():
-                # A thread of a process that was suspended may wait for a worker that has left.
+                # While this process was suspended, a replica may have taken the shard over. Threads that wait for a
+                # worker do not detect this.
                 if time.monotonic() - checked > _PLACE_CHECK_S:
                     self._check_place()
                     checked = time.monotonic()
@@ -134,7 +136,7 @@ class ParameterServer:
         except BaseException:
             self.abandon()
             raise
-        # `_is_over` may count the time without workers in which this process was suspended.
+        # `_is_over` counts a suspension of this process as time without workers, but a replica may have taken over.
         if self._ends or not self._check_place():
             return False
         for thread in threads:
@@ -256,7 +258,8 @@ class ParameterServer:
         rest = [worker for worker in range(workers) if not self._rendezvous.has_left(worker)]
         if not rest:
             return True
-        # A worker that is killed before it connects, or while the shard has no server, closes no connection.
+        # The end of a worker that is killed before it connects, or while the shard has no server, is not detected.
+        # So the server ends after `connect_seconds` without a connected worker.
         if not may_be_alone or alone < self._settings.connect_seconds:
             return False
         logger.warning(
@@ -383,7 +386,7 @@ class ParameterServer:
             raise refused(link, f"message kind {kind}", "done")
 
     def _note_replicas(self) -> None:
-        """Record the complete replicas in the store. The caller holds the lock.
+        """Record in the store which replicas have the shard's content. The caller holds the lock.
 
         Raises:
             LinkClosedError: a replica has taken the shard over; this process no longer serves the shard.
@@ -411,13 +414,13 @@ class ParameterServer:
 
     def _remove(self, worker: int, ticket: int, *, retires: bool) -> None:
         with self._changed:
-            if not retires:  # a worker that treats this process as lost calls again at once
+            if not retires:  # a worker that lost its connection connects again at once
                 self._changed.wait_for(lambda: self._live.get(worker) != ticket or self._ends, _RETURN_S)
             # the worker has connected again, or no further update can be made
             if self._live.get(worker) != ticket or self._ends or self._failed_update is not None:
                 return
             if not self._check_place():
-                return  # the worker has left this process, which did not answer for a while, but not the run
+                return  # another process serves the shard now: the worker has not left the run
             del self._live[worker]
             self._links.pop(worker).close()
             self._idle_since = time.monotonic()

@@ -27,8 +27,8 @@ class ShardGradient:
     """Gradient of one shard.
 
     Attributes:
-        dense: for each dense fragment its elements `[n]`; None if its parameter has no gradient.
-        rows: for each sparse fragment, the indices of its rows `[k]` and their gradients `[k, row]`.
+        dense: for each fragment with a dense gradient, this gradient `[n]`; None if the parameter has no gradient.
+        rows: for each fragment with a sparse gradient, the indices of its rows `[k]` and their gradients `[k, row]`.
     """
 
     dense: list[Tensor | None]
@@ -61,8 +61,8 @@ def mean_gradient(gradients: Sequence[ShardGradient]) -> ShardGradient:
 
 
 class ServerShard:
-    """Fragments as parameters of an optimizer of the user's class, whose rule must be elementwise. Dense fragments are
-    flat, sparse ones are `[rows, elements per row]`.
+    """Parts of parameters (fragments) that one server updates with an optimizer of the user's class. The rule of the
+    optimizer must be elementwise. Fragments are flat, those with sparse gradients `[rows, elements per row]`.
 
     Args:
         parameters: all trainable parameters of the model, which `Fragment.parameter` indexes.
@@ -138,7 +138,7 @@ class ServerShard:
         }
 
     def has_fragments_of(self, content: dict[str, Any]) -> bool:
-        """Return True if `content` is of the same fragments."""
+        """Return True if `content` is that of a shard with the same fragments."""
         return bool(content["fragments"] == [(one.parameter, one.begin, one.end) for one in self.fragments])
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class ServerShard:
             parameter.copy_(part.view(parameter.shape))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(content["optimizer"])
-            # content of an earlier version has no `stated`
+            # content that an earlier release of windlass wrote has no `stated`: then nothing counts as changed
             for group, new, old in zip(
                 self._optimizer.param_groups, self._stated, content.get("stated", ()), strict=False
             ):
@@ -265,7 +265,7 @@ _WHOLE_SHAPES = ("Muon", "Adafactor", "LBFGS")
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer, splits_parameters: bool, dense: str = "") -> None:
-    """Check that the rule of an optimizer is the same on the flat fragments that a server has.
+    """Check that an optimizer gives the same result on the flat fragments of a server as on full parameters.
 
     Args:
         splits_parameters: True if some parameter is split over several servers.

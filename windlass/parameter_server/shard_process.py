@@ -16,7 +16,7 @@ _PAUSE = 0.02
 
 
 class ShardProcess:
-    """One of the processes of a shard, until the run ends.
+    """One process of a shard. It acts as the shard's server or as a replica of it, until the run ends.
 
     The first process begins as the server, the others as its replicas. A process that is started again becomes a
     replica. If it was the server, and no replica is complete, it becomes the server again, from the snapshot.
@@ -33,7 +33,7 @@ class ShardProcess:
 
     Attributes:
         serving: the server in this process; None: this process has not been the server.
-        following: the replica in this process.
+        following: the replica in this process, which copies the shard of another process's server.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShardProcess:
         self.following = ShardReplica(layout, server, replica, workers, settings, make_optimizer, rendezvous)
 
     def run(self) -> None:
-        """Serve and follow until the run ends.
+        """Act as the shard's server, or follow that server as a replica, until the run ends.
 
         Raises:
             CommunicationError: another process did not connect in time, or no server was found in time.

@@ -67,7 +67,7 @@ class ShardReplica:
 
         Returns:
             The shard, if this process has taken it over. None if another process has taken it over, if the run has
-            ended, or if the server was lost before its content had arrived.
+            ended, or if the server was lost before the shard's content had arrived.
 
         Raises:
             CommunicationError: the server has another model or other settings, or sent an invalid message.

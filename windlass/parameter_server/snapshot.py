@@ -1,4 +1,4 @@
-"""File of a server's snapshot: safetensors, with plain data as JSON in its metadata. Nothing is pickled."""
+"""File of a parameter server's snapshot: safetensors, with plain data as JSON in its metadata. Nothing is pickled."""
 
 from __future__ import annotations
 

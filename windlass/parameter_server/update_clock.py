@@ -76,7 +76,7 @@ class UpdateClock:
 
         Args:
             pulled: version of the worker's last pull.
-            step: number of the worker's pushes to this shard, as `steps` counts them; -1: the worker is new.
+            step: number of the worker's pushes to this server, as `steps` counts them; -1: the worker is new.
         """
         if step < 0:
             self.counted.pop(worker, None)  # the entry of an earlier worker with the same number
@@ -88,7 +88,7 @@ class UpdateClock:
         self.steps[worker] = step if step >= 0 else min(self.steps.values(), default=0)
 
     def leave(self, worker: int, *, retires: bool) -> None:
-        """Remove a worker: the others no longer wait for it. A gradient that it has pushed still counts.
+        """Remove a worker: pulls of the others no longer wait for it. A gradient that it has pushed still counts.
 
         Args:
             retires: True if the worker has left by `close`. Otherwise it was lost, and synchronous updates still need
@@ -122,7 +122,7 @@ class UpdateClock:
         return PushResult.COMPLETES
 
     def complete(self, counted: Mapping[int, int]) -> None:
-        """Register an update. `counted` has the number of the push of each worker that is part of the update."""
+        """Register an update. `counted` has, for each worker in the update, the number of its push that was used."""
         self.version += 1
         self.counted |= counted
         self.waiting.clear()

@@ -42,7 +42,7 @@ class ServerLostError(CommunicationError):
 
 
 class ParameterServerWorker:
-    """Worker, from its start to `close`. Use it as a context manager.
+    """Worker that pulls parameters from the servers and pushes gradients to them. Use it as a context manager.
 
     ```python
     with worker:

@@ -132,7 +132,8 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten.rand.default and result.numel() == 1:
             self._draws[result] = None
         elif func in _BELOW and args[0] in self._draws:
-            # `item()` returns False for this result: a draw below LayerDrop's probability would skip a layer.
+            # `item()` returns False for this comparison, so that LayerDrop, which skips a layer if a draw is below its
+            # probability, skips none.
             self._unmet[result] = None
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -167,7 +168,7 @@ def _grouped_product(
     """
     rows, columns = first.shape[-2], second.shape[-1]
     groups = first.shape[0] if first.dim() == second.dim() == 3 else None
-    if first.dim() == second.dim() == 2 and offs is not None:  # spans of the inner dimension
+    if first.dim() == second.dim() == 2 and offs is not None:  # groups: spans of the inner dimension
         groups = offs.shape[0]
     shape = (rows, columns) if groups is None else (groups, rows, columns)
     return first.new_empty(shape, dtype=out_dtype or first.dtype)
@@ -177,7 +178,7 @@ def copy_without_memory(model: nn.Module, mode: FakeTensorMode, dtype: torch.dty
     """Return a copy of `model` whose parameters, buffers and tensor attributes have shapes and no memory.
 
     Args:
-        mode: Mode that the copies belong to.
+        mode: `FakeTensorMode` of the copies.
         dtype: Dtype of floating-point parameters; None: each keeps its own.
     """
     memo: dict[int, Any] = {}
@@ -244,7 +245,7 @@ class PipelineStep:
 
     Attributes:
         actions: Actions of the rank, with transfers.
-        axis: Planned axis of the pipeline.
+        axis: Mesh axis pp of the planned world.
         micro_batches: Number of micro-batches of the actions.
         hidden: Shape and dtype of the tensor that is sent between stages.
     """
@@ -446,7 +447,8 @@ def _plain_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_shape_errors() -> Iterator[None]:
-    """Keep torch from logging the traceback of an operation that fails without values: `ModelError` reports it."""
+    """Keep torch from logging the traceback of an operation that fails because its tensors have no values: `ModelError`
+    reports it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -62,7 +62,7 @@ class HeapModel:
         self._release()
 
     def allocate(self, number: int, nbytes: int) -> None:
-        """Place a memory block of `nbytes` under `number`. Only blocks that `run` allocates are freed."""
+        """Place a memory block of `nbytes` under `number`. Only `run` frees blocks: those that it allocated."""
         chunk = max(_SMALLEST, -(-(nbytes + _HEADER) // _GRAIN) * _GRAIN)
         needed = chunk + _REMAINDER
         at = bisect_left(self._by_size, (needed, 0))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOMENTS = ("init", "load", "forward", "backward", "step", "save")
-"""Construction of the model; `initialize`; forward, backward and step, each from the second step on; a save."""
+"""Moments of a run: construction of the model; `initialize`; forward, backward and step, each from the second step on;
+a save."""
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 SLACK = "allocator slack"

@@ -41,7 +41,7 @@ Held = dict[tuple[str, str], int]  # bytes by place and kind
 
 
 class MemoryPlanner:
-    """Planner of one rank.
+    """Prediction of the memory of one rank.
 
     Args:
         model: The model, possibly on the meta device.
@@ -182,7 +182,7 @@ class MemoryPlanner:
         return zip(self._layout.units, self._layout.original, strict=True)
 
     def _load(self) -> MomentMemory:
-        """Return the peak of `initialize`: units are filled in turn, and the originals of each are freed."""
+        """Return the peak memory of `initialize`, which fills units in turn and frees their original parameters."""
         layout = self._layout
         local = sum(p.numel() * p.element_size() for p in self._model.parameters()) + self._module_buffers
         waiting, parts = local, layout.mesh.grid.size("pp", "ep", "tp")
@@ -230,7 +230,7 @@ class MemoryPlanner:
         return worst
 
     def _traced(self, held: Held, phase: str) -> MomentMemory:
-        """Return the peak of a forward or backward, with the units that are unsharded at the same time."""
+        """Return the peak memory of a forward or backward, including the units that are unsharded at that moment."""
         layout, worst = self._layout, (-1, 0, 0)
         wire = self._reduction_bytes() if phase == BACKWARD else 0
         unsharded = unsharded_bytes(layout, self._trace)
@@ -328,7 +328,7 @@ class MemoryPlanner:
         return found
 
     def _add_slack(self, plan: MemoryPlan) -> None:
-        """Add memory that was freed and that the allocator keeps, in the moments of a step after the first."""
+        """Add freed memory that the allocator keeps, to all moments of a step that is not the first."""
         place = self._device
         on_cpu = place == HOST
         keeps = _on_the_heap if on_cpu else _everything
@@ -453,7 +453,7 @@ _HEAP_KINDS = ("activations", "temporary tensors", "optimizer states", "per-rank
 
 
 def _on_the_heap(amounts: Amounts) -> int:
-    """Return the bytes that malloc keeps after they are freed; large buffers are mapped on their own."""
+    """Return the bytes that malloc keeps after they are freed. Large buffers do not count: they are unmapped."""
     return sum(nbytes for kind, nbytes in amounts.items() if kind in _HEAP_KINDS)
 
 

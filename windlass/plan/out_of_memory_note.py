@@ -1,9 +1,10 @@
 """Text for an out-of-memory error: predicted memory, actual memory, and the cheapest change that fits.
 
-[Note: order of changes] Single changes are tried first, in the order of the time that they cost: stages up to 2 send
-the same bytes in a step of one micro-batch; a smaller micro-batch with more accumulation keeps the global batch and the
-work; checkpointing computes each layer's forward twice; stage 3 sends half as much again; offloading is slower than all
-of these. Then the ladder ([Note: order of the ladder]) is walked with a micro-batch of one sample.
+[Note: order of changes] Single changes are tried first, in the order of the time that they cost: ZeRO stages 0 to 2
+send the same bytes in a step of one micro-batch; a smaller micro-batch with more accumulation keeps the global batch
+and the work; checkpointing computes each layer's forward twice; stage 3 sends 1.5 times the bytes; offloading is slower
+than all of these. If no single change fits, combinations of them ([Note: order of the ladder]) are tried with a
+micro-batch of one sample.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class MemoryChange:
     Attributes:
         text: the change, for the user.
         config: the changed configuration.
-        checkpointing: activations are checkpointed.
+        checkpointing: True if activations are checkpointed.
         micro_batch: samples of a forward.
     """
 
@@ -139,7 +140,7 @@ def with_micro_batch(config: dict[str, Any], micro: int, accumulation: int) -> d
 
 
 def planning_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a transformers model without memory, to be planned.
+    """Return a copy of a transformers model on the meta device, for a forecast of its memory.
 
     Raises:
         ModelError: the model is not one of transformers, or cannot be built on the meta device.

@@ -36,7 +36,7 @@ from windlass.plan.planned_model import language_batch
 from windlass.plan.rank_limits import RankLimits
 from windlass.zero.setup.tier_choice import TierMemory
 
-_MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after 3 micro-batches for each stage
+_MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after 3 * total_stages micro-batches
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class RunShape:
 
 
 TraceCache = dict[tuple[Hashable, ...], ActivationTrace]
-"""Traces by variant, checkpointing, micro-batch, rank and number of blocks. Stage and tiers do not change a trace."""
+"""Traces by variant, checkpointing, micro-batch, rank and number of blocks. ZeRO stage and tiers do not
+change a trace."""
 
 
 def plan_memory(
@@ -188,7 +189,7 @@ def _pipeline_step(config: Config, layout: PlannedLayout, run: RunShape, micro: 
             "activations of a micro-batch with --activations"
         )
     accumulation = config.resolve_batch(run.world_size, "--world-size").accumulation
-    # GPipe keeps all micro-batches; other schedules keep at most as many as there are stages
+    # GPipe holds the activations of all micro-batches; other schedules those of at most `total_stages`
     if section.schedule != "gpipe":
         accumulation = min(accumulation, _MICRO_BATCHES_OF_A_STAGE * stages.total_stages)
     virtual = section.resolved_virtual_stages

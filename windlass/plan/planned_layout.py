@@ -1,4 +1,6 @@
-"""Units and gradient slots of one rank of a run that has not started, made by the engine's code without memory."""
+"""Units and gradient slots of one rank of a run that has not started, built by the engine's code without allocation.
+
+A unit is a group of parameters that are gathered together. A gradient slot holds the gradients of a unit."""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ from windlass.zero.update.update_chunk import pipeline_numel
 from windlass.zero.update.whole_parameter_update import choose_owners
 
 PLANNED_RATES = TierRates(2e12, 4e10, 2.5e10, 2.5e10, 3e9, 2e9)
-"""Rates by which tiers are planned: about those of a GPU of 2020 or later and its host. A run measures its own."""
+"""Transfer rates of memory and disk by which tiers are planned: about those of a GPU of 2020 or later and its host.
+A run measures its own rates.
+"""
 _ABSENT: Any = None  # placeholder for parts that only a started run has; nothing here calls it
 
 
@@ -63,7 +67,7 @@ class Target:
         return self.device != "cpu"
 
     def shares_memory(self, ranks: int) -> bool:
-        """Return True if `ranks` data ranks read each other's buffers in place."""
+        """Return True if the ranks of a data-parallel group of size `ranks` read each other's buffers in place."""
         return self.device == "cpu" and ranks > 1 and self.transport in ("auto", "shm")
 
 
@@ -77,16 +81,16 @@ class PlannedLayout:
         original: Plans of the units, with the original dtypes of their parameters.
         units: Units in model order, bound to no memory.
         reducer: Reducer of the trainable units; its buffers are not allocated.
-        batch_numel: Maximum elements of one optimizer call.
+        batch_numel: Maximum number of elements that one optimizer call updates.
         states: States of the configuration's optimizer.
         owned: Indices of the parameters that this rank steps, by unit index, for an optimizer that steps whole
             parameters; empty for others.
         hidden: Ids of the parameters that Muon orthogonalizes; empty for other optimizers.
         shares_memory: Ranks read each other's buffers in place.
-        staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
+        staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: nothing is on NVMe.
         choice: Placement that `offload` chose; None: the configuration sets the tiers.
         mesh: The rank's mesh. Its groups cannot communicate.
-        built_numel: Elements of the parameters of the full model.
+        built_numel: Number of elements of all parameters of the full model.
         built_bytes: Bytes of the parameters and buffers of the full model, as the script builds it.
         built_parameter: Bytes of the largest parameter of the full model.
         unshards_per_step: A pipeline keeps parameters and gradients unsharded from its first forward to its last
@@ -145,7 +149,7 @@ class PlannedLayout:
         return unit.state_tier is Tier.NVME or tier is not unit.state_tier
 
     def state_tensors(self, unit: Unit, pieces: Iterable[LayoutPiece]) -> Iterator[int]:
-        """Yield the bytes of each optimizer state of `pieces`, which this rank updates.
+        """Yield the size in bytes of each optimizer state of `pieces`: segments of `unit` that this rank updates.
 
         An optimizer that steps whole parameters ignores `pieces`: it has the states of all parameters of the unit that
         this rank steps.
@@ -328,7 +332,7 @@ def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
 
 
 def _add_stage_axes(model: nn.Module, mesh: Mesh) -> None:
-    """Add the axes of pipeline stages that share a parameter, such as a tied embedding."""
+    """Add to `mesh` an axis for each set of pipeline stages that share a parameter, such as a tied embedding."""
     column = mesh.pp.group.ranks
     for stages in {get_placement(parameter).shared_stages for parameter in model.parameters()}:
         if stages:
@@ -338,7 +342,7 @@ def _add_stage_axes(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _effective_tiers(settings: ZeroSettings, target: Target) -> Placements:
-    # On a CPU the host tier is the device tier. The planning machine may have other devices than the planned one.
+    # On a CPU the host tier is the device tier. The device is passed, since the planning machine may have a GPU.
     if target.has_own_memory:
         return settings.tiers
     return effective_tiers(settings.tiers, torch.device("cpu"), delayed=settings.delayed_update)

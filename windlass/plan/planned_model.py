@@ -1,4 +1,5 @@
-"""Models that are planned: built on the meta device from a directory, a cached name, a configuration or a shape."""
+"""Models on the meta device, for plans and simulations: built from a directory, a cached name, a configuration or a
+shape."""
 
 from __future__ import annotations
 

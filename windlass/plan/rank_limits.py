@@ -1,4 +1,4 @@
-"""Memory of known GPUs, and the limits of a rank."""
+"""Memory of known GPUs, and the memory limits of a rank."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _TYPE_OF_STATUS = {
 
 
 class ApiError(WindlassError):
-    """Request that the server refuses or cannot finish.
+    """Error of a request that the server refuses or cannot finish.
 
     Attributes:
         status: HTTP status.

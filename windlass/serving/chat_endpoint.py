@@ -152,7 +152,7 @@ class _ChatAnswer:
         if not deltas and not (piece.logprobs or piece.finish_reason or shows_tokens):
             return []
         if parsed.calls and piece.finish_reason:
-            deltas.append({})  # empty last event, as from OpenAI's server: OpenAI's client misses calls in it
+            deltas.append({})  # like OpenAI's server, end with an empty event: its client misses calls in the last one
         # the last event of the piece has the finish reason and the log-probabilities
         silent = AnswerPiece("", [], None, None, None, None)
         deltas = deltas or [{}]

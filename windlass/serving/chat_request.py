@@ -202,8 +202,8 @@ def check_allowed_tools(place: str, entries: Any, functions: list[Any], known: l
 
 
 def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | None, StructuredOutputsParams | None]:
-    """Return the name of the field that constrains the text, and its constraint; each may be None. The constraint of
-    vLLM's fields is None, because `sampling_params` reads these fields.
+    """Return the name of the field that constrains the text, and its constraint; each may be None. If one of vLLM's
+    fields constrains the text, None is returned as the constraint, because `sampling_params` reads that field.
 
     Raises:
         ApiError: two fields constrain the text, or `response_format` is invalid.
@@ -270,8 +270,8 @@ def chat_sampling_params(fields: ChatRequest, constraint: StructuredOutputsParam
     """Return the sampling parameters of a chat.
 
     Args:
-        constraint: constraint of the text; None: `fields.sampling_params` reads the constraint in
-            vLLM's fields, if any.
+        constraint: constraint of the text; None: `fields.sampling_params` reads the constraint from
+            vLLM's fields, if one is set.
 
     Raises:
         ApiError, RequestError: a value is out of range, or fields contradict each other.

@@ -35,7 +35,7 @@ class CompletionRequest(SamplingFields):
         prompt: a text, a list of texts, token ids, or a list of lists of token ids.
         echo: begin the answer with the prompt.
         suffix: text after the answer; refused.
-        logprobs: number of likeliest tokens to return log-probabilities of at each position; None: no
+        logprobs: number of likeliest tokens whose log-probabilities are returned at each position; None: no
             log-probabilities.
         add_special_tokens: let the tokenizer add its beginning-of-text token.
     """

@@ -36,12 +36,12 @@ class EngineSource:
     factory: str = DEFAULT_FACTORY
 
     def to_json(self) -> str:
-        """Return the description as JSON."""
+        """Return the model and the options as JSON."""
         return json.dumps({"model": self.model, "options": dict(self.options), "factory": self.factory})
 
     @classmethod
     def from_json(cls, text: str) -> EngineSource:
-        """Return the description that `to_json` wrote."""
+        """Return the `EngineSource` that `to_json` wrote."""
         return cls(**json.loads(text))
 
     @property
@@ -53,7 +53,7 @@ class EngineSource:
         """Run this process's part of the model until the first rank, which serves it, closes the engine.
 
         Raises:
-            WindlassError: as `load`; or another rank failed.
+            WindlassError: the model cannot be loaded, see `load`; or another rank failed.
         """
         from windlass.inference.worker_loop import run_worker
 

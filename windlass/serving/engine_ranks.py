@@ -77,13 +77,13 @@ class EngineRanks:
 
     @property
     def failure(self) -> str | None:
-        """Description of the first rank that has ended; None while all of them run."""
+        """Text that states how the first rank ended; None while all of them run."""
         for rank, status in self._events.status_of_rank.items():
             return f"rank {rank} of the model ended {describe_exit(status)}"
         return None
 
     async def wait_for_end(self) -> str:
-        """Return the description of the first rank that ends."""
+        """Wait until a rank has ended. Return `failure`, the text that states how."""
         await self._ended.wait()
         return self.failure or ""
 
@@ -125,7 +125,7 @@ def needs_ranks(source: EngineSource, environ: Mapping[str, str]) -> bool:
 def _take_environment(environment: Mapping[str, str]) -> None:
     has_threads = "OMP_NUM_THREADS" in os.environ
     os.environ.update(environment)
-    if not has_threads and "torch" in sys.modules:  # torch has read the variable already
+    if not has_threads and "torch" in sys.modules:  # torch no longer reads the variable
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))

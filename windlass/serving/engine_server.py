@@ -76,7 +76,8 @@ class EngineBackend:
             await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # loading may fail with the other rank's error
         ended.cancel()
         error = loading.exception() if loading.done() else None
-        # report the other rank's end, not the lost connection that it caused; a `PeerError` has that rank's message
+        # A CommunicationError may be only the effect of another rank's end: report that end instead. A PeerError is
+        # raised as it is, because it contains the other rank's message.
         is_lost = isinstance(error, CommunicationError)
         if loading.done() and (error is None or isinstance(error, WindlassError)) and not is_lost:
             return loading.result()

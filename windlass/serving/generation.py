@@ -90,7 +90,7 @@ class Generation:
 
         Raises:
             ApiError: the engine ended a request with an error.
-            RequestError, EngineOverloadedError: the engine refuses a prompt, or its parameters exclude all tokens.
+            RequestError, EngineOverloadedError: the engine refuses a prompt, or sampling parameters exclude all tokens.
         """
         bad_words = await self._encode_bad_words()
         starts = [self._start(index, bad_words) for index in range(len(self.prompts))]

@@ -75,7 +75,7 @@ def build_http_app(context: ServerContext) -> Starlette:
 
 
 def cors_middleware(settings: ServerSettings) -> list[Middleware]:
-    """Return the middleware that allows pages of the configured origins, or an empty list without origins."""
+    """Return the CORS middleware, which allows requests by pages of the configured origins; [] without origins."""
     if not settings.allowed_origins:
         return []
     return [
@@ -92,7 +92,7 @@ def cors_middleware(settings: ServerSettings) -> list[Middleware]:
 class _PreflightAnswers(CORSMiddleware):
     """Starlette's CORS middleware, with answers to preflights in the form of the server's other answers.
 
-    It answers preflights before the gate, because browsers send them without a key.
+    It answers preflights before `RequestGate` checks the API key, because browsers send them without a key.
     """
 
     def preflight_response(self, request_headers: Headers) -> Response:

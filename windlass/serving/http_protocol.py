@@ -41,7 +41,7 @@ class _UpgradeIgnoringParser:
         return getattr(self._parser, name)
 
     def feed_data(self, data: bytes) -> None:
-        """Parse a piece of the connection."""
+        """Parse the next bytes that the connection received."""
         while True:
             try:
                 self._parser.feed_data(data)
@@ -54,7 +54,7 @@ class _UpgradeIgnoringParser:
 
     def _new_parser(self) -> Any:
         parser = httptools.HttpRequestParser(self._protocol)
-        if hasattr(parser, "set_dangerous_leniencies"):  # as in uvicorn: answer the first of pipelined requests
+        if hasattr(parser, "set_dangerous_leniencies"):  # as in uvicorn: allow data after a request
             parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
@@ -92,13 +92,13 @@ class TimedHttpProtocol(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_headers_complete(self) -> None:
-        """Start to answer a request, unless its head is parsed again."""
+        """Start to answer a request, unless its head will be parsed again without `Upgrade`."""
         if not self.asks_for_upgrade():
             self._in_body = True
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Record the end of a request's body, unless its head is parsed again."""
+        """Record the end of a request's body, unless its head will be parsed again without `Upgrade`."""
         if not self.asks_for_upgrade():
             super().on_message_complete()
             self._in_body = False
@@ -110,7 +110,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self.loop.call_later(HEAD_SECONDS, self._close_without_request)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a piece of a request."""
+        """Parse received bytes, which may be a part of a request."""
         cycle, in_body = self.cycle, self._in_body
         super().data_received(data)
         if in_body or self._in_body or self.cycle is not cycle:  # the data has more than a part of one head

@@ -43,7 +43,7 @@ class ServedBackend(Protocol):
         """Free all resources."""
 
     def kill(self) -> None:
-        """End other processes at once."""
+        """End the processes that the backend started, at once."""
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -126,7 +126,8 @@ class HttpServer:
         """Serve until a signal or a failure. Return the exit code of the process.
 
         Args:
-            handle_signals: True: stop at SIGTERM and SIGINT. Only for the main thread of a process of the server.
+            handle_signals: True: stop at SIGTERM and SIGINT. Possible only in the main thread of a process
+                that only serves.
 
         Raises:
             Exception: the backend could not be started.

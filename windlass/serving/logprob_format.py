@@ -15,7 +15,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class LogprobFormat:
-    """Formatting of log-probabilities with one tokenizer, on any thread: see [Note: tokenizer threads].
+    """Formatting of log-probabilities with one tokenizer.
+
+    Any thread may use it, while another thread encodes: see [Note: tokenizer threads].
 
     Args:
         as_ids: write `token_id:N` instead of the text of a token, because several tokens may have the same text.

@@ -84,7 +84,7 @@ class RequestModel(BaseModel):
     """Fields of a request. Types are strict: `"1"` is not a number, and `true` is not an integer.
 
     Attributes:
-        harmless: fields without effect, each with its accepted values: all, or other servers' defaults.
+        harmless: fields without effect, each with its accepted values: any value, or only the default of other servers.
         refused: fields that would change the answer and have no effect here, each with the remedy.
     """
 
@@ -171,7 +171,7 @@ class StreamOptions(RequestModel):
 
 
 class StructuredOutputsField(RequestModel):
-    """Constraint of the text, in vLLM's form."""
+    """Constraint of the text, as the object in vLLM's field `structured_outputs`."""
 
     harmless: ClassVar = {"disable_fallback": (False, True)}  # there is only one compiler, so no fallback
     refused: ClassVar = {"structural_tag": "use grammar"}

@@ -1,4 +1,4 @@
-"""Gate in front of all endpoints: request ids, API keys, the server's phase, counts, and unexpected errors."""
+"""Middleware of all endpoints: request ids, API keys, refusal while the server is not ready, counts, and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.serving.server_metrics import HttpMetrics
 from windlass.serving.server_settings import ServerSettings
 
 PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics"})
-"""Paths that need no API key and are answered in every phase."""
+"""Paths that need no API key and are answered even while the server is not ready."""
 
 API_PATHS = frozenset(
     {
@@ -25,7 +25,7 @@ API_PATHS = frozenset(
 
 
 class RequestGate:
-    """ASGI middleware that every request passes."""
+    """ASGI middleware that checks and counts each request, sets its id, and turns errors into responses."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, counter: RequestCounter, metrics: HttpMetrics) -> None:
         self._app = app

@@ -12,7 +12,7 @@ class ResponseItems:
     """Output of one response, as its text grows. Methods that change the output return the events of the change.
 
     Attributes:
-        output: messages and calls so far, in OpenAI's form.
+        output: messages and tool calls so far, in OpenAI's format.
         status: `in_progress`, `completed` or `incomplete`.
     """
 
@@ -24,7 +24,7 @@ class ResponseItems:
         self._blank = ""  # white space, which is part of a message only if other text follows
 
     def add_logprobs(self, logprobs: list[dict[str, Any]]) -> None:
-        """Store the log-probabilities of tokens for the text that is added next; those of a call are dropped."""
+        """Store the log-probabilities of tokens for the text that is added next; those of a tool call are dropped."""
         self._logprobs += logprobs
 
     def add_text(self, text: str) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ class ResponseItems:
         return [*events, self._append(text)]
 
     def add_call(self, call: ToolCallDelta) -> list[dict[str, Any]]:
-        """Append to the arguments of the open call, or begin a call."""
+        """Append to the arguments of the open tool call, or begin a tool call."""
         events: list[dict[str, Any]] = []
         self._logprobs = []
         if call.name is not None:

@@ -87,7 +87,7 @@ def _fields_renamed() -> Iterator[None]:
 
 @dataclass
 class _Answer:
-    """Answer to one request."""
+    """Answer to one request: as one response object, or as a stream of events."""
 
     generation: Generation
     fields: ResponsesRequest
@@ -117,7 +117,7 @@ class _Answer:
         yield self._encode({"type": f"response.{self.items.status}", "response": self._body(self.items.status)})
 
     async def _changes(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Add the text to the items as it grows, and yield the events of each state of the answer."""
+        """Generate the answer. Add new text to the items, and yield the events of each addition."""
         progress, parser = AnswerProgress(), self.choice.new_parser()
         async with contextlib.aclosing(self.generation.stream()) as outputs:
             async for _, output in outputs:

@@ -1,4 +1,4 @@
-"""Request of `/v1/responses`: its fields, and the chat that its items make."""
+"""Request of `/v1/responses`: its fields, and its conversion to a chat completion request."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SAME = (*CommonSamplingFields.model_fields, "parallel_tool_calls", "chat_templa
 CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
               "response_format.json_schema": "text.format", "response_format": "text",
               "reasoning_effort": "reasoning"}  # fmt: skip
-"""Names of fields of a chat completion, each with the field's name in this request, for errors about the field."""
+"""Names of fields of a chat completion, mapped to the names in this request, which errors use."""
 
 
 class TextFields(RequestModel):
-    """Form of the text."""
+    """Field `text` of a request, which sets the format of the answer."""
 
     harmless: ClassVar = {"verbosity": ("medium",)}
     refused: ClassVar = {}
@@ -35,7 +35,7 @@ class TextFields(RequestModel):
 
 
 class StreamFields(RequestModel):
-    """Options of the stream."""
+    """Field `stream_options` of a request."""
 
     harmless: ClassVar = {"include_obfuscation": (False, True)}
     refused: ClassVar = {}
@@ -58,7 +58,7 @@ class ReasoningFields(RequestModel):
 
 
 class ResponsesRequest(CommonSamplingFields):
-    """Fields of a response: OpenAI's fields, and those fields of vLLM that chat completions also have."""
+    """Request of `/v1/responses`: OpenAI's fields, and those fields of vLLM that chat completions also have."""
 
     harmless: ClassVar = {
         **RequestModel.harmless,
@@ -103,7 +103,7 @@ class ResponsesRequest(CommonSamplingFields):
         return _LOGPROBS in (self.include or []) or bool(self.top_logprobs)
 
     def chat(self) -> ChatRequest:
-        """Return the chat completion that generates the answer.
+        """Return the equivalent request for a chat completion.
 
         Raises:
             ApiError: an item, a tool, a format or an entry of `include` is not supported; the error names the field.
@@ -203,7 +203,7 @@ def _check_arguments(arguments: str, place: str) -> None:
 def _chat_tools(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
-    """Return tools and their choice in the form of chat completions."""
+    """Return `tools` and `tool_choice` in the form of chat completions; of `allowed_tools`, only the allowed ones."""
     nested: list[dict[str, Any]] = []
     for index, tool in enumerate(tools or []):
         if tool.get("type") != "function":

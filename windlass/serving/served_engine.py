@@ -41,7 +41,7 @@ class ServedEngine(Protocol):
         """Begin to run steps."""
 
     async def shutdown(self, drain: bool) -> None:
-        """Stop, after the running requests if `drain` is set."""
+        """Stop the engine. If `drain` is set, finish the running requests first."""
 
     def stream(
         self,

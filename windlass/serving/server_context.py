@@ -5,7 +5,7 @@ settings of truncation and padding, and caches of slow tokenizers. Other threads
 the event loop and the threads of long answers (long_answer.py) call `decode` and `convert_ids_to_tokens`, which only
 read the vocabulary, in fast tokenizers as in slow ones. The settings of a fast tokenizer must not change during such a
 call ("Already borrowed" in older releases), so the server always encodes with the same settings, which
-`ServerContext.attach` makes before the first request.
+`ServerContext.attach` sets before the first request.
 """
 
 from __future__ import annotations

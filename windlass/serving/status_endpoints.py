@@ -25,7 +25,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
-    """Return one model."""
+    """Return the model or adapter that the path names."""
     context: ServerContext = request.app.state.context
     name = request.path_params["model"]
     context.lora_of(name)

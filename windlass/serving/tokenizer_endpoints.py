@@ -49,7 +49,7 @@ async def tokenize(request: Request) -> Response:
     else:
         tokens = await encode_text(context, fields.prompt, fields.add_special_tokens is not False, "prompt")
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context.engine.max_model_len, "tokens": tokens}
-    if fields.return_token_strs:  # on the event loop: see [Note: tokenizer threads]
+    if fields.return_token_strs:  # runs on the event loop, which is safe: see [Note: tokenizer threads]
         answer["token_strs"] = context.engine.tokenizer.convert_ids_to_tokens(tokens)
     return json_response(answer)
 

@@ -39,7 +39,7 @@ class ToolCallDelta:
 
 @dataclass
 class ParsedText:
-    """Text for the user and tool calls that a piece of generated text completed."""
+    """Tool calls that a piece of generated text completed, and text for the user."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)

@@ -77,8 +77,8 @@ class Cluster:
 
     Attributes:
         device_mtbf: Mean seconds between failures of one device with its share of host and network; 0: unknown.
-        overlaps: Collectives run during computation. False for the known CPU cluster, whose collectives use the cores
-            that compute.
+        overlaps: Collectives run during computation. False for the CPU cluster in `CLUSTERS`, whose collectives use the
+            cores that compute.
         name: Name for messages.
 
     Raises:
@@ -158,7 +158,7 @@ class Cluster:
         return self._explicit[kind].part
 
     def along(self, axis: str) -> Cluster:
-        """Return the cluster with the link of `axis` in `HostPart.axis_links` between the devices of a host."""
+        """Return a copy in which the devices of a host are connected by the link of `axis` in `HostPart.axis_links`."""
         return replace(self, host=replace(self.host, device_link=self.host.axis_links[axis], axis_links={}))
 
     @cached_property

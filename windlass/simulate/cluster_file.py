@@ -69,7 +69,7 @@ def load_cluster(source: str, world_size: int) -> Cluster:
 
 
 def known_cluster(name: str, hosts: int = 1) -> Cluster:
-    """Return a known cluster."""
+    """Return the cluster of this name in `CLUSTERS`, with `hosts` hosts."""
     known = CLUSTERS[name]
     host = HOSTS[known.host]
     return Cluster(
@@ -90,7 +90,7 @@ def parse_cluster(data: Mapping[str, Any], source: str, world_size: int = 1) -> 
     table = reader.table(data, "host")
     host = reader.host(table, base.host if base else None)
     if host.host_link is None and "memory_rate" not in table:
-        # The devices have no memory of their own, and the file only gives the rate of device memory.
+        # Devices without memory of their own use the host's, whose rate the file gives as that of device memory.
         host = replace(host, memory_rate=device.memory_rate * device.memory_efficiency * host.devices)
     needed = -(-world_size // host.devices)
     hosts = reader.integer(data, "hosts", needed, most=MAX_HOSTS)
@@ -208,7 +208,7 @@ class _Reader:
         """Return the device that a table describes by its differences from a known device."""
         self.check_keys(table, _DEVICE, "device.")
         name = table.get("part", base)
-        if name is not None and name not in tuple(DEVICES):  # a list cannot be looked up in a dict
+        if name is not None and name not in tuple(DEVICES):  # tuple: `name` may be a list, which a dict cannot look up
             raise self.fail("device.part", name, f"is not a known device; write one of {', '.join(DEVICES)}")
         if name is None:
             missing = [key for key in ("flops", "memory", "memory_rate") if key not in table]
@@ -278,7 +278,7 @@ class _Reader:
         )
 
     def axis_links(self, table: dict[str, Any], device_link: LinkPart) -> dict[str, LinkPart]:
-        """Return the links of single axes. Values that an entry leaves out are those of `device_link`."""
+        """Return the links of single mesh axes. Values that an entry leaves out are those of `device_link`."""
         found = table.get("axis_links", {})
         if not isinstance(found, dict):
             raise self.fail("host.axis_links", found, "is not a table; write [host.axis_links]")

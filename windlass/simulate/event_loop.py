@@ -214,7 +214,7 @@ def share_links(transfers: list[_Transfer], rates: dict[LinkKey, float]) -> None
             if all(one.speed * one.task.loads[link] >= parts[link] * (1 - 1e-12) for one in ones)
         }
         settled = [one for one in unsettled if any(link in full for link, nbytes in one.task.loads.items() if nbytes)]
-        if not settled:  # no link is full: transfers limit one another on different links
+        if not settled:  # no link is full: transfers limit one another on different links; settle the slowest
             settled = [min(unsettled, key=lambda one: one.speed)]
         for one in settled:
             for link, nbytes in one.task.loads.items():

@@ -22,7 +22,7 @@ class Goodput:
 
     Attributes:
         mtbf: Mean seconds between failures of the run.
-        young, daly: Best interval between checkpoints by both formulas, in seconds.
+        young, daly: Best interval between checkpoints by the formulas of Young and Daly, in seconds.
         interval: Interval that the goodput is computed for.
         goodput: Fraction of time that advances the training.
     """

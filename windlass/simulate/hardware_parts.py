@@ -32,12 +32,12 @@ _AS_WIDE = {
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Accelerator, or the core of a CPU that a rank has.
+    """Accelerator, or the one CPU core that a rank computes on.
 
     Attributes:
         flops: Peak FLOP/s of matrix products, by short dtype name.
         memory: Bytes of the device's memory.
-        memory_rate: Bytes a second, reads and writes together.
+        memory_rate: Bytes a second that the device's memory reads and writes, counted together.
         matmul_efficiency: Share of `flops` that a large product reaches.
         attention_efficiency: Share of `flops` that fused attention reaches; 0: scores are written to memory.
         memory_efficiency: Share of `memory_rate` that a copy reaches.
@@ -71,7 +71,7 @@ class DevicePart:
 
 @dataclass(frozen=True)
 class LinkPart:
-    """Link. Rates are bytes a second in each direction.
+    """Link between devices or hosts, or of a device to host memory. Rates are bytes a second in each direction.
 
     Attributes:
         latency: Seconds from the start of a small message until its arrival.
@@ -104,8 +104,8 @@ class HostPart:
             memory of their own.
         disk_read, disk_write: Rates of all disks of the host together; 0: no disk.
         axis_links: Links of the devices in collectives and messages along one mesh axis ("tp", "sp", "ep", "pp"), where
-            they differ from `device_link`: on CPUs a rate depends on the algorithm and on the number of ranks. These
-            links share no rate with other transfers.
+            they differ from `device_link`: on CPUs a rate depends on the algorithm and on the number of ranks. Traffic
+            on these links and other transfers do not slow each other down.
     """
 
     name: str
@@ -155,7 +155,7 @@ DEVICES: dict[str, DevicePart] = {
         ),
     )
 }  # fmt: skip
-"""Devices by name. `cpu` is one core with AVX-512; `windlass bench device` measures other ones."""
+"""Devices by name. `cpu` is one core with AVX-512; `windlass bench device` measures other devices."""
 
 _NVLINK2, _NVLINK3, _NVLINK4 = LinkPart(150 * _G, 4e-6), LinkPart(300 * _G, 4e-6), LinkPart(450 * _G, 4e-6)
 _EDR, _HDR, _NDR = LinkPart(12.5 * _G, 8e-6), LinkPart(25 * _G, 8e-6), LinkPart(50 * _G, 8e-6)

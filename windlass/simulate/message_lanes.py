@@ -1,8 +1,10 @@
-"""Messages of an optimizer that reduces gradients itself, on one representative rank.
+"""Simulated messages of an optimizer that averages gradients itself, in place of the engine, on one representative
+rank.
 
-[Note: bytes of messages] A message has separate scales for each parameter, so its bytes follow from the layout of the
-unit and the codec's own size function. Each owner rank has different fragments of parameters, so messages differ by
-some bytes: the traffic counts the messages of one data-parallel rank, and the time is that of the longest message.
+[Note: bytes of messages] A message has separate scales for each parameter, so its bytes follow from the layout of its
+unit (parameters that are sharded together) and the codec's own size function. Each owner rank has different fragments
+of parameters, so messages differ by some bytes: the traffic counts the messages of one data-parallel rank, and the time
+is that of the longest message.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _ENCODE, _DECODE = 4 * _FLOAT, 2 * _FLOAT
 
 
 class MessageLanes:
-    """Messages of the optimizer on one rank.
+    """Addition of the optimizer's messages, as compute and communication times, to the simulated step of one rank.
 
     Args:
         pattern: The data-parallel ranks.
@@ -93,7 +95,7 @@ class MessageLanes:
                 self._send(batch, averages=False)
 
     def _is_in(self, unit: SimulatedUnit, parts: frozenset[int]) -> bool:
-        # A unit that several pipeline stages share has a different index on each of them; see `outer_step_due`.
+        # A unit that several pipeline stages share has another index on each, so index 0 is used; see `outer_step_due`.
         return (0 if unit.is_on_both_ends else unit.index) % self._work.messages.parts in parts
 
     def _send(self, batch: list[SimulatedUnit], *, averages: bool) -> None:
@@ -126,7 +128,7 @@ class MessageLanes:
             lanes.block_on(task)
 
     def _sum_thin(self, batch: list[SimulatedUnit]) -> None:
-        """Sum the two thin matrices of PowerSGD; parameters that are sent in full are summed with the first."""
+        """Sum the two thin matrices of PowerSGD. Parameters that are sent in full are summed with the first matrix."""
         assert self._work.messages.thin is not None
         rank, rate = self._work.messages.thin
         options: dict[str, Any] = {"rank": rank, "min_compression_rate": rate}

@@ -15,7 +15,7 @@ def state_bytes_of_rank(work: StepWork, cluster: Cluster) -> int:
     """Return the bytes of device memory that a rank of the first pipeline stage holds between two steps, without
     activations.
 
-    Offloaded slots do not count, but slots on the host count if the device has no memory of its own. The small
+    Offloaded values do not count. If the device has no memory of its own, values on the host count too. The small
     parameters that `offload_param` leaves on the device do not count.
     """
     grid, stage, tiers = work.grid, work.volumes.zero_stage, work.offloading

@@ -45,7 +45,7 @@ def predict_step(
         world_size: Number of ranks, which fill hosts in order; None: all devices of the cluster.
         length: Tokens of a sample.
         checkpointing: `none`, `full` or `selective`; None: as the configuration has it, see `describe_step`.
-        fused: Operations between products are fused (torch.compile).
+        fused: Operations between matrix products are fused (torch.compile).
         linear_dtype: `fp8` for linear layers in FP8.
         timeline: Record the spans of ranks and links.
         step: Number of the step, from 1, for an optimizer that reduces gradients itself ([Note: kinds of steps]).
@@ -129,7 +129,7 @@ def _waits(tasks: list[SimulatedTask], lanes: RankLanes, seconds: float) -> dict
         if task.begin > free:
             cause = max(task.after, key=lambda one: one.end, default=None)
             _count(waits, "pipeline" if cause is None or cause.kind == COMPUTE else cause.kind, task.begin - free)
-        if task.kind != COMPUTE:  # on a CPU a collective occupies the cores that compute
+        if task.kind != COMPUTE:  # on a CPU a collective occupies the cores that compute, so it counts as a wait
             _count(waits, task.kind, task.end - task.begin)
         free = max(free, task.end)
     if seconds > free:

@@ -1,4 +1,4 @@
-"""Units of one rank, from the sizes of a model or from the model itself.
+"""Units (parameters that ZeRO gathers together) of one rank, from the sizes of a model or from the model itself.
 
 [Note: modules of one rank] A tree of modules on the meta device has the parameters of one rank in the order of
 transformers' Llama and Mixtral, each with its placement. The engine's own rules divide the tree into units, so that

@@ -38,7 +38,7 @@ class StepMessages:
         averaged: Parts whose values are sent to the owners of their elements.
         answered: Parts whose means the owners send to all ranks, at stage 0.
         publishes: After the update, owners send the changes of parameters to all ranks, at stages 1 and 2.
-        thin: Rank and smallest compression rate of PowerSGD; None: another optimizer.
+        thin: Matrix rank and smallest compression rate of PowerSGD; None: another optimizer.
         overlaps: The step does not wait for its messages.
     """
 
@@ -102,7 +102,7 @@ def _one_bit(kind: str, *, shards: bool) -> StepMessages:
 
 def _outer(options: dict[str, Any], step: int) -> StepMessages:
     parts, overlap = options["fragments"], options["overlap_steps"]
-    late = max(1, overlap // 2) if overlap else 0  # [Note: overlapped outer steps]
+    late = max(1, overlap // 2) if overlap else 0  # steps from send to answer: [Note: overlapped outer steps]
 
     def due(at: int) -> frozenset[int]:
         return frozenset(part for part in range(parts) if fragment_due(at, part, options))

@@ -28,11 +28,11 @@ class Span:
 
 @dataclass(frozen=True)
 class KindPrediction:
-    """Prediction of one kind of an optimizer's steps.
+    """Prediction for one kind of step, for an optimizer with several kinds, e.g. exact and compressed steps.
 
     Attributes:
         kind: Name of the kind.
-        step: Number of a step of this kind.
+        step: Index of one step of this kind in the run, from 1.
         share: Fraction of steps of this kind in a long run.
         seconds: Time of the step.
         received: Bytes that a rank receives in the step, along all axes.
@@ -47,7 +47,7 @@ class KindPrediction:
 
 @dataclass
 class StepPrediction:
-    """Prediction of one optimizer step, of all its micro-batches.
+    """Prediction of one optimizer step with all its micro-batches.
 
     Attributes:
         seconds: Time of the step.

@@ -20,7 +20,7 @@ from windlass.simulate.step_lanes import RankLanes
 from windlass.simulate.step_workload import StepWork
 from windlass.simulate.zero_lanes import ZeroLanes
 
-_FLOAT, _COUNT = 4, 8  # bytes of a loss, and of a number of rows for an expert
+_FLOAT, _COUNT = 4, 8  # bytes of one loss (float32), and of one count of rows for an expert (int64)
 _MANY_LAYERS = 3000  # layers times micro-batches; above this, blocking collectives are merged
 _TP, _SP, _EP = RankPattern(("tp",)), RankPattern(("sp",)), RankPattern(("ep",))
 
@@ -39,7 +39,7 @@ class StageTasks:
         self._heads = RankPattern(("sp",), block=degree)
         self._ring = RankPattern(("sp",), stride=degree)
         self._degree, self._rounds = degree, grid.sp // degree
-        self._passed: SimulatedTask | None = None  # last message of a ring, which runs during the attention
+        self._passed: SimulatedTask | None = None  # ring attention's last message; it overlaps with the computation
 
     @property
     def activation_bytes(self) -> int:
@@ -48,7 +48,7 @@ class StageTasks:
         return tokens * self.work.shape.hidden * self.work.style.itemsize
 
     def chunk_of(self, number: int) -> ModelChunk:
-        """Return a chunk of this stage by its number among all chunks."""
+        """Return this stage's chunk `number`; chunks are numbered over all stages."""
         return self.chunks[number // self.work.grid.pp]
 
     def forward(self, chunk: ModelChunk) -> SimulatedTask | None:
@@ -84,8 +84,8 @@ class StageTasks:
                 self._run(block, segments, backward=True)
             if part is not ActionKind.BACKWARD_INPUT:
                 self.zero.end_block_backward(block, is_last_micro=is_last_micro)
-            # The gradient of this block's input reaches the preceding block, which unshards its units, before this
-            # block's backward ends. Only the head's backward ends first, because the head's input is a slice.
+            # The gradient of this block's input reaches the preceding block before this block's backward ends. So the
+            # preceding block unshards its units first. Only the head's backward ends earlier: its input is a slice.
             if block.kind == "head":
                 self.zero.release(block)
             if following is not None:
@@ -107,7 +107,7 @@ class StageTasks:
                 continue
             self._before(segment, block, backward=backward)
             self._compute(name, segment, block, backward=backward)
-            # A recomputation ends at the last tensor that the backward needs, and omits this reduce-scatter.
+            # A recomputation ends at the last tensor that the backward needs: no reduce-scatter of the block's output.
             ends_before = segments is block.again and segment.name == "feed-forward"
             self._after(segment, block, backward=backward, scatters=not ends_before)
 
@@ -178,7 +178,7 @@ class StageTasks:
         self.lanes.blocking("tp", operation, nbytes, _TP, label=label, counted={operation: received})
 
     def _sum_losses(self) -> None:
-        """Sum losses and numbers of tokens along sp, in forward and in backward."""
+        """Add the all-reduce of losses and token counts over sequence-parallel ranks, in forward and backward."""
         sp = self.work.grid.sp
         if sp > 1:
             received = 2 * 2 * _FLOAT * (sp - 1) // sp
@@ -251,7 +251,10 @@ class StageTasks:
 
 
 def _half(segment: Segment, *, products_only: bool = False) -> Segment:
-    """Return one half of a split backward: half of the products, and the other operations unless `products_only`."""
+    """Return one half of a split backward.
+
+    It has half of each matrix product, and all other operations unless `products_only`.
+    """
     kept = [
         replace(one, flops=one.flops / 2, nbytes=one.nbytes / 2, launches=max(1, one.launches // 2))
         if one.kind == "product"

@@ -25,7 +25,7 @@ from windlass.zero.setup.zero_settings import UnitRules
 
 @dataclass(frozen=True)
 class Offloading:
-    """Tiers of a run.
+    """Tiers (device, host memory or NVMe) in which a run stores states, parameters, gradients and layer inputs.
 
     Attributes:
         states, parameters: Tier of optimizer states and of parameters: `none`, `cpu` or `nvme`.
@@ -63,22 +63,22 @@ class StepWork:
         volumes: Micro-batches, stage, dtypes and axes, as the formulas of `comm_volumes` take them.
         style: Style of the model's computation.
         accumulation_bytes, master_bytes, state_bytes: Bytes per element of accumulated gradients, of master weights
-            (0: the parameters themselves), and of optimizer states.
+            (0: the parameters are the master weights), and of optimizer states.
         schedule: Schedule of a pipeline.
-        tp_chunks: Parts in which the output of a row-parallel layer is all-reduced.
+        tp_chunks: Number of parts in which the output of a row-parallel layer is all-reduced.
         layer_bounds: Chunk `c` of a pipeline has the layers `[layer_bounds[c], layer_bounds[c + 1])`.
         unit_rules: Rules for the partition into units.
         node_size: Number of ranks of a node for the codecs of ZeRO++; 0: the ranks of a host.
         prefetch_numel, max_live_numel, max_reuse_distance: Settings of stage 3.
         overlaps_reduction: Reductions run during the backward.
         transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
-        model_numel: Elements of the model itself; 0: only its sizes are known.
+        model_numel: Number of elements of all parameters; 0: only the sizes of the model are known.
         reduces_itself: Class of an optimizer that reduces gradients itself in some of its steps; empty: the engine
             reduces them in all steps.
         messages: Messages of the step, if the optimizer sends them itself.
         kinds: Kinds of steps of the optimizer; one kind if all its steps are equal.
-        whole_states: Number of states of an element before the step, for an update of whole parameters without sharded
-            states; None: another update.
+        whole_states: Number of optimizer states per element before the step, if the optimizer updates whole parameters
+            and does not shard its states; else None.
         data_rank: Data-parallel rank whose compressed messages are counted; other ranks' may differ by some bytes.
         model: Model whose units are used; None: the units are those of a decoder of its sizes.
     """
@@ -123,7 +123,7 @@ class StepWork:
 
     @property
     def sharding_stage(self) -> int:
-        """ZeRO stage by which the engine shards: 0 without ranks to shard over, unless slots are offloaded."""
+        """ZeRO stage with which the engine shards: 0 if there are no ranks to shard over and nothing is offloaded."""
         offloads = (self.offloading.states, self.offloading.parameters) != ("none", "none")
         return self.volumes.zero_stage if offloads or self.grid.data > self.grid.dp_replicate else 0
 
@@ -244,7 +244,8 @@ def describe_step(
             zero.zero_quantized_gradients_codec_across if zero.zero_quantized_gradients else "",
         ),
         model_numel=0 if isinstance(model, ModelShape) else _numel(model),
-        # With pp, ep or tp, units are built from a decoder of the model's sizes, whose parameters have placements.
+        # With pp, ep or tp, units are built from a decoder of the model's sizes instead: its parameters have the shapes
+        # of one rank, and those of `model` are full.
         model=model if isinstance(model, nn.Module) and grid.size("pp", "ep", "tp") == 1 else None,
     )
 
@@ -272,17 +273,20 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
 
 
 def _whole_states(states: OptimizerStates, step: int) -> int | None:
-    """Return the number of states of an element before a step of whole parameters; None: the step is elementwise."""
+    """Return the number of optimizer states per element before `step`; None: the optimizer is elementwise."""
     if not states.steps_whole:
         return None
     if step == 1:
         return 0
-    # 1-bit LAMB has a third state from the first compressed step on, but compressed steps gather no states.
+    # From its first compressed step on, 1-bit LAMB has a third state. It is not counted, since compressed steps gather
+    # no states.
     return 2 if states.name == "OneBitLamb" else states.bytes_per_element // 4
 
 
 def _state_bytes(states: OptimizerStates, shape: ModelShape) -> int:
-    """Return the bytes of states per element; for an optimizer that steps whole parameters, per element of a matrix."""
+    """Return the bytes of optimizer states per element. They depend on the shape if the optimizer updates whole
+    parameters: then return those of a square matrix.
+    """
     if not states.steps_whole:
         return states.bytes_per_element
     square = torch.Size([shape.hidden, shape.hidden])
@@ -294,7 +298,9 @@ def _numel(model: nn.Module) -> int:
 
 
 def _layer_bounds(shape: ModelShape, grid: MeshShape, pipeline: PipelineConfig) -> list[int]:
-    """Return the first layer of each chunk of a pipeline, and the number of layers, as the engine partitions them."""
+    """Return the bounds of a pipeline's chunks, equal to the engine's: each chunk's first layer, then the number of
+    layers.
+    """
     chunks = grid.pp * pipeline.resolved_virtual_stages
     if chunks == 1:
         return [0, shape.layers]

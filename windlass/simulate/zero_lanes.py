@@ -30,7 +30,7 @@ _STREAM = "zero"
 
 
 class ZeroLanes:
-    """Collectives and updates of the units of one rank.
+    """Simulated collectives and updates of the units (parameters that are sharded together) of one rank.
 
     Args:
         chunks: Model chunks of the rank.

@@ -26,7 +26,7 @@ class DeferredFailureTier(DiskTier):
     ranks exchange their state (zero/update/disk_health.py): the end of a forward, the norm before a step, the end of a
     step, a save or a load. All ranks raise at this sync point.
 
-    A closed tier and an extent of another tier raise immediately.
+    Use of a closed tier, or of an extent of another tier, raises immediately.
 
     Attributes:
         failure: first failure of a transfer or an allocation since the last `take_failure`.
@@ -103,7 +103,7 @@ class DeferredFailureTier(DiskTier):
         )
 
     def compare(self, extent: Extent, sums: PageSums) -> None:
-        """Compare as `DiskTier.compare` does. If a page is damaged, all of the memory is filled with NaN."""
+        """Compare as `DiskTier.compare` does. If a page is damaged, `sums.memory` is filled with NaN."""
         try:
             super().compare(extent, sums)
         except DamageError as error:
@@ -151,7 +151,7 @@ class _DeferredFailureTransfer:
             self._inner = None
 
     def _attempt(self, act: Callable[[], Any]) -> bool:
-        """Return True if `act` returned a true value or failed."""
+        """Call `act`, and pass its StorageError to `on_failure`. Return True if it failed or returned a true value."""
         try:
             return bool(act())
         except StorageError as error:

@@ -67,7 +67,7 @@ class DirectFileReader:
         advice: fix of a failed read, for the error message.
 
     Raises:
-        StorageError: the file cannot be opened, or the engine in WINDLASS_DISK_ENGINE does not work.
+        StorageError: the file cannot be opened, or the I/O engine named by WINDLASS_DISK_ENGINE does not work.
     """
 
     def __init__(self, path: Path, *, advice: str = "see dmesg for details") -> None:
@@ -114,7 +114,7 @@ class DirectFileReader:
         """
         address, nbytes = into.data_ptr(), into.numel()
         spans = [
-            (0, offset + at, address + at, min(_BLOCK, nbytes - at), 0)  # the file has no checksums of this engine
+            (0, offset + at, address + at, min(_BLOCK, nbytes - at), 0)  # the last 0: no checksums to compare with
             for at in range(0, nbytes, _BLOCK)
         ]
         request = self._engine.submit(False, spans)

@@ -47,9 +47,8 @@ class ProcessRuns:
 def measure_processes(setting: DiskSetting, folders: Sequence[Path], nbytes: int, loops: int = 1) -> DiskMeasurement:
     """Measure one setting in a process for each folder, all at the same time. The best of `loops` runs counts.
 
-    Each process writes and then reads `nbytes` in each run. All processes start each timed
-    transfer together. The rate of a run is the number of bytes of all processes, divided by the time from the first
-    start to the last end.
+    Each process writes and then reads `nbytes` in each run. All processes start each timed transfer together. The rate
+    of a run is the number of bytes of all processes, divided by the time from the first start to the last end.
 
     Raises:
         StorageError: a folder is missing, not writable or too full, or a process was killed.
@@ -63,7 +62,9 @@ def measure_processes(setting: DiskSetting, folders: Sequence[Path], nbytes: int
 
 
 def measure_one(setting: DiskSetting, folder: Path, nbytes: int, loops: int, barrier: Barrier) -> ProcessRuns:
-    """Measure in one of several processes. Each process waits for the others before every timed transfer."""
+    """Measure the transfers of this process, one of several. Each process waits for the others before every timed
+    transfer.
+    """
     starts: list[float] = []
 
     def start_together() -> None:

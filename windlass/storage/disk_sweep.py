@@ -1,4 +1,4 @@
-"""Rates of a disk over settings of the `aio` section, and the best setting."""
+"""Measurement of a disk's rates with several settings of the `aio` section, and choice of the best setting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class DiskMeasurement:
     engine: str
 
     def score(self, *, read: bool = True, write: bool = True) -> float:
-        """Return the bytes per second of moving equal amounts in each selected direction; 0 if one was not measured."""
+        """Return the bytes per second of moving equal amounts in each selected direction (read, write).
+
+        Returns 0 if one of them was not measured.
+        """
         rates = [rate for asked, rate in ((read, self.read_rate), (write, self.write_rate)) if asked]
         return len(rates) / sum(1 / rate for rate in rates) if all(rates) and rates else 0.0
 

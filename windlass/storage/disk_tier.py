@@ -138,8 +138,8 @@ class DiskTier:
         """Start writing a tensor's bytes at `offset` bytes into the extent.
 
         Args:
-            offset: any byte. A partial page at either end costs the write of a page, and a read if the page has other
-                contents.
+            offset: any byte. A partial page at each end of the range costs the write of a page, and a read if the page
+                has other contents.
             source: contiguous, on the CPU, of any dtype. It must not change until the transfer has finished.
             sums: current checksums of all of `source`. The engine then computes none.
 
@@ -166,10 +166,11 @@ class DiskTier:
         return self._transfers.start(False, extent, offset, into, sums)
 
     def page_sums(self, extent: Extent, into: torch.Tensor) -> PageSums | None:
-        """Return checksums for a `read` into `into` from the start of an extent; None if only the engine can compare.
+        """Return the stored checksums for a `read` into `into` from the start of an extent; None if the engine must
+        compare.
 
-        Also None if `into` is not whole pages at a page boundary. An update that changes `into` compares and renews the
-        checksums of the changed pages, while they are in the CPU cache ([Note: checksums of pages]).
+        Also None if `into` is not whole pages at a page boundary. The optimizer update that changes `into` compares and
+        renews the checksums of the changed pages, while they are in the CPU cache ([Note: checksums of pages]).
         """
         nbytes = into.numel() * into.element_size()
         if self._engine_choice.name == "python" or not can_sum_pages() or nbytes % PAGE or into.data_ptr() % PAGE:
@@ -212,7 +213,8 @@ class DiskTier:
             return tensor
 
     def measure_rates(self, nbytes: int = 256 << 20, *, before_timed: Callable[[], None] | None = None) -> IoRates:
-        """Measure writing and then reading `nbytes` on the idle tier, in space that was written once before.
+        """Measure and return the rates of writing and then reading `nbytes` on the idle tier. The space is written once
+        before the timed writes.
 
         The measurement temporarily uses that space and a buffer of at most 64 MiB. `io_rates` does not include it.
 

@@ -15,7 +15,7 @@ def page_down(nbytes: int) -> int:
 
 
 class ExtentAllocator:
-    """Byte range from 0 to `end`, in which every byte is allocated or free.
+    """First-fit allocator of the bytes from 0 to `end`, each of which is allocated or free.
 
     Attributes:
         end: end of the last allocated byte.

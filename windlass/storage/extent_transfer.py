@@ -87,7 +87,7 @@ class DiskTransfer:
 
     Attributes:
         first, last: byte range of the extent, half open.
-        request: the engine's request; None after `on_finished`.
+        request: request of the I/O engine; None after `on_finished`.
         on_finished: function that records the result and clears `request`. Calling it again does nothing.
         error: error of the transfer, or None.
         error_was_raised: True once a call has raised the error.

@@ -51,7 +51,7 @@ class IoEngine(Protocol):
     def remove_region(self, place: int) -> None: ...
 
     def totals(self) -> tuple[int, int, float, float, float]:
-        """Return bytes read and written, and the seconds with reads, with writes, and with either outstanding."""
+        """Return bytes read and written, and the seconds with reads in flight, with writes, and with either or both."""
         ...
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ def start_io_engine(
 
     Args:
         files: descriptors. Spans refer to them by index.
-        requested: one of `ENGINES`. None: the value of the variable WINDLASS_DISK_ENGINE, else the first that works.
+        requested: one of `ENGINES`. None: the environment variable WINDLASS_DISK_ENGINE, else the first that works.
         queue_depth: blocks in flight at once under io_uring.
         threads: blocks in flight at once under the other engines.
         block_size: bytes of the largest block.
@@ -117,7 +117,7 @@ def start_io_engine(
 
 
 def default_io_engine() -> str:
-    """Return the engine that a tier started now would use, and the reason, in one line."""
+    """Return one line: the name of the engine that an NVMe tier would use here, and the reason for this choice."""
     file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
         running = start_io_engine([file], requested=None, queue_depth=1, threads=1, block_size=4096, alignment=1)

@@ -95,7 +95,7 @@ def remove_stale_directories(folder: Path) -> None:
         user, host, pid, started = found[1], found[2], int(found[3]), found[4]
         try:
             owner = entry.stat(follow_symlinks=False).st_uid
-        except FileNotFoundError:  # its process ended, or another rank removed it first
+        except FileNotFoundError:  # removed meanwhile, by its process or another rank
             continue
         ours = int(user) == os.getuid() == owner and host == _host()
         if not ours or process_start_time(pid) == started:

@@ -83,7 +83,7 @@ class PythonIoEngine:
         self._busy_timers = (_BusyTimer(), _BusyTimer(), _BusyTimer())  # reads, writes, either
         self._transferred_bytes = [0, 0]
         self._next_is_write, self._stopped = False, False
-        # Daemon threads: at exit Python joins all others before it runs the finalizers that close the tier.
+        # Daemon threads: at exit Python joins all non-daemon threads before it runs the finalizers that close the tier.
         self._threads = [
             threading.Thread(target=self._run_worker, name=f"windlass-disk-{i}", daemon=True) for i in range(threads)
         ]
@@ -141,8 +141,8 @@ class PythonIoEngine:
                 self._finish(request, (error, file, offset, done) if error else None)
 
     def _run_block(self, write: bool, span: BlockSpan, bounce: mmap.mmap | None) -> tuple[int, int]:
-        """Move one block, through `bounce` if its address is not aligned. Return the errno (0: success) and the bytes
-        done.
+        """Move one block, through `bounce` if its address is not aligned. Return the errno (0: success) and the number
+        of bytes done.
         """
         file, offset, address, nbytes, sums = span
         memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
@@ -161,7 +161,7 @@ class PythonIoEngine:
         return error, done
 
     def _transfer_block(self, write: bool, file: int, offset: int, memory: memoryview) -> tuple[int, int]:
-        """Return the errno (0: success; ENODATA: the file ended) and the bytes done."""
+        """Return the errno (0: success; ENODATA: the file ended) and the number of bytes done."""
         move, done = os.pwritev if write else os.preadv, 0
         while done < len(memory):
             try:
@@ -198,7 +198,7 @@ class PythonIoEngine:
 
 
 def _verify_checksums(memory: memoryview, sums: ctypes.Array[ctypes.c_uint32]) -> tuple[int, int]:
-    """Return EBADMSG and the bytes before the first page with another checksum, or 0 and all bytes."""
+    """Return EBADMSG and the number of bytes before the first page with a wrong checksum, or 0 and the total."""
     for page, at in enumerate(range(0, len(memory), PAGE)):
         if zlib.crc32(memory[at : at + PAGE]) != sums[page]:
             return errno.EBADMSG, at

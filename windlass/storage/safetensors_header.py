@@ -48,7 +48,7 @@ class SafetensorsHeaderError(ValueError):
 class SafetensorsEntry:
     """Location of one tensor: bytes `[begin, end)` of the data.
 
-    `dtype` is safetensors' name, which windlass may not support.
+    `dtype` is the name of a dtype in safetensors. windlass may lack this dtype.
     """
 
     dtype: str

@@ -54,7 +54,7 @@ def staging_buffer_bytes(
         wanted: size of the largest transfer in bytes. A larger buffer is useless.
         count: buffers in use at once.
         requested: bytes that the user configured. They are used unchecked, even if memory looks too small.
-        ranks: processes on this host that allocate as much.
+        ranks: number of processes on this host that allocate as much.
         fraction: fraction of the free memory that all buffers of all ranks may use together.
 
     Raises:
@@ -78,7 +78,7 @@ def available_memory(*, ranks: int) -> int:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can use without swapping, given the host and the process's control groups.
+    """Return the bytes that this process can use without swapping: the least that the host or a control group leaves.
 
     None if the system does not provide the number.
     """

@@ -24,7 +24,7 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 
 class StripeSpan(NamedTuple):
-    """Range of one file. `start` is the offset in the requested range at which this range begins."""
+    """Range of one file that holds a part of a range of the tier. `start` is the offset of the part in that range."""
 
     file: int
     offset: int
@@ -149,7 +149,7 @@ class StripedFiles:
         return (turns + (index < more)) * self._block + (rest if index == more else 0)
 
     def _check_free(self, sizes: list[int], what: str) -> None:
-        requested: dict[int, int] = defaultdict(int)  # two paths may be on one disk
+        requested: dict[int, int] = defaultdict(int)  # by device, because two paths may be on one disk
         for file, size in zip(self._files, sizes, strict=True):
             disk = os.fstat(file.descriptor).st_dev
             requested[disk] += max(0, size - file.size)

@@ -40,8 +40,8 @@ class TierRates:
 
 
 def measure_tier_rates(device: torch.device, disk: DiskTier | None) -> TierRates:
-    """Measure the rates in a fraction of a second and 48 MiB of disk traffic, once in a process for each device and
-    disk.
+    """Measure the rates, once in a process for each device and disk. This takes a fraction of a second and transfers
+    48 MiB to and from the disk.
 
     Raises:
         StorageError: the disk cannot be written or read.

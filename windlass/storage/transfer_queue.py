@@ -99,7 +99,7 @@ class TransferQueue:
                 self._finish_transfer(transfer)
 
     def totals(self) -> IoRates:
-        """Return the totals since the construction."""
+        """Return the bytes and seconds of all reads and writes since the construction."""
         with self.lock:
             for extent in self.extents:
                 self.collect_finished(extent)
@@ -193,7 +193,7 @@ class TransferQueue:
                     self._failed_transfers.append(transfer)
             extent.transfers.remove(transfer)
             transfer.data, transfer.partial_pages = None, []
-            # Set last: a poll without the lock takes None for a transfer whose result is recorded.
+            # Set last: to a poll, which runs without the lock, None means that the result is recorded.
             transfer.request = None
 
     def _build_error(self, transfer: DiskTransfer, error: int, file: int, offset: int, done: int) -> StorageError:

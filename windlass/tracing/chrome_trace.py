@@ -37,8 +37,8 @@ def write_document(document: dict[str, Any], path: Path) -> None:
 def chrome_trace(run: RunProfile) -> dict[str, Any]:
     """Return the trace as plain data: one process for each rank; times in us from the start of the first rank.
 
-    Ranks on the host of the first rank have its monotonic clock. The times of ranks on other hosts are shifted by the
-    wall clocks, which NTP aligns to about a millisecond.
+    Ranks on the host of the first rank have its monotonic clock. The times of ranks on other hosts are shifted by means
+    of the wall clocks, which NTP aligns to about a millisecond.
     """
     first = run.ranks[0]
     shifts = {one.rank: _shift(one, first) for one in run.ranks}
@@ -50,7 +50,7 @@ def chrome_trace(run: RunProfile) -> dict[str, Any]:
 
 
 def _shift(one: RankProfile, first: RankProfile) -> float:
-    """Return the us to add to a rank's times, to convert them to the clock of the first rank."""
+    """Return the microseconds to add to a rank's times, to convert them to the clock of the first rank."""
     if one.host == first.host:
         return 0.0
     return (one.clock[1] - first.clock[1]) * 1e6 - (one.clock[0] - first.clock[0])
@@ -81,7 +81,7 @@ def _rank_events(one: RankProfile, shift: float) -> list[dict[str, Any]]:
     for event in one.events:
         shown = {key: value for key, value in event.items() if key != "track"}
         named.setdefault(event["tid"], event.get("track", f"thread {event['tid']}"))
-        if "id" in event:  # operations in flight are matched by id over all processes
+        if "id" in event:  # viewers match ids over all processes, so make it unique
             shown["id"] = f"{pid}.{event['id']}"
         events.append({**shown, "pid": pid, "ts": event["ts"] + shift})
     for sample in one.memory:

@@ -34,7 +34,7 @@ class HeldMemory:
     Attributes:
         kept: bytes by kind; the name of a kind that is not on the device includes its tier.
         unsharded: bytes of units that are unsharded now, by their name in the memory ledger (`parameters of NAME`).
-        from_allocator: holders whose memory comes from torch's allocator; other memory is mapped.
+        from_allocator: those names in the ledger whose memory comes from torch's allocator; other memory is mapped.
     """
 
     kept: dict[str, int]
@@ -78,7 +78,7 @@ def memory_timeline(
 
     Args:
         held: memory at `start`.
-        changes: time, holder and new bytes of each change of device memory, in order.
+        changes: time, name in the memory ledger, and new bytes of each change of device memory, in order.
         allocations: time and bytes of each allocation and release, in order; None: activations are unknown.
     """
     unsharded, begun = (

@@ -40,7 +40,7 @@ class OperatorEvents:
 
 
 class OperatorProfiler:
-    """torch.profiler from `start` to `stop`, with its clock aligned to the monotonic one."""
+    """Run of torch.profiler from `start` to `stop`. Times of its events are converted to the monotonic clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -70,7 +70,7 @@ class OperatorProfiler:
 
 
 def read_events(events: Sequence[dict[str, Any]], clock: float, *, on_gpu: bool) -> OperatorEvents:
-    """Return the shown events with their times on the monotonic clock.
+    """Return the events that the trace shows, with their times on the monotonic clock.
 
     Args:
         events: `traceEvents` of torch.profiler's Chrome trace.
@@ -110,7 +110,7 @@ def covered(intervals: Sequence[Interval], start: float, end: float) -> float:
 
 
 def device_division(found: OperatorEvents, start: float, end: float) -> tuple[float, float, float]:
-    """Return `(computing, NCCL without computing, idle)`: times of a device in `[start, end)`, in the same unit."""
+    """Return the times that a device spends in `[start, end)`: `(computing, NCCL without computing, idle)`."""
     computing = covered(found.kernels, start, end)
     busy = covered([*found.kernels, *found.nccl], start, end)
     return computing, busy - computing, end - start - busy

@@ -17,7 +17,7 @@ from windlass.tracing.trace_profiler import TraceProfiler, gather_profiles, save
 
 
 class ProfileFinished(SystemExit):
-    """End of the script on all ranks after enough steps were recorded."""
+    """Exception that ends the script on all ranks after enough steps were recorded."""
 
 
 class ProfileSession(InitializeObserver):
@@ -36,7 +36,7 @@ class ProfileSession(InitializeObserver):
             self.profiler.start()
 
     def _follow(self, profiler: TraceProfiler) -> None:
-        """Start after the skipped steps, and end the script once enough steps are recorded."""
+        """Start to record after the skipped steps, and end the script once enough steps are recorded."""
         if profiler.is_recording and profiler.recorded_steps == self.job.steps:
             self.finish(profiler)
             raise ProfileFinished(0)

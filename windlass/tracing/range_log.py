@@ -1,4 +1,4 @@
-"""Log of the ranges of one rank, and the division of its time into its own work and waits by wire.
+"""Log of the ranges of one rank, and the division of its time into its own work and waits for each resource.
 
 [Note: division of time] Each moment of the engine's thread belongs to its innermost range that waits for something:
 other ranks, a disk, or a copy between host and device. Time outside such ranges is the rank's own. The part of it that
@@ -82,7 +82,8 @@ class RangeLog:
 
     Attributes:
         ranges, flights: finished ranges and operations, in the order of their ends.
-        held_bytes: time, holder and bytes of each change of device memory.
+        held_bytes: for each change of device memory: the time, the name of the holder, and the bytes that it then
+            holds.
         steps: division of the time of each finished step.
     """
 

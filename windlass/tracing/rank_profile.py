@@ -110,7 +110,7 @@ def make_rank_profile(
 
 
 def _step_times(one: TimeDivision, operators: OperatorEvents | None) -> StepTimes:
-    """Return the times of a step. On a GPU, compute, waits and idle come from its kernels, which the host launches."""
+    """Return the times of a step. On a GPU, compute, waits and idle are those of its kernels, not of the host."""
     compute, idle = one.compute / 1e6, one.idle / 1e6
     waits = {wire: ns / 1e6 for wire, ns in sorted(one.waits.items(), key=lambda item: -item[1])}
     phases = {name: ns / 1e6 for name, ns in one.phases.items()}

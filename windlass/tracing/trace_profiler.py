@@ -152,7 +152,8 @@ def profile(engine: Engine, path: str | Path, *, operators: bool = True) -> Iter
 
     Args:
         path: file for Perfetto (ui.perfetto.dev) or chrome://tracing; compressed if its name ends in `.gz`.
-        operators: also record the operators of torch, and with them activations. This makes steps somewhat slower.
+        operators: also record torch's operators and their allocations, which include the activations. This makes steps
+            somewhat slower.
 
     Raises:
         ConfigError: `path` is a folder, or its folder does not exist.

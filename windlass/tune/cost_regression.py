@@ -1,9 +1,9 @@
 """Regression of a measured quantity of configurations on its prediction and on the values of their keys.
 
-[Note: corrected predictions] A Gaussian process (Rasmussen and Williams 2006, section 2.2) models the logarithm of
-measured over predicted as a sum of independent parts: a constant, a slope in the logarithm of the prediction, an effect
-of the value of each key, of each pair of keys, and of the configuration itself. Neighbouring values of an ordered key
-have similar effects. With no measurement the result is the prediction; each measurement also corrects the
+[Note: corrected predictions] A Gaussian process (Rasmussen and Williams 2006, section 2.2) models
+log(measured / predicted) as a sum of independent parts: a constant, a slope in the logarithm of the prediction, an
+effect of the value of each key, of each pair of keys, and of the configuration itself. Neighbouring values of an
+ordered key have similar effects. With no measurement the result is the prediction; each measurement also corrects the
 configurations that have something in common with it.
 """
 
@@ -106,7 +106,7 @@ class CorrectedPredictions:
         return mean, np.sqrt(np.maximum(self._variance(scale) - (explained**2).sum(0), 1e-12))
 
     def _parts(self, rows: Sequence[int], columns: Sequence[int]) -> tuple[Array, Array]:
-        """Return the covariance of the level, and that of slope and effects at scale 1."""
+        """Return the covariance of the level, and that of slope and effects before the fitted scale multiplies it."""
         d = self._deviations
         a, b = self._centred[list(rows)][:, None], self._centred[list(columns)][None, :]
         likes = self._features.similarities(rows, columns)
@@ -129,7 +129,9 @@ class CorrectedPredictions:
         return np.asarray(d.level**2 + scale**2 * effects)
 
     def _solve(self, scale: float, parts: tuple[Array, Array], residual: Array) -> tuple[float, Array, Array, float]:
-        """Return the scale, a Cholesky factor, the weights of the measurements, and the logarithmic evidence."""
+        """Return `scale`, a Cholesky factor, the weights of the measurements, and the logarithm, up to a constant, of
+        the evidence times the prior of `scale`.
+        """
         covariance = self._covariance(scale, parts) + self._deviations.noise**2 * np.eye(len(residual))
         factor: Array = np.asarray(np.linalg.cholesky(covariance), dtype=float)
         weights: Array = np.asarray(np.linalg.solve(factor.T, np.linalg.solve(factor, residual)), dtype=float)

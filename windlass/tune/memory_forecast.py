@@ -1,4 +1,6 @@
-"""Prediction of the memory that each candidate needs, made in the first trial, which has the model and a batch.
+"""Prediction of the memory that each candidate configuration needs.
+
+It is made in the first trial run of the search, which has the model and a batch.
 
 [Note: forecast] Traces of one and of two samples ([Note: traced memory]) are extrapolated to larger micro-batches: the
 bytes of every event grow linearly with the micro-batch. Rank 0 predicts before the first forward, so that the result
@@ -43,7 +45,7 @@ class ForecastOrder:
     Attributes:
         candidates: Overrides of each candidate, by its name.
         result: Path of the JSON file to write.
-        plans_memory: Predict memory. If False, only the facts of the model are written.
+        plans_memory: Predict memory. If False, only the properties of the model are written.
     """
 
     candidates: dict[str, dict[str, Any]]
@@ -62,7 +64,7 @@ class ForecastOrder:
 
 @dataclass
 class ForecastResult:
-    """Facts of the model and of the machine, and predicted memory of the candidates.
+    """Properties of the model and of the machine, and predicted memory of the candidates.
 
     Attributes:
         parameters: Number of elements of the model.
@@ -77,7 +79,7 @@ class ForecastResult:
         blocks: Number of blocks of the model.
         base: Bytes of a process without the model.
         device_bytes, host_bytes: Predicted peak of a rank by candidate name; host memory is without `base`.
-        problem: Reason why the memory of the first candidate without a prediction is missing; empty: no error.
+        problem: Reason why the first candidate without a prediction has none; empty if all candidates have one.
     """
 
     parameters: int = 0
@@ -135,7 +137,7 @@ def start_forecast(
 
 
 def facts_of(model: nn.Module, base: int) -> ForecastResult:
-    """Return the facts of a model and of this machine, without predictions."""
+    """Return the properties of a model and of this machine, without predictions."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return ForecastResult(
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
@@ -180,7 +182,7 @@ class BatchShape:
 
 
 class CandidatePlanner:
-    """Planner of candidates that differ in their configuration only.
+    """Predictor of the peak memory of candidate configurations of one model.
 
     Args:
         model: The model on the meta device.
@@ -238,11 +240,11 @@ class CandidatePlanner:
 
 _REDUCE_BUCKET = "zero_optimization.reduce_bucket_size"
 _WITHOUT_EFFECT = dict.fromkeys(("zero_optimization.allgather_bucket_size", "zero_optimization.overlap_comm"))
-"""Keys whose values the planner does not read."""
+"""Keys that the planner does not read. Candidates that differ only in these share a prediction."""
 
 
 def _reduces_in_chunks(config: Config, target: Target, world_size: int) -> bool:
-    """Return True if the planner reads `reduce_bucket_size`: ranks on a CPU that do not read each other's buffers."""
+    """Return True if the planner reads `reduce_bucket_size`: if CPU ranks do not read each other's buffers."""
     zero = config.zero_optimization
     quantizes = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients
     return not target.has_own_memory and world_size > 1 and (quantizes or not target.shares_memory(world_size))
@@ -255,7 +257,7 @@ def _are_alike(one: ActivationTrace, two: ActivationTrace) -> bool:
 
 
 def extend_trace(one: ActivationTrace, two: ActivationTrace, micro: int) -> ActivationTrace:
-    """Return the trace of `micro` samples, linear in the traces of one and two samples."""
+    """Return the trace of `micro` samples, extrapolated linearly from those of one and two samples."""
 
     def at(first: int, second: int) -> int:
         return first + (micro - 1) * (second - first)

@@ -1,4 +1,4 @@
-"""Order of trials by a sampler of Optuna (Akiba et al. 2019), an optional package."""
+"""Search for a configuration: a sampler of the optional package Optuna (Akiba et al. 2019) proposes the trials."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.base.errors import ConfigError
 from windlass.tune.search import Measure, SearchState
 from windlass.tune.search_space import Candidate, SearchSpace
 
-_PROPOSALS = 20  # sampler proposals per trial of the budget: in a small space many proposals repeat earlier ones
+_PROPOSALS = 20  # limit of the sampler's proposals for each trial of the budget, since many repeat earlier ones
 
 
 def import_optuna() -> Any:
@@ -42,7 +42,7 @@ def sample_with_optuna(
 
     Args:
         ranked: Candidates that may be tried, the best estimate first.
-        early_stopping: Number of trials without a gain that end the search; None: no such limit.
+        early_stopping: The search ends after this many trials in a row without a gain; None: no such limit.
         load: Function that returns the module `optuna`.
     """
     optuna, allowed = load(), set(ranked)

@@ -44,7 +44,7 @@ def import_ray() -> Any:
 
 
 class RayTrials:
-    """Runner of several trials: at the same time, at most as many as the cluster has hosts.
+    """Runner of several trials. At most as many of them run at the same time as the cluster has hosts.
 
     Args:
         address: Address of the cluster, or `auto`.

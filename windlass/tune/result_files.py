@@ -116,7 +116,7 @@ class ResultFiles:
 
 
 def metrics_of(record: TrialRecord) -> dict[str, float]:
-    """Return DeepSpeed's metrics of a trial. Times are in seconds; operations are 6 for each parameter and token."""
+    """Return DeepSpeed's metrics of a trial. Times are in seconds; 6 FLOPs are counted for each parameter and token."""
     measured = record.measured
     tokens = (measured["fed_shape"][1:2] or [1])[0]
     flops = 6.0 * measured["parameters"] * tokens * measured["train_batch"] / measured["world_size"]

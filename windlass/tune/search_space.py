@@ -53,7 +53,7 @@ ORDERED_KEYS = (MICRO, TRAIN, STATES_RATIO)
 """Keys whose neighbouring values have similar costs."""
 _MAX_CANDIDATES = 20_000
 _MEMORY_KEYS = (*KEYS, STAGE, CHECKPOINTING, REDUCE_BUCKET, GATHER_BUCKET, PREFETCH, REUSE)
-"""Keys with a known effect on device memory, see `_savings`. Accumulation steps and global batch have no effect."""
+"""Keys whose effect on device memory is known; see `_savings`. That of accumulation steps and global batch is none."""
 _LONGEST_NAME = 200  # a file system allows 255 bytes, and files add their extension
 
 
@@ -189,7 +189,7 @@ class SearchSpace:
         micro = values.get(MICRO, value_at_path(self.base, MICRO))
         data_ranks = self._data_ranks_with(values)
         if micro is not None and (MICRO in values or TRAIN in values or data_ranks != self.data_ranks):
-            # If the micro-batch is not searched, it implies the global batch with the configuration's data ranks.
+            # A micro-batch that is not searched implies the global batch on the data ranks of the base configuration.
             stated = data_ranks if MICRO in values else self.data_ranks
             train = values.get(TRAIN, self.train) or micro * self.accumulation * stated
             if train % (micro * data_ranks):
@@ -203,14 +203,14 @@ class SearchSpace:
         return Candidate(tuple(sorted(values.items(), key=lambda item: (place.get(item[0], len(order)), item[0]))))
 
     def _data_ranks_with(self, values: Mapping[str, Any]) -> int:
-        """Return the number of data-loading ranks, which depends on the sizes of axes among the values."""
+        """Return the number of data-loading ranks, which depends on the sizes of mesh axes in `values`."""
         others = {key: value for key, value in values.items() if key not in _SHORT_NAMES}
         if not others:
             return self.data_ranks
         known = tuple(others.items())
         if known not in self._data_ranks_by_values:
             found = self.data_ranks
-            # `is_valid` refuses sizes that do not divide the ranks.
+            # If axis sizes do not divide the number of ranks, `is_valid` refuses the candidate.
             with contextlib.suppress(ConfigError):
                 config = validate_config(override_keys(self.base, others)).config
                 found = data_loading_size_of(config, self.world_size, "--nproc")
@@ -218,7 +218,7 @@ class SearchSpace:
         return self._data_ranks_by_values[known]
 
     def candidates(self) -> list[Candidate]:
-        """Return all candidates that a run can have.
+        """Return all candidates whose configuration is valid.
 
         Raises:
             ConfigError: there are too many, or none.
@@ -245,7 +245,7 @@ class SearchSpace:
         return list(found)
 
     def is_valid(self, candidate: Candidate) -> bool:
-        """Return True if the configuration loads and is supported; else note the reason in `refused`."""
+        """Return True if the candidate's configuration loads and is supported; else store the reason in `refused`."""
         if candidate.name in self.refused:
             return False
         checked = validate_config(override_keys(self.base, candidate.overrides))
@@ -261,13 +261,14 @@ class SearchSpace:
         return not reasons
 
     def config_of(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the full configuration of a candidate, with "auto" where another program fills in values."""
+        """Return the full configuration of a candidate. Keys at "auto" that it has no value for stay at "auto"."""
         return override_keys(self.base, candidate.overrides)
 
     def overrides_of(self, candidate: Candidate) -> dict[str, Any]:
         """Return the values by dotted key that replace those of the user's configuration.
 
-        A list of choices is replaced in any case: a program may read the user's file, and no run can have a list.
+        Lists of choices are replaced even at keys that the candidate lacks: a program may apply the overrides to the
+        user's file, and no run accepts a list.
         """
         return {**self.first_values, **candidate.overrides}
 
@@ -300,7 +301,7 @@ class SearchSpace:
         and `other` may have run out of either kind of memory.
         """
         unknown = (one.key for one in self.dimensions if one.key not in _MEMORY_KEYS)
-        # A candidate has no value for a tier without effect at its stage.
+        # A candidate has no value for a tier that has no effect at the candidate's stage. No value equals "none".
         keys = {key: "none" if key in (STATES_TIER, PARAMETERS_TIER) else None for key in unknown}
         if any(candidate.get(key, absent) != other.get(key, absent) for key, absent in keys.items()):
             return False
@@ -311,7 +312,7 @@ class SearchSpace:
 
         def value(key: str, default: float) -> float:
             found = candidate.get(key, value_at_path(self.base, key))
-            # A candidate has no value for an "auto" key without effect.
+            # A candidate has no value for an "auto" key that has no effect. The default is used there.
             return default if found is None or found == "auto" else float(found)
 
         stage = value(STAGE, 0)
@@ -322,14 +323,15 @@ class SearchSpace:
 
     def start(self) -> Candidate | None:
         """Return the candidate with the user's values, and with the middle choice of stages and batches that are not
-        set. None: see `complete`.
+        set. Return None if `complete` returns None for it.
         """
 
         def value(dimension: Dimension) -> Any:
             if dimension.key in self.given:
                 return self.given[dimension.key]
             if dimension.key in (STAGE, MICRO, TRAIN):
-                # Most models fit below stage 3, and large micro-batches are faster.
+                # Of two middle choices take the lower stage, since most models fit below stage 3, and the larger batch,
+                # since it is faster.
                 number = len(dimension.choices) - (dimension.key == STAGE)
                 return dimension.choices[number // 2]
             return self.usual_choice(dimension)
@@ -403,7 +405,7 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, sour
 def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return the configuration with the first value of each list of choices, and the lists.
 
-    At keys without a short name, a list states choices if the key accepts the list's first value but not a list.
+    At a key that is not in `_SHORT_NAMES`, a list states choices if the key accepts its first value but not a list.
     """
     stated: dict[str, tuple[Any, ...]] = {}
     wrong = [one.path for one in validate_config(raw).problems if one.kind is ProblemKind.TYPE]
@@ -418,7 +420,8 @@ def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[An
 
 
 def _require_choices(stated: Mapping[str, tuple[Any, ...]]) -> None:
-    """Check the stated choices whose values the search itself reads; others are checked with their configuration.
+    """Check the stated choices whose values the search itself reads; other choices are checked when a
+    candidate's configuration is loaded.
 
     Raises:
         ConfigError: a choice cannot be searched.
@@ -506,7 +509,7 @@ def _powers_of_two(low: int, high: int) -> tuple[int, ...]:
 
 
 def _global_batches(limits: SearchLimits, data_ranks: int, train: int) -> tuple[int, ...]:
-    """Return global batches in the range: the smallest multiple of the data ranks, then twice the one before."""
+    """Return global batches in the range: the smallest multiple of the number of data ranks, doubled repeatedly."""
     low = max(limits.train_min or 1, data_ranks)
     first = -(-low // data_ranks) * data_ranks
     high = limits.train_max if limits.train_max is not None else max(train, first)

@@ -1,9 +1,9 @@
-"""Predicted time of a step of each candidate, by simulation.
+"""Predicted time of a step of each candidate configuration, by simulation.
 
 [Note: estimated order] The search measures the configuration that it returns, so predictions only decide which
-candidates come first. One step of the model's sizes is simulated ([Note: folded links]) on a host with the rates of a
-known device. A model without a configuration of transformers is simulated as a decoder with equally many parameters and
-blocks.
+candidates are measured first. One training step is simulated with the model's sizes ([Note: folded links]), on a host
+with the rates of a known device. A model without a configuration of transformers is simulated as a decoder with equally
+many parameters and blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StepRanking:
     Args:
         config_of: Function that returns the configuration of a candidate.
         world_size: Number of ranks, on one host.
-        facts: Facts of the model and the machine.
+        facts: Properties of the model and the machine.
 
     Attributes:
         problem: First reason for which a step could not be simulated; empty: there is none.

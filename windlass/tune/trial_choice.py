@@ -31,7 +31,7 @@ _FITTING = Deviations(level=1.0, slope=0.0, key=1.0, pair=0.5, own=0.2, noise=0.
 _ABOVE = 1.03  # assumed memory of a trial that ran out of memory, relative to the limit
 _FAILURE = math.log(2.0)  # a failed trial counts as twice as slow as the slowest trial
 _SPREAD = math.log(4.0)  # without predictions, the last candidate is assumed to cost 4 times as much as the first
-_UNLIKELY = 0.02  # probability to fit below which a neighbour of the best is not tried
+_UNLIKELY = 0.02  # probability to fit below which a neighbour of the best trial is not tried
 _CAUTION = 2  # exponent of the probability to fit, until a trial has fitted
 _LAST = 1e-9  # factor that ranks negligible gains after all others
 _NORMAL = NormalDist()
@@ -138,12 +138,13 @@ class TrialChoice:
         return [number for number in near if is_open[number] and forecast.fits[number] > _UNLIKELY]
 
     def _gains(self, forecast: _TrialForecast) -> Array:
-        if forecast.best is None:  # no trial has fitted yet: predicted speed, weighted by the probability to fit
+        # Until a trial has fitted, rank candidates by predicted speed, weighted by the probability to fit.
+        if forecast.best is None:
             return np.asarray(forecast.fits**_CAUTION * np.exp(forecast.mean.min() - forecast.mean))
         return np.asarray(forecast.fits * _expected_improvement(forecast.best, forecast.mean, forecast.deviation))
 
     def _corrected(self, records: Mapping[Candidate, TrialRecord], assumed: Mapping[int, float]) -> _TrialForecast:
-        """Return the corrected predictions, which are computed anew after each run. Discarded trials change nothing."""
+        """Return the corrected predictions, computed anew after each trial that was run (not discarded)."""
         ran = [one for one in records.values() if one.ran and one.candidate in self._place]
         state = ran, dict(assumed)
         if self._forecast is None or self._forecast[0] != state:
@@ -196,7 +197,7 @@ class TrialChoice:
         if not timed:
             return np.ones(len(self._ranked))
         besides = [max(0.0, one.seconds / one.repeats - self._steps_of(one) * one.step_s) for one in timed]
-        # If the metric is not the time of a step, measured trials give the ratio of the two.
+        # The predicted cost may have another unit than seconds: measured trials give the ratio of step time to cost.
         batches = np.array([float(one.get(TRAIN, 1)) for one in self._ranked])
         per_sample = self._facts.metric in ("throughput", "flops")
         scale = batches if per_sample else np.ones(len(self._ranked))

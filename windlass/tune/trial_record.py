@@ -72,7 +72,7 @@ class TrialRecord:
             return -float(self.measured["forward_s"])
         if metric == "step":
             return -float(self.measured["update_s"])
-        return self.throughput  # flops of a sample are the same in all configurations
+        return self.throughput  # for "flops" too: every configuration has the same flops per sample
 
     def as_json(self) -> dict[str, Any]:
         """Return the trial as plain data."""

@@ -1,4 +1,4 @@
-"""Table and picture of a search, and its lines while it runs."""
+"""Report of a search: a line for each trial while it runs, then a table and a picture of all trials."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _BATCH = ((MICRO, "micro"), (ACCUMULATION, "accumulation"), (TRAIN, "train_batch
 
 
 def summary_lines(outcome: TuningOutcome) -> list[str]:
-    """Return lines with facts that the table does not show."""
+    """Return lines about what the table does not show, e.g. configurations that were not run, or an interruption."""
     lines = []
     discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
     if discarded:

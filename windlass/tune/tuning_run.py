@@ -1,4 +1,4 @@
-"""A search from its settings to its result: forecast, order of trials, trials, and the files after each trial."""
+"""Search for the best configuration: forecast of memory, order of trials, trials, and the files written after each."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from windlass.tune.trial_record import TrialRecord, TrialStatus
 
 _MARGIN = 1.15  # a candidate is discarded unmeasured only if its prediction exceeds the limit by this factor
 _OVER = 1.03  # a measured peak above the limit by less than this factor does not count against other candidates
-_SLOW = 1.3  # a trial ends early once two steps took this many times the median step of the best trial
+_SLOW = 1.3  # a trial ends early if its first two timed steps both exceed the best trial's median by this factor
 _CLOSE = 0.1  # a trial slower than the best by less than this fraction is run again
 _CLOSEST = 3  # maximum number of candidates that are run again
-_SHARE = 0.25  # time of the search, as a fraction of the time that the trials of all candidates would take
+_SHARE = 0.25  # limit of the search's time, as a fraction of the time that the trials of all candidates would take
 _SEARCHED = 0.8  # fraction of the search's time for new trials; the rest is for repeated runs of the best
 _COUNTED = 0.5  # default limit of trials, as a fraction of the candidates
 _FEWEST, _MOST = 8, 50
@@ -51,7 +51,7 @@ _RESULT_KEYS = frozenset(
 
 
 class TuningError(WindlassError, RuntimeError):
-    """Search that found no configuration."""
+    """Error of a search that found no configuration."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class TuningSettings:
 
     Attributes:
         results: Folder of results.
-        exps: Folder of the settings of each trial (DeepSpeed's `exps_dir`); None: no such files.
-        limits: Bounds of the space.
+        exps: Folder for files with the settings of each trial (DeepSpeed's `exps_dir`); None: no such files.
+        limits: Bounds of the search space.
         memory: Limit of a rank's memory in bytes: of its device, or of its process on a CPU. None: all memory of a GPU;
             no limit on a CPU.
         tuner: `model_based`, `gridsearch` or `random`, as in `autotuning.tuner_type`; or `optuna`.
@@ -100,7 +100,7 @@ class TuningOutcome:
         best: Best measured trial; None: none was measured.
         config: Configuration of `best`.
         records: All trials in their order, discarded candidates included.
-        candidates: Number of candidates of the space.
+        candidates: Number of candidates in the search space.
         forecast: Facts of model and machine, and predicted memory.
         seconds: Duration of all trials.
         interrupted_by: Number of the signal that stopped the search; None: the search ended by itself.
@@ -128,12 +128,12 @@ class _PreparedTrial:
 
 @dataclass
 class TuningRun:
-    """One search.
+    """Search for the best configuration of a training program, by trial runs of the program.
 
     Args:
         parallel: Runner of several trials at the same time, on several hosts; None: trials run in sequence.
         runner: Function that runs one trial, see `run_trial`.
-        ranking: Function that makes the predictions of time once the first trial has yielded the facts, see
+        ranking: Function that builds the predictor of step times from the forecast of the first trial, see
             `StepRanking`.
     """
 
@@ -168,7 +168,7 @@ class TuningRun:
 
         Raises:
             TuningError: no trial could be measured. The message has the errors of the trials, or, if no configuration
-                fits, the nearest one.
+                fits into memory, the one that exceeds the limit least.
         """
         interrupted_by, self._on_record = None, on_record
         self.files.remove_best(self.command.config)
@@ -235,7 +235,7 @@ class TuningRun:
         smallest = sorted(self.candidates, key=memory_order)
         start = self.space.start()
         first = [start] if start is not None and start in set(smallest) else []
-        for candidate in [*first, *smallest]:  # facts and predictions come from the first trial that starts
+        for candidate in [*first, *smallest]:  # the first trial that starts also makes the forecast
             if self.forecast is not None or self.state.is_spent():
                 break
             if candidate not in self.state.records:
@@ -260,7 +260,7 @@ class TuningRun:
             sample_with_optuna(self.space, ranked, state, self.measure, early_stopping=patience)
 
     def _follow_model(self, choice: TrialChoice, part: float) -> None:
-        """Run trials that the model chooses, within the fraction `part` of the time of the search."""
+        """Run the trials that `choice` selects, within the fraction `part` of the limit of the search's time."""
         share = self._share()
         search_by_model(
             choice,
@@ -502,7 +502,9 @@ class TuningRun:
                 self._keep(replace(again, seconds=spent, repeats=repeats))
 
     def _next_repeat(self) -> TrialRecord | None:
-        """Return the record of the candidate to run again; None: the best is clear, or the budget is spent."""
+        """Return the record of the candidate to run again; None: no other candidate is close to the best,
+        the close ones were repeated often enough, or the budget or the time is spent.
+        """
         best, state = self.state.best(), self.state
         if best is None or sum(record.repeats for record in state.records.values() if record.ran) >= self._budget:
             return None

@@ -28,11 +28,11 @@ from windlass.zero import full_grad, full_param
 from windlass.zero.parameter_registry import require
 from windlass.zero.sharded_model import ShardedModel
 
-_CONTINUE, _DONE = -1, -2  # turns that are not the number of a rank
+_CONTINUE, _DONE = -1, -2  # values of `_broadcast_turn` that are not ranks
 
 
 class VerifyError(WindlassError, RuntimeError):
-    """Run that can't be compared with a plain one. The text gives the reason."""
+    """Error for a run that cannot be compared with one of plain PyTorch. The text gives the reason."""
 
 
 class EngineVerifier(EngineObserver):
@@ -92,7 +92,7 @@ class EngineVerifier(EngineObserver):
         return report
 
     def on_sharded(self, model: ShardedModel) -> None:
-        """Record the layout. The next step raises if the engine has had more than one."""
+        """Record that the engine has sharded its model. If it has done so more than once, the next step raises."""
         self._layouts.append(model)
 
     @property
@@ -103,7 +103,7 @@ class EngineVerifier(EngineObserver):
         """Load edited weights into the plain copies. Collective.
 
         Raises:
-            VerifyError: the engine has had more than one layout.
+            VerifyError: the engine has sharded its model more than once.
         """
         if len(self._layouts) > 1:
             raise VerifyError(
@@ -120,7 +120,7 @@ class EngineVerifier(EngineObserver):
         self._on_step_compared(self)
 
     def after_failed_step(self) -> None:
-        """Drop the record, because the engine drops the micro-batches of a step that raises."""
+        """Drop the record of the step, because the engine drops the micro-batches of a step that raises."""
         self._recorder.take_record()
 
     def on_weights_edited(self) -> None:
@@ -132,7 +132,8 @@ class EngineVerifier(EngineObserver):
         update.
         """
         trained = {name: self.engine.module.get_parameter(name) for name in self._trained}
-        # The gradients of parameters in no group accumulate over steps and count neither in the norm nor in the update.
+        # The gradients of parameters in no optimizer group accumulate over steps and count neither in the norm nor in
+        # the update.
         stepped = {name: parameter for name, parameter in trained.items() if not require(parameter).unit.unstepped}
         self._reduced_gradients = {name: full_grad(parameter) for name, parameter in stepped.items()}
         self._clip = norm, clip

@@ -17,7 +17,7 @@ class IndependentRun:
     """Unsharded copy that trains from the first step to the last. It takes over only weights that the script sets or
     loads.
 
-    Batches, random states, optimizer options and the decisions to skip steps are those of the ranks. So are the
+    Batches, random states, optimizer options and the decisions to skip steps are those of the sharded run. So are the
     gradients at which a replayed backward begins: those of the model's outputs, and of parameters that the loss uses
     directly. An error in a loss that is computed outside of the model therefore affects both runs alike.
 

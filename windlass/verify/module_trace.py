@@ -46,7 +46,7 @@ class TensorSample:
 
 
 def sample_tensor(tensor: torch.Tensor) -> TensorSample:
-    """Copy a sample of `tensor`, which may change afterwards."""
+    """Copy a sample of `tensor`. The tensor may change afterwards."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -78,7 +78,7 @@ class TraceEvent:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identity of the event without its values."""
+        """Key that identifies the event; it excludes the values."""
         return self.kind, self.module, self.tensor
 
 
@@ -127,7 +127,8 @@ class ModuleTrace:
 
 
 def differentiable_outputs(model: nn.Module, output: Any) -> list[torch.Tensor]:
-    """Return the tensors through which gradients enter the model's backward, in an order that a copy reproduces.
+    """Return the tensors through which gradients enter the model's backward, in an order that is the same for
+    a copy of the model.
 
     These tensors are the outputs, and tensors that the forward stored on modules (e.g. the loss of a router).
     """
@@ -164,7 +165,9 @@ def _module_attributes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
-    """Replace tensors in `value` by id, in all containers that `iterate_tensors` visits."""
+    """Replace each tensor in `value` whose id is a key of `replacements`, in all containers that `iterate_tensors`
+    visits.
+    """
     if isinstance(value, torch.Tensor):
         return replacements.get(id(value), value)
     if not any(id(tensor) in replacements for tensor in iterate_tensors(value)):

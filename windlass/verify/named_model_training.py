@@ -24,7 +24,7 @@ BatchFunction = Callable[[int, int, int], Any]  # called with step, micro-batch 
 
 
 def train_named_model(job: VerificationJob) -> None:
-    """Train the model of `job` under the job's configuration, until all steps are done or the session ends it.
+    """Train the model of `job` under the job's configuration, until all steps are done or the verification ends.
 
     Raises:
         ConfigError: the configuration has no optimizer.
@@ -149,7 +149,7 @@ def _from_transformers(name: str, trust_remote_code: bool) -> nn.Module:
             "one, or hub:NAME"
         )
     weights = name.startswith("hub:") or (path.is_dir() and next(path.glob("*.safetensors"), None) is not None)
-    # Pass the folder: transformers looks for code there.
+    # Pass the folder, not the file: transformers looks for the Python files of the model there.
     local = file.parent if file.name == "config.json" else file
     source = name.removeprefix("hub:") if name.startswith("hub:") else str(local)
     try:

@@ -41,8 +41,9 @@ class RecordedForward:
         grad_enabled: True if autograd was enabled in the forward.
         buffers: buffers that changed since the previous forward, by name.
         buffers_after: buffers that this forward changed, by name.
-        events: weights and outputs of the modules.
-        gradients: gradients of the differentiable outputs, by weight of the backward's loss and index of the output.
+        events: samples of the modules' weights and outputs, in the order in which the forward used them.
+        gradients: gradients of the differentiable outputs, by weight of the loss in a backward, then by index of the
+            output.
         loss: index of the output that is the loss, and its value; None: the loss is computed outside the model.
     """
 

@@ -72,7 +72,7 @@ class ReferenceModel:
                 f"verify needs a second copy of the model, and copy.deepcopy(model) failed: {error}; keep what cannot "
                 "be copied (locks, open files, tensors with a graph) out of the model's attributes"
             ) from error
-        for parameter in model.parameters():  # deepcopy drops the hooks on gradients
+        for parameter in model.parameters():  # deepcopy drops the hooks on gradients: register them again
             for hook in (parameter._backward_hooks or {}).values():
                 memo[id(parameter)].register_hook(hook)
         self.optimizer = _copy_optimizer(optimizer, memo)
@@ -127,7 +127,8 @@ class ReferenceModel:
         return found
 
     def step(self, gradients: dict[str, torch.Tensor], options: list[dict[str, Any]]) -> None:
-        """Step the optimizer with these gradients (of master weights, by name) and these options of its groups."""
+        """Step the optimizer with the gradients of master weights, by name, and with the options of its parameter
+        groups."""
         for group, given in zip(self.optimizer.param_groups, options, strict=True):
             group.update({key: value for key, value in given.items() if key not in _IMPLEMENTATION_KEYS})
         for name, master in self.master_weights.items():
@@ -151,8 +152,8 @@ class ReferenceModel:
             )
 
     def take_gradient_sums(self) -> dict[str, torch.Tensor]:
-        """Return and clear the weighted gradients of all replays since the last call, by name, in float64 on the
-        CPU.
+        """Return and clear the sums of the weighted gradients of all replays since the last call, by name, in float64
+        on the CPU.
         """
         sums, self._gradient_sums = self._gradient_sums, {}
         return sums
@@ -223,8 +224,8 @@ class ReferenceModel:
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Copy an optimizer, over the copied parameters, with all attributes but the hooks after a step. torch's own copy
-    has only defaults, groups and state.
+    """Copy an optimizer for the copied parameters, with all attributes except its post-step hooks. `copy.deepcopy`
+    would copy only defaults, groups and state.
     """
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     apart = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

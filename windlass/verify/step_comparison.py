@@ -1,4 +1,4 @@
-"""Comparison of one step with the plain one, phase by phase.
+"""Comparison of one sharded training step with the same step of a plain (unsharded) model, phase by phase.
 
 [Note: a step at a time] Both sides begin each step with bitwise equal weights. Each phase of the plain side starts from
 the result of the previous phase on the sharded side, once this result was compared: the reduced gradient is compared
@@ -31,7 +31,7 @@ class StepComparison:
     """Comparison of one step. It collects deviations in the order in which they are found.
 
     Args:
-        model: the plain model, which has the module names.
+        model: the plain model, which gives the classes of modules and the dtypes of parameters.
         tolerance: bounds of rounding.
         step: number of the step, from 1.
     """
@@ -43,7 +43,9 @@ class StepComparison:
         self._bounds = tolerance.descriptions()
 
     def compare_forward(self, recorded: RecordedForward, replay: ReplayResult, rank: int, micro: int) -> None:
-        """Compare the modules of a forward in the order in which they ran, then the buffers that it changed."""
+        """Compare the weights and outputs of modules in the order in which they ran, then the buffers that the forward
+        changed.
+        """
         where: dict[str, Any] = {"rank": rank, "micro": micro}
         rest = iter(replay.events)
         for event in recorded.events:
@@ -63,7 +65,9 @@ class StepComparison:
             self._record("forward", apart, tensor=name, role="buffer after the forward", **where)
 
     def compare_gradients(self, record: StepRecord, expected_gradients: dict[str, torch.Tensor], rank: int) -> None:
-        """Compare the gradients of one rank's autograd, in order of arrival, and the initial gradient of the loss."""
+        """Compare the gradients of one rank's autograd, in order of arrival, with the plain model's. Also compare the
+        initial gradient of the loss with the loss scale.
+        """
         for expected, got in record.loss_gradients:
             apart = measure_difference(torch.tensor(got), torch.tensor(expected), 0.0, torch.float32)
             hint = f"the backward began with a gradient of {got:g}, and the loss scale is {expected:g}"
@@ -79,8 +83,9 @@ class StepComparison:
                 self._report_missing("gradient", name, have, rank=rank)
                 continue
             if name in record.outside_gradients and dtype is torch.float16:
-                # Autograd may overflow in fp16 when it adds the gradient from outside of the model to that from inside.
-                # The expected sum is in float64 and does not, so elements that are not finite are not compared.
+                # Autograd may overflow in fp16 when it adds a gradient from loss terms outside of the model to the
+                # gradient from the model's outputs. The expected sum is in float64 and does not, so elements that are
+                # not finite are not compared.
                 want = torch.where(have.isfinite(), want, have)
             floor = max(_rms(want), typical)
             allowed = self._tolerance.forward * (want.abs() + floor)
@@ -92,8 +97,8 @@ class StepComparison:
     def compare_reduced(
         self, reduced: dict[str, torch.Tensor | None], records: list[StepRecord], factor: float
     ) -> None:
-        """Compare the reduced gradients with the sum of the gradients of the ranks' autograd, times `factor`
-        over the loss scale.
+        """Compare the reduced gradients with the sum of the gradients of the ranks' autograd; the sum is multiplied by
+        `factor` and divided by the loss scale.
         """
         for name, have in reduced.items():
             parts = [
@@ -131,7 +136,10 @@ class StepComparison:
     def compare_clip(
         self, reduced: dict[str, torch.Tensor | None], norm: float, coefficient: float, gradient_clipping: float
     ) -> None:
-        """Compare the norm of the reduced gradients and the clip coefficient. `gradient_clipping` 0: no clipping."""
+        """Compare the norm of the reduced gradients, and the clip coefficient, with the expected values.
+
+        `gradient_clipping` is the maximum norm; 0: no clipping.
+        """
         squares = [float(g.double().square().sum()) for g in reduced.values() if g is not None]
         requested = math.sqrt(math.fsum(squares))
         factor = min(1.0, gradient_clipping / (requested + 1e-6)) if gradient_clipping > 0 else 1.0

@@ -33,8 +33,8 @@ class StepRecord:
         gradient_sums: for each parameter, in order of arrival, the sum of its gradients from autograd, each times the
             weight of its backward; float64, on the CPU.
         gradient_magnitudes: the same sum of the gradients' magnitudes, for parameters with several gradients.
-        outside_gradients: for each parameter, the part of its sum from terms of the loss that are not outputs of the
-            model.
+        outside_gradients: for each parameter, the part of its sum that comes from terms of the loss outside of the
+            model, such as a penalty on weights.
         loss_gradients: for each `engine.backward`, the expected and the actual gradient of the loss.
         losses: arguments of `engine.backward`.
         loss_scale: loss scale of the gradients.
@@ -71,7 +71,7 @@ class StepRecorder(EngineObserver):
         # Gradients of outputs in the running backward that are not yet added to their forwards.
         self._pending_gradients: list[tuple[RecordedForward, int, torch.Tensor]] = []
         self._backward = -1
-        self._reached_parameters = False  # the backward has reached a parameter
+        self._reached_parameters = False  # True once the backward has reached a parameter
         self._partially_dropped = ""  # a parameter whose gradient the script dropped while other gradients remained
         self._recorded_losses: list[torch.Tensor] = []  # losses whose gradient is recorded
         # for each forward, sequence numbers just before its first and after its last graph node
@@ -109,7 +109,7 @@ class StepRecorder(EngineObserver):
     # Calls by the engine
 
     def before_backward(self, loss: torch.Tensor, weight: float) -> None:
-        """Record the loss, and weight the gradients that follow."""
+        """Record the loss, and multiply the gradients that follow by `weight`."""
         self._weight = weight
         self._record_loss(loss)
 

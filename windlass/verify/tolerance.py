@@ -1,4 +1,4 @@
-"""Bounds of rounding errors in each phase, from the dtypes and the number of summands."""
+"""Bounds of rounding errors in each phase of a verified step, from the dtypes and the number of summands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from windlass.base.dtypes import dtype_name
 
-_ROUNDINGS = 8  # roundings of an element: by an operation, and by the operations after it
+_ROUNDINGS = 8  # times that an operation and the operations after it may round an element
 _SUM_FACTOR = 8  # a sum in another order may differ by this many roundings times the root of the number of summands
 _UPDATE_ROUNDINGS = 64  # roundings of an optimizer's rule, with its divisions and roots
 _WEIGHT_ROUNDINGS = 4  # roundings of the new weight itself

@@ -1,4 +1,4 @@
-"""Job of the ranks of a verification."""
+"""Settings of a verification, passed to its ranks in a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RESULT = "verdict.json"
 
 @dataclass(frozen=True)
 class VerificationJob:
-    """One verification on one number of ranks, of a script or of a named model.
+    """Settings of one verification of a script or of a named model, on a fixed number of ranks.
 
     Attributes:
         folder: folder of the report, which rank 0 writes, and of the error of a rank that fails.

@@ -33,7 +33,7 @@ class VerificationFinished(SystemExit):
 
 
 class VerificationSession(InitializeObserver):
-    """All engines with an optimizer. Verification ends after enough steps of the first one, or after a deviation."""
+    """Verification of all engines with an optimizer. Ends after enough steps of the first one, or after a deviation."""
 
     def __init__(self, job: VerificationJob) -> None:
         self.job, self.config_override = job, job.config

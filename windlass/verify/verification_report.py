@@ -19,7 +19,7 @@ class Deviation:
         phase: one of `PHASES`.
         tensor: name of a parameter or buffer, or the output of a module.
         module: path and class of the tensor's module.
-        role: role in which the tensor was compared.
+        role: kind of value that was compared, e.g. "weight after the step".
         ulps, relative, actual, expected: see `Difference`.
         allowed: the allowed difference in words.
         rank: rank of the tensor; None: the comparison covers all ranks.
@@ -62,7 +62,7 @@ class StepResult:
         loss: mean over micro-batches; None if neither the model returns it nor `engine.backward` gets it.
         plain_loss: mean over micro-batches; None if the loss is computed outside the model.
         applied: False if the step was skipped.
-        independent_loss: mean loss of the independent run.
+        independent_loss: mean loss of the independent run, i.e. of a second plain copy of the model.
         drift: 2-norm of the distance of the independent run's weights from the sharded weights, over the norm of the
             sharded weights.
         worst_ratios: largest ratio of a difference to its allowed size, by phase.
@@ -94,7 +94,7 @@ class VerificationReport:
     parameters: int = 0
     micro_batches: int = 1
     steps: list[StepResult] = field(default_factory=list)
-    deviations: list[Deviation] = field(default_factory=list)  # deviations of one step, in order of phases
+    deviations: list[Deviation] = field(default_factory=list)  # deviations of the first step that has some, by phase
     tolerances: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
     """Run `job` on `ranks` ranks of this machine. Return the report of each engine, in order of construction.
 
     Raises:
-        VerificationRunError: a rank failed, with its error as the text, or no report was written.
+        VerificationRunError: a rank failed (the message is the error of that rank), or no report was written.
         RunStoppedError: a signal stopped the run.
     """
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder:

@@ -23,11 +23,11 @@ class ControlStoreLostError(Exception):
 
 
 class ControlStore:
-    """Separate connection to the store, so that waits of the main thread do not block it.
+    """Separate connection to the process group's store, so that waits of the main thread do not block it.
 
-    Each rank writes its heartbeat once per tick. A rank in trouble increments an alarm counter, which every rank reads
-    once per tick. Heartbeats of other ranks, except the first heartbeat of rank 0, are read only after an alarm.
-    Reads and writes raise `ControlStoreLostError` if the store does not answer.
+    Each rank writes its heartbeat once per tick of its watchdog. A rank in trouble increments an alarm counter, which
+    every rank reads once per tick. Heartbeats of other ranks, except the first heartbeat of rank 0, are read only after
+    an alarm. Reads and writes raise `ControlStoreLostError` if the store does not answer.
     """
 
     def __init__(self, default_store: Any, store: Any, rank: int) -> None:
@@ -35,7 +35,7 @@ class ControlStore:
             default_store,
             store,
             rank,
-        )  # the default store stays alive here, because it may be the server
+        )  # this reference keeps the default store alive, because it may be the server
 
     @classmethod
     def open(cls) -> ControlStore | None:
@@ -61,7 +61,7 @@ class ControlStore:
                 error,
             )
             return None
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it restarts ranks
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts keep the store: use new keys
         return cls(origin, PrefixStore(f"windlass watchdog {again}.{_store_count}", own), dist.get_rank())
 
     def is_current(self) -> bool:

@@ -1,4 +1,4 @@
-"""Heartbeat: record that each rank publishes once per tick."""
+"""Heartbeat: record that each rank publishes once per tick of its watchdog thread."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class PeerMonitor:
             self._last_change[rank] += seconds
 
     def silent_seconds(self, rank: int) -> float:
-        """Return the seconds since the rank's heartbeat changed, counted from the first read."""
+        """Return the seconds since this process first read the rank's present heartbeat; 0 if it has read none."""
         return time.monotonic() - self._last_change.get(rank, time.monotonic())
 
     def find_dead_local_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ _ENGINE_CALLS = {
 
 
 class CodeOrigin(Enum):
-    """Owner of a source file, or the kind of wait that windlass's file implements."""
+    """Owner of a source file, or, for a file of windlass, the kind of wait that it implements."""
 
     USER = "the user's"
     STDLIB = "Python's"
@@ -175,7 +175,10 @@ def _walk_outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
 
 
 def _read_stack(stack: list[tuple[FrameType, int]], mark: WaitScope | None) -> tuple[ThreadLocation, FrameType | None]:
-    """Return the position of a stack, innermost frame first, and the frame of its wait, or None."""
+    """Return the position that a stack shows, and the frame of its wait or None.
+
+    The stack begins with the innermost frame.
+    """
     waits: FrameType | None = None
     operation, line, call, decided, backward = "", "", "", False, False
     for frame, number in stack:
@@ -214,7 +217,10 @@ def _engine_call(code: CodeType) -> str:
 
 
 def _parameter_names(mark: WaitScope | None) -> tuple[str, ...]:
-    """Return the parameter names of the innermost scope that has names. An agreement inside an all-gather has none."""
+    """Return the parameter names of the innermost scope that has names.
+
+    Inner scopes may have none, e.g. an exchange of small values inside an all-gather of parameters.
+    """
     while mark is not None and not mark.parameter_names:
         mark = mark.outer
     return tuple(mark.parameter_names) if mark is not None else ()

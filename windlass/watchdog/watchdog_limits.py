@@ -12,8 +12,8 @@ class WatchdogLimits:
     The shorter limits are derived from `report_after`, so that a diagnosis is ready before a report is due.
 
     Attributes:
-        report_after: length of a wait that is reported.
-        timeout: length of a wait that ends the run.
+        report_after: time that a wait lasts before it is reported.
+        timeout: time that a wait lasts before the run is ended.
     """
 
     report_after: float = 30.0

@@ -42,7 +42,7 @@ def start(limits: WatchdogLimits | None) -> None:
     if board is None:
         logger.debug("no watchdog: the process group does not use a TCP store, or has no connection left")
         return
-    # torch's launcher may serve the store; else rank 0 does
+    # rank whose process serves the store; None: torch's launcher serves it
     keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     _watchdog = WatchdogThread(board, dist.get_rank(), dist.get_world_size(), limits, keeper)
     activity.is_watched = True
@@ -76,7 +76,7 @@ def _install_hooks() -> None:
             return
         if not watch.is_decided:
             watch.record_failure(error, trace)
-        if watch.is_decided or watch.failed_in_wait:  # wait for the cause, which is on another rank
+        if watch.is_decided or watch.failed_in_wait:  # another rank caused this error: wait for its report
             watch.wait_for_decision()
             if watch.is_decided:
                 logger.error("this error ended the rank: %s: %s", kind.__name__, error)

@@ -34,14 +34,15 @@ from windlass.watchdog.thread_location import ThreadLocation, ThreadObserver, lo
 from windlass.watchdog.watchdog_limits import WatchdogLimits
 
 _MAX_DECISION_WAIT_S = 10.0  # time that a rank which failed in a collective waits for the decision
-_CHECK_OUT_TIMEOUT_S = 5.0  # longest wait for other ranks to check out, and for a rank that is exiting to end by itself
+# Longest wait until the other ranks no longer need the store, and until a rank that is exiting ends by itself.
+_CHECK_OUT_TIMEOUT_S = 5.0
 
 
 class WatchdogThread:
     """Watchdog of this process.
 
     Args:
-        control_store: exchange of heartbeats.
+        control_store: store through which ranks exchange heartbeats.
         rank: number of this rank.
         world_size: number of ranks.
         limits: time limits; `set_limits` changes them.
@@ -84,7 +85,7 @@ class WatchdogThread:
 
     @property
     def is_running(self) -> bool:
-        """True if the thread runs in this process and its process group is still the current one."""
+        """True if the thread runs in this process and its store belongs to torch's present default process group."""
         return self._thread.is_alive() and os.getpid() == self._pid and self._control_store.is_current()
 
     def stop(self, *, program_ended: bool) -> None:
@@ -219,7 +220,7 @@ class WatchdogThread:
         self._judge_all()
 
     def _check_alone(self) -> None:
-        """Diagnose the run from local knowledge, because the store is gone or does not answer."""
+        """Diagnose the run from the heartbeats read so far, because the store is gone or does not answer."""
         record = self._make_heartbeat()
         if record.wait_s < self.limits.check_peers_after and record.program_end is not ProgramEnd.FAILED_IN_WAIT:
             return
@@ -300,7 +301,7 @@ class WatchdogThread:
     def _end_process(self) -> None:
         """End this process, even if its main thread is blocked."""
         self._decision_event.set()
-        if self._end_record is not None:  # the main thread is already exiting
+        if self._end_record is not None:  # the main thread is exiting already: give it time to end the process
             time.sleep(_CHECK_OUT_TIMEOUT_S)
         # in a thread, since the main thread may hold a stream's lock
         flushing = threading.Thread(target=_flush_streams, daemon=True)

@@ -1,4 +1,4 @@
-"""Parameters that differ from the master weights for some steps, because the update publishes its results itself."""
+"""Parameters that differ from the master weights for some steps, e.g. because ranks take local steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class DifferingReplicasCallbacks:
     Attributes:
         recapture: Makes parameters views of their units again, with their current values, after a script gave them
             other memory.
-        gather: Publishes and all-gathers units after their master weights were written to the parameters. Collective.
+        gather: Is called with units whose parameters were set to the master weights, and passes the new values on to
+            the other ranks. Collective.
     """
 
     recapture: Callable[[], None]
@@ -32,11 +33,12 @@ class DifferingReplicasCallbacks:
 class DifferingReplicas:
     """Weights with which ranks train while these differ from the master weights.
 
-    [Note: replicas that differ] An update that publishes its results itself leaves parameters that are not copies of
-    the master weights. A change of a parameter by a script would then be lost, or reach the master weights of one rank
-    together with that rank's local steps. So a change is refused on all ranks, at the next step or `finish_update`, and
-    undone. Where ranks take local steps (stage 0), every rank has all master weights: an evaluation computes with them,
-    without a message, and the next training forward computes with the local weights again.
+    [Note: replicas that differ] After some updates, e.g. local steps between two synchronizations, parameters are not
+    copies of the master weights. A change of a parameter by a script would then be lost, or reach the master weights of
+    one rank together with that rank's local steps. So a change is refused on all ranks, at the next step or
+    `finish_update`, and undone. Where ranks take local steps (stage 0), every rank has all master weights: an
+    evaluation computes with them, without a message, and the next training forward computes with the local weights
+    again.
 
     Args:
         update: the model's update; None without an optimizer.
@@ -59,7 +61,7 @@ class DifferingReplicas:
         self.differ = self._has_common_weights = False
 
     def publish(self, units: list[Unit]) -> None:
-        """Let the update bring the result of a step to the parameters. Collective."""
+        """Let the update write the result of a step to the parameters. Collective, unless ranks take local steps."""
         assert self._update is not None
         self.differ, self._has_common_weights = True, False
         self._update.publish(units)
@@ -103,7 +105,7 @@ class DifferingReplicas:
             self._accept_weights()
 
     def restore_local_weights(self) -> None:
-        """Replace common weights by local ones."""
+        """Set parameters that have the common master weights to this rank's local weights."""
         if self._has_common_weights and not self.refused_edit():  # an edit stays until the next step refuses it
             self.publish(self._units)
             self._accept_weights()
@@ -141,7 +143,10 @@ class DifferingReplicas:
                     one.wait()
 
     def _accept_weights(self) -> None:
-        """Increment the versions, so that backwards through earlier graphs raise, and detect edits from now on."""
+        """Increment the parameters' versions, so that backwards through earlier graphs raise.
+
+        Edits are detected from now on.
+        """
         for unit in self._units:
             torch.autograd.graph.increment_version(unit.parameters)
         self._masters.remember_versions(self._units)

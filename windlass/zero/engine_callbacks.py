@@ -24,7 +24,7 @@ class EngineCallbacks:
         reduces_this_backward: Returns True if the running backward reduces gradients.
         is_step_next: Returns True if a step follows the running backward.
         loss_scale: Returns the loss scale of the current gradients.
-        on_gradient: Called with unit, index and gradient as each gradient arrives; None: not called.
+        on_gradient: Called with unit, index in the unit and gradient as each gradient arrives; None: not called.
         on_backward_begin: Called when an outermost backward outside a forward begins.
         on_backward_end: Called when the outermost backward has ended and its reductions, if any, have started.
         before_update: Called on all ranks before an update, with the gradient norm (without the loss scale) and the

@@ -1,4 +1,4 @@
-"""Registry from parameters to the sharded models that own them."""
+"""Table that maps each parameter to the sharded model that owns it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def unregister(model: ShardedModel) -> None:
 
 
 def is_registered(parameter: nn.Parameter) -> bool:
-    """Return True if `parameter` may be registered. Cheap, and False for almost all parameters without an engine."""
+    """Return False if `parameter` is certainly not registered, else True. Cheaper than `find`, which is exact."""
     return id(parameter) in _locations
 
 

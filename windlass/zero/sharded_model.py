@@ -254,7 +254,7 @@ class ShardedModel:
         """Return the maximum number of elements that one call of the optimizer updates."""
         full = optimizer is not None and update_class(optimizer, self.policy.state).steps_whole_units
         at_once = min(self.settings.sub_group_size, pipeline_numel(self.slots))
-        # An optimizer of full parameters exchanges data in every batch, so all ranks need the same batches.
+        # An optimizer of full parameters communicates in every call, so all ranks must make calls of the same sizes.
         # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
         if not full:
             at_once = min(at_once, self.tiers.max_update_numel)
@@ -361,13 +361,13 @@ class ShardedModel:
         self.disk_health.clear_failure()
 
     def after_forward(self) -> None:
-        """Check, at the end of the outermost forward, that all its reads from NVMe succeeded.
+        """Check, at the end of the outermost forward, that all of the forward's reads from NVMe succeeded.
 
-        Collective over the ranks that shard the parameters, if parameters are on NVMe.
+        Collective if parameters are on NVMe and are sharded over all ranks.
 
         Raises:
-            StorageError: a read failed on some rank. Raised on all ranks. If parameters are sharded over only a part of
-                the ranks, the rank logs its failure and the next step raises.
+            StorageError: a read failed on some rank. Raised on all ranks. But if parameters are sharded over only a
+                part of the ranks, nothing is raised here: the rank logs its failure, and the next step raises.
         """
         if self.tiers.param is not Tier.NVME:
             return
@@ -433,7 +433,7 @@ class ShardedModel:
 
     @property
     def slots(self) -> list[GradientSlot]:
-        """Gradient slots of the trainable units, in model order. Slots of units that are unfrozen later come last."""
+        """Slots with the gradient of each trainable unit, in model order. Units that are unfrozen later come last."""
         return self.reducer.slots
 
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
@@ -514,7 +514,7 @@ class ShardedModel:
             apply_nonfinite: Update with non-finite gradients too, unclipped.
 
         Raises:
-            ModelError: there is no optimizer, a parameter without gradient is an error in the settings, ranks have
+            ModelError: there is no optimizer, a parameter has no gradient and the settings forbid that, ranks have
                 different gradients, an in-place change of a parameter was refused or lost, a parameter was given
                 another shape or dtype, or there was no backward since the last step and `repeats` is False.
             UpdateError: the update of the previous step failed on some rank.
@@ -620,7 +620,7 @@ class ShardedModel:
             )
 
     def _find_unstepped(self) -> None:
-        """Find the units of [Note: gradients that stay] again: parameters may have joined the optimizer's groups."""
+        """Find again the units that steps skip ([Note: gradients that stay]): some may be in an optimizer group now."""
         if self._planned_unstepped and self.update is not None:
             grouped = {id(p) for group in self.update.optimizer.param_groups for p in group["params"]}
             for unit in self._planned_unstepped:
@@ -648,8 +648,8 @@ class ShardedModel:
         and the next forward. Otherwise nothing is done.
 
         Raises:
-            ModelError: a parameter was changed in place while replicas differed, and the change was undone; or during
-                the delayed update, on this rank.
+            ModelError: a parameter was changed in place while replicas differed, and the change was undone; or this
+                rank changed a parameter in place during the delayed update.
             UpdateError: the update failed on some rank.
             StorageError: a transfer to or from NVMe failed on some rank.
         """
@@ -784,7 +784,7 @@ class ShardedModel:
         try:
             self.finish_update()
         except StorageError:
-            if not was_lost:  # else the loss was raised before, and `_undo` logs it
+            if not was_lost:  # else an earlier call raised that the state is lost, and `_undo` logs it
                 raise
         finally:
             self._undo(keeps_mesh)
@@ -957,7 +957,7 @@ class ShardedModel:
         """Run the update batch by batch, and make the new parameters available to all ranks. Collective.
 
         Args:
-            batches: Updated chunks. The iterator does the update of a batch when the batch is taken from it.
+            batches: Lists of chunks of master weights. Taking a list from the iterator updates its chunks.
 
         Raises:
             StorageError: a transfer to or from NVMe failed on some rank. Raised on all ranks.
@@ -1030,7 +1030,7 @@ class ShardedModel:
                 pending.append(unit.transport.all_gather(unit.buffer, elements=unit.numel))
         for one in pending:
             one.wait()
-        for unit in units:  # the caller may change parameters in place, which peers must not be reading then
+        for unit in units:  # the caller may change parameters in place, so wait until peers have read them
             if not unit.reshards and self.policy.state:
                 unit.transport.wait_until_read(unit.buffer)
 
@@ -1075,7 +1075,7 @@ def _wait(written: list[Pending]) -> None:
 
 
 def _close(mesh: Mesh | None, ledger: DeviceMemoryLedger, disk: DiskTier | None) -> None:
-    """Close the disk tier and the process groups, and release the ledger's records.
+    """Close the disk tier and the process groups, and remove all entries of `ledger`, which counts device memory.
 
     Also runs as a finalizer, because these resources outlive the model's memory.
     """

@@ -14,7 +14,7 @@ class StepOutcome:
         applied: The parameters were updated, or their delayed update was started. If False, the gradient was not finite
             and is dropped.
         clip: Clipping factor of the gradient.
-        flags: Sums over ranks of the caller's numbers.
+        flags: The `flags` that the caller passed to `step`, summed over ranks.
         bad: First parameter with a non-finite gradient; empty if there is none or the check did not run.
     """
 

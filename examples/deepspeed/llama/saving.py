@@ -29,7 +29,7 @@ def _z3_params_to_fetch(param_list):
 
 
 def save_zero_three_model(model_ema, global_rank, save_dir, zero_stage=0):
-    """Save at any stage: at stage 3 parameter by parameter, each gathered on all ranks and kept by the first."""
+    """Save at any stage: at stage 3 each parameter is gathered on all ranks in turn, and rank 0 copies it."""
     zero_stage_3 = zero_stage == 3
     os.makedirs(save_dir, exist_ok=True)
     output_model_file = os.path.join(save_dir, WEIGHTS_NAME)

@@ -57,7 +57,7 @@ class Case:
 
 
 def base(out: Path, variant: str) -> LlamaForCausalLM:
-    """Return the pretrained model with its new tokens."""
+    """Return the pretrained model, with new tokens if the variant is grown."""
     which = VARIANTS[variant]
     model = LlamaForCausalLM.from_pretrained(out / ("tied" if which.get("tied") else "untied"), dtype=torch.float32)
     if which.get("grown"):

@@ -33,7 +33,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 def save(folder: Path) -> None:
-    """Save a model without its last layer's norm, which loading initializes to ones."""
+    """Save a model without its last layer's input norm, which loading initializes to ones."""
     set_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=48, max_position_embeddings=32, **sizes))

@@ -178,7 +178,7 @@ def test_backend_registry(names: None) -> None:
 
 def test_an_error_inside_a_factory_is_not_an_error_of_its_options(names: None) -> None:
     def make(speed: Any) -> Doubling:
-        speed + 1  # a fault of the factory for None
+        speed + 1  # raises in the factory if `speed` is None
         return Doubling()
 
     register_backend("doubling", make)

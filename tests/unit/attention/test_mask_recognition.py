@@ -92,7 +92,7 @@ def make(kind: str, implementation: str, given: dict[str, Any], *, first: int = 
 
 
 def full(kind: str, mask: Tensor | None, queries: int = LENGTH, keys: int = LENGTH) -> Tensor:
-    """Return the dense mask. Older releases give None for a causal or full mask: a kernel flag replaces it."""
+    """Return the dense mask. Older releases give None for a causal or full mask, which a kernel flag replaces."""
     ones = torch.ones(SAMPLES, 1, queries, keys, dtype=torch.bool)
     if mask is None:
         return ones if "bidirectional" in kind else ones.tril(keys - queries)

@@ -45,7 +45,7 @@ def test_existing_directories_and_files(tmp_path: Path) -> None:
 
 
 def test_files_of_monitors_and_reports_are_not_world_writable(umask: int, tmp_path: Path) -> None:
-    """A script that is started without a command of windlass has the caller's umask."""
+    """A script that no command of windlass started has the caller's umask, which may allow writing by others."""
     from windlass.compat.flops_profiler import _write_lines
     from windlass.compat.rank_logging import print_json_dist
     from windlass.compat.runtime_functions import ensure_directory_exists

@@ -1,4 +1,4 @@
-"""Tests of the mode of modules inside and after `evaluating`."""
+"""Tests of the training or evaluation mode of modules inside and after `evaluating`."""
 
 from __future__ import annotations
 

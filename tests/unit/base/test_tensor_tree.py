@@ -57,7 +57,7 @@ def test_replace_keeps_containers_without_a_match() -> None:
 
 
 class Named(list):  # type: ignore[type-arg]
-    """List of a class of its own."""
+    """Subclass of list."""
 
 
 def test_replace_in_place_keeps_lists_and_dicts() -> None:

@@ -35,7 +35,7 @@ def test_measured_volume_equals_formula_plus_scalars() -> None:
 
     case = Case(2, {"sp": 2}, stage=1)
     moved = formulas(case)
-    moved["sp"]["all_reduce"] = 2 * 2 * 8  # two micro-batches, forward and backward, a sum and a count each
+    moved["sp"]["all_reduce"] = 2 * 2 * 8  # 2 micro-batches x 2 passes x 8 bytes: a sum and a count
     lines = compare(case, 0, moved)
     assert unequal(lines) == [] and {line.operation for line in lines} == {
         "gather",
@@ -113,7 +113,7 @@ def test_differing_losses_are_found_at_any_position() -> None:
         result.outcomes[name].losses = [loss]
     result.outcomes["torch tp, loss cut"].failure = "does not run"
     compare(result)
-    assert result.unequal == ["tp"]  # `none` runs on one rank, with other losses
+    assert result.unequal == ["tp"]  # `none` runs on one rank: its losses are not compared
 
 
 def test_step_time_is_the_maximum_and_loss_the_mean_over_ranks() -> None:
@@ -137,11 +137,11 @@ def test_limit_counts_bubble_update_and_bytes() -> None:
         return floor(FIELDS[axis][name], DENSE, load, 100.0, Roofs(**{"memory": never, "adam": never, **roofs}))
 
     assert at("tp", "none") == at("tp", "tp") == at("sp", "sp ring") == at("tp", "torch tp") == pytest.approx(100)
-    assert at("pp", "pp 1f1b") == at("pp", "torch gpipe") == pytest.approx(125)  # four micro-batches, two stages
+    assert at("pp", "pp 1f1b") == at("pp", "torch gpipe") == pytest.approx(125)  # (4 micro-batches + 1 idle) / 4
     assert at("tp", "dp", adam=28.0) == pytest.approx(100 + elements)
     assert at("tp", "tp", adam=28.0) == pytest.approx(100 + sum(count_local_parameters(DENSE.shape(), MeshShape(tp=2))))
     assert at("tp", "none", memory=1.0) == pytest.approx(100)
-    assert at("tp", "dp", memory=1.0) == pytest.approx(100 + 4 * elements)  # half for gradients, half for parameters
+    assert at("tp", "dp", memory=1.0) == pytest.approx(100 + 4 * elements)  # half the gradients, half the parameters
     hidden = 4 * 256 * DENSE.hidden * 4
     passed = at("pp", "pp gpipe", memory=4.0) - 125
     assert passed == pytest.approx(hidden)
@@ -155,7 +155,7 @@ def test_slow_link_is_a_separate_limit() -> None:
 
     load, roofs = Load(4, 256, link=1), Roofs(1e30, 1e30)
     dp, pp = (floor(FIELDS["link"][name], DENSE, load, 100.0, roofs) for name in ("dp", "pp"))
-    # communication takes longer than computation
+    # at 1 byte/s communication takes longer than computation, so it alone is the bound
     assert dp == 4 * DENSE.shape().numel and pp == 4 * 256 * DENSE.hidden * 4
     wide = Load(4, 256, link=1 << 60)
     assert floor(FIELDS["link"]["pp"], DENSE, wide, 100.0, roofs) == pytest.approx(125)
@@ -169,7 +169,7 @@ def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
     assert dense is not None and dense.experts == 0
     per_token = EXPERTS.shape().numel - dense.shape().numel
     idle = (EXPERTS.experts - EXPERTS.chosen) * 3 * EXPERTS.hidden * EXPERTS.intermediate
-    # experts that are not chosen, and routers
+    # only the sparse model has routers, and experts that a token does not choose
     assert per_token == EXPERTS.layers * (idle + EXPERTS.experts * EXPERTS.hidden)
     result = Comparison("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})
     result.outcomes["dense"].losses = [9.0]

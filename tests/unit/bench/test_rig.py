@@ -47,7 +47,7 @@ def test_engines_alternate_between_rounds() -> None:
 def test_floor_counts_the_required_traffic_of_each_stage() -> None:
     from rig.floor import Roofs, floor
 
-    roofs = Roofs(memory=4.0, adam=28.0)  # each allows one element a second
+    roofs = Roofs(memory=4.0, adam=28.0)  # one element a second: 4 bytes of memory, 28 of AdamW
 
     def at(engine: str, ranks: int = 2) -> float | None:
         return floor(engine, 100, ranks, 1000.0, roofs)
@@ -93,7 +93,7 @@ def _measured(**seconds: float) -> Any:
 
 def test_ratios_are_of_the_same_round() -> None:
     measured = _measured(none=1.0, ddp=1.25)
-    assert measured.results["ddp"].ratios == [1.25, 1.25]  # although everything was twice as slow in the second round
+    assert measured.results["ddp"].ratios == [1.25, 1.25]  # both engines take twice as long in round 2
     assert measured.results["ddp"].share_of_floor == 0.5 / 1.25
     assert measured.results["ddp"].bytes_per_parameter == 14.0
 

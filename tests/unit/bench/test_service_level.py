@@ -27,7 +27,7 @@ def test_a_level_needs_the_first_token_and_every_mean() -> None:
     late = [*steady[:20], *(time + 0.7 for time in steady[20:])]
     assert level.is_met_by(RequestTimes(100, 0.0, late))  # one gap of 0.8 s among short ones
     early = [steady[0], *(time + 0.15 for time in steady[1:])]
-    assert not level.is_met_by(RequestTimes(100, 0.0, early))  # the first mean is the first gap alone
+    assert not level.is_met_by(RequestTimes(100, 0.0, early))  # the first mean is the first gap, 0.25 s
     assert level.is_met_by(RequestTimes(100, 0.0, [0.5]))
 
 

@@ -11,7 +11,7 @@ def test_limits_are_the_needs_with_a_reserve_and_the_middle_between_two() -> Non
     limits = bench.limits_of({"near": need(1000, 0), "far": need(400, 600), "disk": need(400, 200)})
     assert limits == {
         "as near": need(1100, 0),
-        "less than near": need(770, 660),  # the host memory of the next one
+        "less than near": need(770, 660),  # the host memory of "as far"
         "as far": need(440, 660),
         "less than far": need(440, 440),
         "as disk": need(440, 220),

@@ -1,7 +1,7 @@
 """Laws of a whole search on recorded trials of three models: small regret and time, also with faults and noise.
 
-`tests/data/tune_trials.json` has for each configuration: seconds of a step, other seconds of its trial, measured and
-predicted bytes, and predicted seconds of a step.
+`tests/data/tune_trials.json` has for each configuration: seconds of a step, seconds of the trial outside its steps,
+measured and predicted bytes, and predicted seconds of a step.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def test_any_costs_and_predictions_end_with_the_best_measured_one_that_fits(data
 
 def test_the_run_that_makes_the_forecast_counts_in_the_budget() -> None:
     """With a memory limit on a CPU, the candidate that makes the forecast runs a second time as a trial."""
-    rng = random.Random(24)  # times with which the search spends its whole budget
+    rng = random.Random(24)  # a seed whose times make the search spend its whole budget
     times = {name: rng.choice([1e-4, 0.1, 0.3, 5.0]) * rng.random() + 1e-6 for name in table_of("deep")}
     table = {name: replace(row, step_s=times[name]) for name, row in table_of("deep").items()}
     outcome, trials = replay(table, 140 << 20)

@@ -58,7 +58,7 @@ def state(rank: int, world: int, *, offset: int = 0) -> SavedState:
 
 
 def empty(rank: int = 0, world: int = 1) -> SavedState:
-    """Return a state with the names of `state`, and memory to load into."""
+    """Return a state with the names that `state` returns, and memory to load their tensors into."""
     return SavedState(
         shards=shards(rank, world, fill=False),
         tensors={"buffer/running_mean": torch.zeros(4), "buffer/count": torch.tensor(0)},

@@ -129,7 +129,7 @@ def test_missing_files_are_reported_by_name(saved: Path, tmp_path: Path) -> None
 def test_planted_pickle_is_never_opened(saved: Path, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     payload = pickle.dumps(Planted(trap))
-    assert pickle.loads(payload) is None and trap.exists()  # the trap works
+    assert pickle.loads(payload) is None and trap.exists()  # the payload runs when it is unpickled
     trap.unlink()
     for name in (".metadata", "__0_0.distcp", "mp_rank_00_model_states.pt", "rank_00001.safetensors"):
         (saved / "t" / name).write_bytes(payload)
@@ -253,7 +253,7 @@ class Killed(BaseException):
     """Stand-in for kill -9, which handlers of `Exception` do not catch."""
 
 
-# A save makes 15 of these calls if it replaces the tag, and 11 if the tag is new: the last step of each kills nothing.
+# Calls that are patched below: 15 if a save replaces the tag, 11 if the tag is new. The last step kills nothing.
 KILLS = {"t": 15, "u": 11}
 
 

@@ -35,7 +35,7 @@ from windlass.compat.checkpoint.to_windlass import convert_to_windlass
 from windlass.compat.checkpoint.torch_file import read_torch_file
 from windlass.zero.sharded_init.weight_files import deferred_from_files
 
-assert saved  # used as a fixture
+assert saved  # keeps the import, by which pytest finds the fixture
 
 Reader = Callable[[Path, Path], object]
 READERS: dict[str, Reader] = {
@@ -139,7 +139,7 @@ def test_overlapping_boxes_are_refused(boxes: Any, tmp_path: Path) -> None:
 
 
 def test_tiling_boxes_are_read_in_any_order(tmp_path: Path) -> None:
-    """Boxes in any order are accepted, even a pinwheel, which no straight line separates."""
+    """Boxes in any order are accepted, even a pinwheel: no straight cut divides it into two groups of boxes."""
     _one_tensor(
         tmp_path,
         [((0, 0), (1, 3)), ((0, 3), (3, 1)), ((3, 1), (1, 3)), ((1, 0), (3, 1)), ((1, 1), (2, 2))],
@@ -356,7 +356,7 @@ def test_compressed_records_are_not_read(method: int, tmp_path: Path) -> None:
 
 
 def _bounded(path: Path) -> None:
-    """Read a file that is refused or harmless, with a bound on time and memory."""
+    """Read a file, which may be refused or accepted, and assert bounds on the time and memory of the read."""
     tracemalloc.start()
     try:
         with time_limit(120):
@@ -375,7 +375,7 @@ def test_overlapping_records_are_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         first, second = (archive.getinfo(f"a/data/{n}").header_offset for n in (0, 1))
-    at = data.rindex(b"a/data/1") - 4  # offset of the header in the zip directory
+    at = data.rindex(b"a/data/1") - 4  # where the zip directory stores the header's offset
     assert struct.unpack_from("<L", data, at)[0] == second
     data[at : at + 4] = struct.pack("<L", first)
     path.write_bytes(bytes(data))
@@ -392,7 +392,7 @@ def test_large_file_of_small_tensors_is_read(tmp_path: Path) -> None:
     result = read_torch_file(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # the factor is 4.0 to 4.2, depending on Python's lists of free objects
+    # the measured ratio is 4.0 to 4.2, depending on Python's lists of free objects
     assert len(result) == 2_000 and peak <= 5 * path.stat().st_size
 
 

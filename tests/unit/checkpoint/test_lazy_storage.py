@@ -121,7 +121,7 @@ def test_box_read_in_parts_is_checked_completely(tmp_path: Path, wanted: list[tu
         shards = [resting(Shelf({"x": torch.zeros(stop - start)}), "x", (12,), start) for start, stop in wanted]
         with pytest.raises(CheckpointError, match="entry 'x' has crc32"):
             load(tmp_path, "t", SavedState(shards=shards))
-        _open.clear()  # handles that were open when the error was raised
+        _open.clear()  # the error left its handle registered as open
 
 
 def test_handle_that_differs_from_its_declaration_is_refused(tmp_path: Path) -> None:

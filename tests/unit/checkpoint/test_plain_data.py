@@ -152,7 +152,7 @@ class BuiltFromArguments:
 
 
 def test_objects_of_declared_classes_are_rebuilt_from_their_state() -> None:
-    """Objects of classes that are declared safe to torch are saved as their state. Others are not rebuilt on load."""
+    """Objects of classes that are declared safe to torch are saved as their state, and rebuilt only if declared."""
     state = {"hub": {"loss": Meter(torch.arange(3)), "steps": [Counter(5)]}}
     with pytest.raises(CheckpointError, match=r"hub\.loss is a .*Meter, .*add_safe_globals\(\[Meter\]\)"):
         encode(state, "plain/")
@@ -181,7 +181,7 @@ def test_classes_with_constructors_of_their_own_are_refused() -> None:
 
 
 class HistoryBuffer:
-    """Class with the constructor and the members of mmengine's."""
+    """Class with the constructor and the members of mmengine's `HistoryBuffer`."""
 
     def __init__(self, log_history: Any, count_history: Any, max_length: int = 1000000) -> None:
         self.max_length, self._log_history, self._count_history = max_length, log_history, count_history
@@ -193,7 +193,7 @@ class HistoryBuffer:
 
 
 def test_history_of_mmengine_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mmengine's checkpoint hook saves a history for each scalar, and its `load_state_dict` skips other classes."""
+    """mmengine's hook saves a `HistoryBuffer` for each scalar. mmengine's `load_state_dict` skips other classes."""
     module = types.ModuleType("mmengine.logging.history_buffer")
     monkeypatch.setattr(HistoryBuffer, "__module__", module.__name__)
     module.HistoryBuffer = HistoryBuffer  # type: ignore[attr-defined]

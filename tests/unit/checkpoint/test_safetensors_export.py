@@ -119,7 +119,7 @@ def test_overwrite_removes_no_checkpoint(saved: Path, tmp_path: Path, out: str) 
     with pytest.raises(CheckpointError, match="holds checkpoints, which would be removed"):
         export_safetensors(saved, tmp_path / out, overwrite=True)
     assert list_tags(saved) == ["t", "u"] and {path.name for path in tmp_path.iterdir()} == {"run"}
-    export_safetensors(saved, saved / "hf")  # a new folder beside the tags is accepted
+    export_safetensors(saved, saved / "hf")  # a new folder next to the folders of the tags is accepted
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_without_locks_only_staging_checkpoints_of_dead_local_processes_are_remo
 def test_next_save_removes_checkpoints_replaced_by_a_dead_run(tmp_path: Path) -> None:
     save(tmp_path, "t", STATE)
     shutil.copytree(tmp_path / "t", tmp_path / ".t.replaced")
-    shutil.copytree(tmp_path / "t", tmp_path / ".gone.replaced")  # the only copy of that tag
+    shutil.copytree(tmp_path / "t", tmp_path / ".gone.replaced")  # the only copy of the tag `gone`
     save(tmp_path, "u", STATE)
     assert sorted(os.listdir(tmp_path)) == [".gone.replaced", "latest", "t", "u"]
 

@@ -50,7 +50,7 @@ def test_json_and_picture(model: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert code == 0 and found["missing"] == {} and found["micro_batch"] == 2 and found["world_size"] == 4
     assert list(found["moments"]) == ["init", "load", "forward", "backward", "step", "save"]
     held = found["moments"]["step"]["device"]
-    # float32 shard of one of four ranks: one byte for each parameter, and padding
+    # one of four ranks: 4 bytes / 4 = one byte for each parameter of the model, and padding
     assert 1 <= held["master weights"] / found["parameters"] < 1.05
     assert picture.read_bytes().startswith(b"\x89PNG")
     places = [place for place in ("device", "host", "disk") if any(m[place] for m in found["moments"].values())]
@@ -64,7 +64,7 @@ def test_json_and_picture(model: str, tmp_path: Path, monkeypatch: pytest.Monkey
             for kind, bars in zip(heights, panel.containers, strict=True):
                 nbytes = amounts[place].get(kind, 0)
                 assert heights[kind][number] * 2**30 == pytest.approx(nbytes), (place, moment, kind)
-                assert bars[number].get_y() == pytest.approx(tops[number])  # on top of the kinds before
+                assert bars[number].get_y() == pytest.approx(tops[number])  # on top of the bars of the kinds before it
                 tops[number] += bars[number].get_height()
             assert tops[number] * 2**30 == pytest.approx(sum(amounts[place].values()))
     limits = [line.get_ydata()[0] for line in figure.axes[places.index("device")].get_lines()]

@@ -255,7 +255,7 @@ def plan_in(folder: Path) -> TrainingPlan:
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TrainingPlan, Path], Any]], int]:
-    """Run the parent process with fake ranks: a function that returns an exit code or a `LaunchExitStatus`."""
+    """Return a function that runs the parent process. Its argument fakes the ranks and returns their exit status."""
     from windlass.cli.training import train_options
 
     def launch_of(ranks: Callable[[TrainingPlan, Path], Any]) -> Callable[[TrainingPlan, Path], LaunchExitStatus]:
@@ -384,7 +384,7 @@ def test_exported_model_loads_with_equal_logits_and_generates_text(llama: Any, t
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Token ids of the prompts of each later generation."""
+    """Return a list that collects the token ids of every prompt that the test generates from."""
     from windlass.inference.llm import LLM
 
     seen: list[list[int]] = []
@@ -403,7 +403,7 @@ def test_an_answer_is_shortened_to_the_room_that_the_prompt_leaves(
 ) -> None:
     model, tokenizer_dir = llama
     export_model(model, dict(model.state_dict()), tokenizer_dir, tmp_path / "hf")
-    prompt = "xyz" * 8  # no merges: 24 tokens of the window of 32
+    prompt = "xyz" * 8  # no merge applies: 24 tokens in a window of 32
     fitting = generate_continuation(tmp_path / "hf", prompt, max_new_tokens=8, seed=3)
     assert not any("the text ends" in line for line in logged())
     assert generate_continuation(tmp_path / "hf", prompt, max_new_tokens=100, seed=3) == fitting
@@ -500,7 +500,7 @@ def test_a_directory_replaces_another_that_cannot_be_removed(
 
 
 def test_the_only_copy_of_a_directory_survives_a_replacement_that_fails(tmp_path: Path) -> None:
-    """A process was stopped between the two renames, and the next process has nothing to rename."""
+    """A process was stopped between a replacement's two renames, and the next replacement has no source to rename."""
     (tmp_path / ".target.previous").mkdir()
     (tmp_path / ".target.previous" / "only").touch()
     with pytest.raises(FileNotFoundError):
@@ -517,7 +517,7 @@ def test_generation_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.cli.training import train_options
 
-    inherited = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays ignored
+    inherited = signal.signal(number, signal.SIG_DFL)  # a process keeps SIGHUP ignored if it was, e.g. by nohup
     cleaned: list[bool] = []
 
     def packing(options: Any) -> TrainingPlan:
@@ -552,7 +552,7 @@ def test_killed_rank_is_reported_without_secondary_failures(parent: Any) -> None
 def test_failing_rank_sends_its_reason_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails reports the failure to the watchdog.
 
-    The rank exits without the exception hook. Without the report, it would count as a killed rank.
+    The rank exits without the exception hook, so without its own report the others would count it as killed.
     """
     from windlass.cli.training import train_rank
 

@@ -93,7 +93,7 @@ def test_failed_default_group_leaves_nothing_to_a_second_call(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="timed out"):
         init_default_group("gloo", init_method=url, rank=1, world_size=2, timeout=timedelta(milliseconds=100))
     init_default_group("gloo", store=HashStore(), **one_rank)
-    try:  # ranks find each other by the name, so it must be that of a rank that has not failed
+    try:  # ranks find each other by the group's name, and other ranks, without a failed attempt, use "0"
         assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
     finally:
         dist.destroy_process_group()

@@ -83,7 +83,7 @@ def test_messages_with_error_feedback_sum_to_the_truth(numel: int, seed: int, na
         sent += message
     limit = 1e-5 * float(truth.abs().max() + error.abs().max() + 1e-30)
     assert float((sent + error - truth).abs().max()) <= limit
-    # The error of a message is no larger than the tensor that it encodes, which includes the former error.
+    # A message's error is no larger than the tensor that it encodes: the new values plus the error of the last message.
     assert float(error.norm()) <= float(corrected.norm()) * 1.00001
 
 

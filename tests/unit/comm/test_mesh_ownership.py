@@ -54,7 +54,7 @@ def placement(kind: str, grid: MeshShape, place: dict[str, int]) -> Placement:
 
 @cache
 def elements_of(part: Placement) -> np.ndarray:
-    """Return the global index of each local element, as the boxes give it."""
+    """Return the flat global index of each local element. Assert that boxes and ranges give the same indices."""
     full = np.arange(math.prod(part.global_shape)).reshape(part.global_shape)
     local = np.full(part.local_shape, -1)
     for box in part.shard_boxes():
@@ -86,7 +86,7 @@ def owners(kinds: list[str], grid: MeshShape, stage: int, replica: int) -> dict[
 def _count(
     counts: dict[str, np.ndarray], grid: MeshShape, at: dict[str, int], unit: list[tuple[str, Placement]]
 ) -> None:
-    """Count the elements of one unit that the rank at these coordinates owns.
+    """Add to `counts` one for each element of a unit that the rank at these coordinates owns.
 
     A unit holds parameters that are reduced over the same ranks, concatenated and sharded evenly.
     """
@@ -127,7 +127,7 @@ def test_every_element_has_one_owner(pp: int, replicate: int, shard: int, ep: in
 
 
 def test_ranks_that_reduce_a_parameter_hold_the_same_part_of_it() -> None:
-    """Placements are equal along the axes of a reduction, and differ along the axes that shard the parameter."""
+    """Ranks that reduce a parameter together have equal placements; ranks along the axes that shard it differ."""
     grid = MeshShape(pp=2, dp_replicate=2, dp_shard=2, ep=4, sp=2, tp=2)
     for kind in ("column", "row", "fused", "experts"):
         for rank in range(0, grid.world, 7):

@@ -23,7 +23,7 @@ from windlass.observe.environment.backend_support import support_by_device
 
 
 def library(level: int, finalized: bool = False) -> ModuleType:
-    """Return a module `mpi4py` of an MPI with this thread level."""
+    """Return a fake module `mpi4py` whose MPI has this thread level."""
     module = ModuleType("mpi4py")
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     levels = {f"THREAD_{name}": number for number, name in enumerate(names)}

@@ -33,7 +33,7 @@ def connected() -> tuple[PairLink, PairLink]:
 
 
 def test_a_heartbeat_that_never_ends_does_not_block_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo does not end a send whose write fails because the other side has just closed, but refuses later ones."""
+    """gloo may never end a heartbeat's send if the other side has just closed. Later sends must still be refused."""
     link, other = connected()
     waits, ends = threading.Event(), threading.Event()
 
@@ -57,7 +57,7 @@ def test_a_heartbeat_that_never_ends_does_not_block_a_message(monkeypatch: pytes
 
 
 def test_a_heartbeat_does_not_wait_for_a_message() -> None:
-    """Its limit would also count the time of the message, and gloo ends all sends of a link when one reaches it."""
+    """A waiting heartbeat could reach its time limit during a long message; gloo then ends all sends of the link."""
     link, other = connected()
     link.idle = timedelta(seconds=2)
     values = torch.arange(3)

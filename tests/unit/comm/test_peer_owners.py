@@ -101,11 +101,11 @@ def test_one_connection_is_looked_up_as_the_table_lists_it(address: str) -> None
             assert ends is not None and endpoints(listener.fileno()) is None
             assert kernel.owner(*ends) == SocketOwner(os.getuid(), os.fstat(ours.fileno()).st_ino)
             assert kernel.owner(*reversed(ends)) == SocketOwner(os.getuid(), os.fstat(theirs.fileno()).st_ino)
-            assert kernel.owner(ends[1], (ends[0][0], 1)) is None  # no connection has port 1, though ends[1] listens
+            assert kernel.owner(ends[1], (ends[0][0], 1)) is None  # no connection has port 1; a listener does not count
         theirs.close()
         assert not have_own_peers(opened)
         ours.close()
-        assert not have_own_peers(opened)  # unknown for a closed descriptor: `read_connections` decides
+        assert not have_own_peers(opened)  # a closed descriptor proves no owner: `read_connections` decides
 
 
 @LINUX
@@ -129,7 +129,7 @@ def test_a_thread_that_did_not_run_until_the_limit_looks_once_more(
     looks, queued = [0.0], ForeignPeer("127.0.0.1:1", "127.0.0.1:2", None, is_queued=True)
 
     def look(*_: object) -> list[ForeignPeer]:
-        looks.append(looks[-1] + 100)  # seconds pass before the thread continues
+        looks.append(looks[-1] + 100)  # this thread is suspended for 100 s
         return [] if accepted and len(looks) > 2 else [queued]
 
     monkeypatch.setattr(peer_owners, "have_own_peers", lambda _: False)
@@ -189,7 +189,7 @@ def test_a_connection_that_is_accepted_late_is_waited_for(diagnosis: bool, monke
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Return a list of one uid; one end of each connection appears to belong to this uid, or for None to no process."""
+    """Return a list of one uid, to which one end of each connection appears to belong; None: to no process."""
     owner: list[int | None] = [None]
 
     def read() -> Connections:
@@ -233,7 +233,7 @@ def test_a_link_with_a_stranger_is_refused(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert errors and type(errors[0]) is kind  # the second error may be that of a closed connection
+    assert errors and type(errors[0]) is kind  # the other end may report only the closed connection
     if owner is not None:
         assert "made for a link with the other, belongs to uid 12345" in str(errors[0])
 

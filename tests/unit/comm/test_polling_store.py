@@ -29,7 +29,7 @@ def test_any_bytes_are_read_as_written() -> None:
 
 
 def test_a_wait_leaves_the_connection_to_others() -> None:
-    """Both ends of a link, and a key that is written during the wait of one end, use one connection."""
+    """While one end of a link waits, others use the same connection to the store: a writer and the other end."""
     bind_gloo_to_loopback()
     store = tcp_store()
     received: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Tests of the number of ranks of a group on a host."""
+"""Tests of `ranks_of_host`: how many ranks of a group are on one host."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_memory_figures_are_per_process() -> None:
     host = CPU_Accelerator()
     before = host.memory_allocated()
     assert 0 < before <= host.total_memory() and 0 < host.available_memory() <= host.total_memory()
-    held = mmap.mmap(-1, 32 << 20)  # fresh pages, not memory that malloc kept from earlier tests
+    held = mmap.mmap(-1, 32 << 20)  # new pages: malloc could reuse memory of earlier tests
     held.write(b"x" * (32 << 20))
     assert host.memory_allocated() - before >= 24 << 20
     held.close()

@@ -115,7 +115,7 @@ def test_open_file_is_written_by_its_descriptor(tmp_path: Path) -> None:
 
 
 def test_smaller_layout_maps_every_old_rank_once() -> None:
-    """Neighbours along an axis merge, and each old rank is used exactly once."""
+    """Old ranks that are neighbours along an axis merge into one new rank, and each is used exactly once."""
     old, new = (
         model_3d_desc(pp_degree=2, tp_degree=2, dp_degree=2),
         model_3d_desc(pp_degree=2, tp_degree=1, dp_degree=1),

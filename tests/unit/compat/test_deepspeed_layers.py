@@ -100,7 +100,7 @@ def _routes(k: int, logits: torch.Tensor, factor: float, **others: Any) -> Any:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 def test_routes_as_masks(k: int, factor: float) -> None:
-    """A capacity slot takes one token, a token goes to its best experts, and index lists of routes equal the masks."""
+    """A capacity slot takes one token, tokens go to their k best experts, and `sparse_routes` equals the masks."""
     torch.manual_seed(k)
     logits = torch.randn(12, 4)
     loss, weights, mask, counts = _routes(k, logits, factor)

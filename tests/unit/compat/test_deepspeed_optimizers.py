@@ -206,7 +206,7 @@ def test_classes_are_elementwise_and_their_subclasses_are_not() -> None:
 def test_hooks_run_once_a_step() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # torch then wraps `Adam.step`, which FusedAdam inherits
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # torch now wraps `Adam.step`, which FusedAdam inherits, in hooks
     optimizer, calls = FusedAdam([parameter]), []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Tests of expert, sequence and tensor-parallel names in one process; tests/dist has those on several ranks."""
+"""Tests of expert, sequence and tensor-parallel names in one process; tests on several ranks are in tests/dist."""
 
 from __future__ import annotations
 

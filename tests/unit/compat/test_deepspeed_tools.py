@@ -400,7 +400,7 @@ def test_memory_is_bound_to_the_number_of_a_numa_node(monkeypatch: pytest.Monkey
 
 
 def test_ranks_are_bound_to_one_thread_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sockets have 28 cores each; threads 0 to 55 are the first of their cores, 56 to 111 the second."""
+    """Two sockets have 28 cores each; CPUs 0 to 55 are the first threads of the cores, 56 to 111 the second ones."""
     nodes = [[*range(28), *range(56, 84)], [*range(28, 56), *range(84, 112)]]
     read_text = Path.read_text
 

@@ -248,7 +248,7 @@ def test_gradient_sum_is_refused_with_unsupported_features() -> None:
     ],
 )
 def test_batch_sizes_are_completed(given: tuple[int | None, ...], filled: tuple[int, ...] | None) -> None:
-    """`_configure_train_batch_size` computes the sizes that are None, and asserts that all fit."""
+    """`_configure_train_batch_size` computes the sizes that are None, and asserts that the three sizes agree."""
     from windlass.compat.deepspeed_config import DeepSpeedConfig
 
     config = DeepSpeedConfig({"train_batch_size": 1})
@@ -289,7 +289,7 @@ def test_combinations_that_deepspeed_asserts_against(given: dict[str, Any], text
 
 
 def test_memory_efficient_linear_replaces_the_function_if_it_is_written() -> None:
-    """The replacement of `F.linear` has the gradients of torch's function, and does not replace a script's function."""
+    """`F.linear` is replaced only on request, with equal gradients, and not if a script has replaced it already."""
     original = torch.nn.functional.linear
     config: dict[str, Any] = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
     assert not requests_linear(load_config(config))
@@ -319,7 +319,7 @@ def test_module_granularity_threshold_marks_the_outermost_fine_modules() -> None
     block.first, block.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     net = nn.Module()
     net.blocks, net.head = nn.ModuleList([block, copy.deepcopy(block)]), nn.Linear(4, 100, bias=False)
-    # A block has 32 elements in 3 modules, the model 464 in 8 (lists do not count).
+    # Elements per module: 32 / 3 = 10.7 in a block, 464 / 8 = 58 in the model (lists do not count as modules).
     assert mark_fine_grained_modules(net, 9) == []
     assert mark_fine_grained_modules(net, 10) == list(net.blocks) == get_z3_leaf_modules(net)
     assert mark_fine_grained_modules(net, 58) == [net]

@@ -83,7 +83,7 @@ def test_groups_along_a_dimension_differ_by_at_most_half_a_step(bits: int, dim: 
     found = DimensionGroupDequantizer(config, torch.float32).dequantize(codes, scales, minima)
     assert codes.dtype == torch.uint8 and codes.numel() == values.numel() * bits // 8
     assert scales.dtype == dtype and found.shape == values.shape
-    # Groups of 4 along the dimension, each with its own step.
+    # Each group of 4 along the dimension has its own step, 1 / scale.
     error = (found - values.float()).abs().unflatten(dim, (-1, 4))
     assert bool((error <= 0.5001 / scales.float() + 1e-2 * (dtype != torch.float32)).all())
 

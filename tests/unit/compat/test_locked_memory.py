@@ -41,7 +41,7 @@ def test_native_backend_locks_memory_until_it_is_unpinned_or_freed() -> None:
     del view
     gc.collect()
     assert _locked_kib() == before
-    with torch.inference_mode():  # in this mode a view does not keep the Python object of its base
+    with torch.inference_mode():  # in this mode a view does not keep its base's Python object alive
         kept = accelerator.pin_memory(tensor)[1:]
     gc.collect()
     assert accelerator.is_pinned(kept) and accelerator.unpin_memory(kept) is True

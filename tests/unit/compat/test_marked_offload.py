@@ -44,7 +44,7 @@ def _trained(context: CheckpointHiddenStatesOffload | None, *, spoil: bool = Fal
 def test_offload_keeps_gradients_and_leaves_the_newest_on_the_device(keeps: int, streams: bool) -> None:
     expected = _trained(None)
     context = CheckpointHiddenStatesOffload(use_streams=streams, min_offload_bytes=0, keep_last_count=keeps)
-    for _ in range(2):  # the second time, all counts start at zero again
+    for _ in range(2):  # entering the context again resets all counts
         with context:
             actual = _trained(context)
         assert torch.equal(actual[0], expected[0]) and all(map(torch.equal, actual[1], expected[1]))
@@ -115,7 +115,7 @@ def test_host_buffers_are_reused_and_pinned_by_the_accelerator(monkeypatch: pyte
         with context:
             actual = _trained(context)
         assert torch.equal(actual[0], expected[0]) and all(map(torch.equal, actual[1], expected[1]))
-    # Four buffers serve all 12 tensors. A strided tensor fits the buffer of a dense one.
+    # Four buffers serve all 12 tensors. A strided tensor uses the same buffers as a dense one.
     assert len(pinned) == (4 if pins else 0)
     flat, key = context._empty_cpu_like(torch.zeros(4 * SIZE))
     assert flat.shape == (4 * SIZE,) and len(pinned) == (4 if pins else 0)

@@ -10,7 +10,7 @@ SIZES = [(1, 1), (4, 1), (1, 3), (3, 2), (8, 3), (5, 4), (2, 5)]
 
 
 def _steps(kind: type[ps.PipeSchedule], micro_batches: int, stages: int) -> list[tuple[list[ps.PipeInstruction], ...]]:
-    """Return the instructions of all stages, step by step."""
+    """Return one tuple for each step, with the instructions of every stage in it."""
     schedules = [kind(micro_batches, stages, stage) for stage in range(stages)]
     return list(zip(*schedules, strict=True))
 

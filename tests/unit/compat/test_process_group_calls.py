@@ -94,7 +94,7 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "0")
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "29500")
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_global_rank()) == (0, 1, 0, 0)
-    comm.init_distributed(verbose=False, dist_init_required=False)  # the process group exists already
+    comm.init_distributed(verbose=False, dist_init_required=False)  # accepted, because the process group exists already
     assert comm.get_all_ranks_from_group() == [0] == comm.get_all_ranks_from_group(comm.new_group([0]))
     backend = comm.cdb
     assert backend.is_initialized() and backend.get_backend() == "gloo" and backend.world_size == 1
@@ -109,7 +109,7 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert not comm.is_initialized()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
-        # The first call set WORLD_SIZE to 1, and a world of one rank needs no port.
+        # The first `init_distributed` set WORLD_SIZE to 1, and a world of one rank does not use the busy port.
         comm.init_distributed(verbose=False)
     assert comm.get_world_size() == 1
 
@@ -147,7 +147,7 @@ def test_switches_of_the_comms_logger_select_operations() -> None:
         assert log.should_record("recv", False)
         log.append("send", "mine", latency=1.0, msg_size=8, ranks=2)
         assert log.get_raw_data() == log.comms_dict and log.get_raw_data()["mine"][8][0] == 1
-        log.append("reduce_scatter_tensor", "parts", latency=8.0, msg_size=4_000_000, ranks=4)  # the input is logged
+        log.append("reduce_scatter_tensor", "parts", latency=8.0, msg_size=4_000_000, ranks=4)  # size of the input
         assert log.comms_dict["parts"][4_000_000] == [1, [8.0], [4.0], [3.0]]
     finally:
         log.enabled = False
@@ -168,7 +168,7 @@ def test_comms_logger_accepts_every_configuration_form(given: object) -> None:
 
 
 class Arrivals:
-    """Store in which the key of each rank is set at a given time, with the clock that its waits advance."""
+    """Fake store in which each rank's key is set at a given time. Its waits advance a fake clock, `now`."""
 
     def __init__(self, times: dict[int, float]) -> None:
         self.times, self.now = times, 0.0
@@ -187,7 +187,7 @@ class Arrivals:
 @pytest.mark.parametrize(
     ("times", "missing", "all_missing"),
     [
-        ({1: 0.9, 2: 1.8, 3: 2.7}, [2], []),  # rank 2 arrives while all ranks are waited for
+        ({1: 0.9, 2: 1.8, 3: 2.7}, [2], []),  # with `wait_all_ranks` ranks 2 and 3 still arrive
         ({1: 5.0, 2: 0.9, 3: 5.0}, [1], [1, 3]),
         ({1: 1.0, 2: 1.0, 3: 0.5}, [], []),
     ],
@@ -195,7 +195,7 @@ class Arrivals:
 def test_the_first_rank_of_a_monitored_barrier_waits_for_one_timeout(
     times: dict[int, float], missing: list[int], all_missing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait for the result twice as long, or with `wait_all_ranks` one timeout for each rank."""
+    """With `wait_all_ranks` it waits up to one timeout for each of the 3 others; otherwise they share one timeout."""
     for wait_all_ranks, expected, limit in ((False, missing, 1.0), (True, all_missing, 3.0)):
         store = Arrivals(times)
         monkeypatch.setattr(time, "monotonic", lambda store=store: store.now)

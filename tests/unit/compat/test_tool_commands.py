@@ -40,7 +40,7 @@ def test_score_counts_the_time_of_both_directions() -> None:
     assert rates(4.0, 2.0).score() == pytest.approx(2 / (1 / 4 + 1 / 2))
     assert rates(4.0, 2.0).score(write=False) == 4.0 and rates(4.0, 0.0).score() == 0.0
     fast, near, reader = rates(2.0, 2.0, 64), rates(1.97, 1.97, 4), rates(9.0, 0.5)
-    assert best_measurement([fast, near, reader]) is near  # equal within 2 %, with fewer bytes in flight
+    assert best_measurement([fast, near, reader]) is near  # as fast within 2 %, with fewer bytes in flight
     assert best_measurement([fast, near, reader], write=False) is reader
     with pytest.raises(StorageError, match="no setting"):
         best_measurement([])
@@ -201,7 +201,7 @@ def test_ds_ssh(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: 
     hosts, ssh = tmp_path / "hosts", tmp_path / "bin" / "ssh"
     hosts.write_text("left slots=2\nright slots=2\n")
     ssh.parent.mkdir()
-    # the last two arguments are the host and the command for its shell
+    # the last two arguments of ssh are the host and the command for its shell
     ssh.write_text('#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\nHERE=$1 exec sh -c "$2"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(ssh.parent), prepend=":")

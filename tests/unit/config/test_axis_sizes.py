@@ -166,7 +166,7 @@ def test_partition_table_merges_both_spellings() -> None:
         config = load_config({"parallel": {"tensor_table": own}, "tensor_parallel": {"partition_config": partition}})
         assert config.refusals() == []
         lines = config.tensor_table(names, model_type)
-        assert list(lines)[-2:] == list(own)  # the last matching pattern wins
+        assert list(lines)[-2:] == list(own)  # entries of `tensor_table` come last, and the last match wins
         results = {name: [cut for line, cut in lines.items() if re.fullmatch(line, name)] for name in names}
         return {name: cuts[-1] for name, cuts in results.items() if cuts}
 

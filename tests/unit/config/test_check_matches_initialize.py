@@ -142,7 +142,7 @@ KEYS = {
 
 
 def plausible(words: str) -> st.SearchStrategy[Any]:
-    """Return a strategy for values of a key's type, which is given by its description for users."""
+    """Return a strategy for values of a key. `words` is the key's type as described to users, e.g. "whole number"."""
     results: list[Any] = [json.loads(item) for item in words.split(" or ") if item.startswith('"')]
     results += [True, False] if "true or false" in words else []
     results += [1, 2, 3, 0, 10**6, 10**18] if "whole number" in words else []

@@ -60,16 +60,16 @@ DICTS = (
 
 
 def test_every_row_is_a_key_or_has_a_reason() -> None:
-    """Each row that DeepSpeed's list lacks has one of these reasons.
+    """Each row that DeepSpeed's list of keys lacks has a reason.
 
-    The row is windlass's own, a parameter of one optimizer or schedule, a section, an `enabled` switch, or a key that
-    the list has only for all techniques together, or only as part of a dict.
+    The row is windlass's own, a parameter of one optimizer or schedule, a section, or an `enabled` switch. Or
+    DeepSpeed's list has the key once for all compression techniques, or lists only the dict that contains it.
     """
     known = {row_of(key) for key in committed()}
     for row in set(config_keys()) - known:
         holds_keys = any(other.root == row.root and other.path.startswith(f"{row.path}.") for other in config_keys())
         own_switch = row.path.endswith(".enabled")
-        # DeepSpeed's list has these keys once for all techniques, or only the dict that contains them.
+        # DeepSpeed's list has such a key once for all techniques, or only the dict that contains it.
         shared_group = "different_groups" in row.path or row.path.startswith(DICTS)
         assert row.windlass_only or row.owner or holds_keys or own_switch or shared_group or row.path == "amp.<key>", (
             row
@@ -99,7 +99,7 @@ def test_recorded_paths_and_aliases_equal_deepspeed() -> None:
 def test_plain_defaults_equal_deepspeed() -> None:
     """A default of DeepSpeed that is a plain value is the default here too, so that an omitted key means the same."""
     differing = {
-        # DeepSpeed's default is a bare name, windlass's a list with this name
+        # DeepSpeed's default is a string, windlass's a list of this one string
         "compression_training.<technique>.different_groups.<g>.modules",
         "aio.queue_depth",  # affects speed only: at a depth of 8, reads have three quarters of the rate
     }

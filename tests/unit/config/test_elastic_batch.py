@@ -38,7 +38,7 @@ def test_valid_world_sizes_divide_the_batch(sizes: list[int], bound: int, least:
 
 
 def many_divisors(bound: int) -> list[int]:
-    """Return the numbers up to `bound` that have more divisors than any smaller number; divisors are counted."""
+    """Return the numbers up to `bound` that have more divisors than any smaller number, by counting divisors."""
     result, most = [], 0
     for number in range(1, bound + 1):
         divisors = sum(number % n == 0 for n in range(1, number + 1))
@@ -54,7 +54,7 @@ def by_the_rule(sizes: list[int], bound: int, least: int, most: int, larger: boo
     """Compute the documented rule by exhaustive search.
 
     For each micro-batch size and for their least common multiple, take the largest multiple up to `bound` whose factor
-    has many divisors. Of these batches, choose the one with the most valid numbers of ranks. `larger` decides ties.
+    is in `MANY_DIVISORS`. Of these batches, choose the one with the most valid numbers of ranks. `larger` decides ties.
     """
     common = next(n for n in range(1, bound + 2) if n > bound or all(n % size == 0 for size in sizes))
     batches = [base * max(n for n in MANY_DIVISORS if base * n <= bound) for base in (*sizes, common) if base <= bound]

@@ -21,10 +21,10 @@ def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_keep_references_and_content(seed: int) -> None:
-    """Run 2,500 operations beside a model of the manager: holders and content of each block."""
+    """Run 2,500 operations, and compare the holders and content of each block with a simple model of the manager."""
     r = random.Random(seed)
     manager = BlockManager(24, SIZE)
-    content: dict[int, tuple[int, ...]] = {}  # tokens up to the end of each full block
+    content: dict[int, tuple[int, ...]] = {}  # by full block: all tokens up to its end
     held: list[tuple[list[int], list[int]]] = []  # tokens and blocks of each sequence
     found = copied = 0
     for _ in range(2500):
@@ -32,7 +32,7 @@ def test_random_operations_keep_references_and_content(seed: int) -> None:
         if kind < 0.45:
             tokens = [r.randrange(2) for _ in range(r.randrange(1, 4 * SIZE))]
             keys = keys_of(tokens)
-            # Sequences that are admitted together do not find each other's blocks, and compute a common prefix twice.
+            # 30 % are not looked up: sequences admitted together compute a common prefix twice.
             looked_up = keys if r.random() < 0.7 else []
             cached, used = manager.find_cached(looked_up)
             needed = manager.blocks_for(len(tokens))

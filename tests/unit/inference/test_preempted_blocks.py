@@ -49,7 +49,7 @@ def test_the_cheaper_way_is_taken_by_measured_rates(
     options = EngineOptions(swap_bytes=1 << 40) if tier == "host" else EngineOptions(swap_directory=str(tmp_path))
     store = PreemptedBlocks(machine, options)
     decisions = []
-    for number, count in enumerate((1, 10)):  # the first is moved in any case, and its rate is measured
+    for number, count in enumerate((1, 10)):  # the first sequence is always moved, to measure the rate
         sequence: Any = SimpleNamespace(
             sequence_id=number, blocks=list(range(count)), num_computed=16 * count, saved=None
         )

@@ -76,20 +76,20 @@ def test_every_plan_can_be_carried_out(
     assert preempted <= {s.sequence_id for s in running}
     assert admitted <= {s.sequence_id for s in waiting}
     assert not preempted & set(plan.num_tokens)
-    # tokens: at least one, at most the known ones; only unchunked prompts may exceed the budget
+    # tokens: at least one, at most those not computed; only unchunked prompts may exceed the budget
     for sequence_id, tokens in plan.num_tokens.items():
         assert 1 <= tokens <= known[sequence_id].remaining
         assert sequence_id in admitted or sequence_id < 100
     if policy == "splitfuse":
         assert sum(plan.num_tokens.values()) <= budget
-    # blocks
+    # blocks: no more than are free or become free
     needed = sum(blocks(known[s].num_known) for s in admitted)
     for sequence_id, tokens in plan.num_tokens.items():
         if sequence_id < 100:
             s = known[sequence_id]
             needed += max(blocks(s.num_computed + tokens) - s.num_blocks, 0)
     assert needed <= free + sum(known[s].num_freed for s in preempted)
-    # something runs if anything can
+    # a step computes tokens, or preempts to make room
     if running or waiting:
         assert plan.num_tokens or plan.preempted
     # with room for all, no decode is left out (except under prefill-first)
@@ -111,9 +111,10 @@ def test_only_a_request_that_then_runs_preempts_others(
 ) -> None:
     running = [replace(s, sequence_id=i, arrival=float(i), priority=priority) for i, (s, priority) in enumerate(states)]
     running = [replace(s, num_known=s.num_known - s.num_drafts, num_drafts=0) for s in running]
-    running = [replace(s, num_freed=s.num_blocks // (1 + s.sequence_id % 3)) for s in running]  # others are shared
+    # blocks beyond `num_freed` are shared with other sequences
+    running = [replace(s, num_freed=s.num_blocks // (1 + s.sequence_id % 3)) for s in running]
     waiting = [replace(s, sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
-    free = len(running) + spare  # decodes need no preemption
+    free = len(running) + spare  # one free block for each decode, so that none needs a preemption
     total = free + sum(s.num_blocks for s in running)
     limits = SchedulerLimits(policy, 256, max(places, len(running)), BLOCK, total)  # type: ignore[arg-type]
     plan = schedule(running, waiting, free, limits, COST, 51.0)
@@ -126,7 +127,7 @@ def test_a_request_that_could_not_run_preempts_none() -> None:
     limits = SchedulerLimits("splitfuse", num_blocks=100, block_size=BLOCK)
     senior = SequenceSnapshot(1, 0.0, 1440, 1439, 90, 90, has_answered=True)
     low = SequenceSnapshot(2, 0.5, 80, 79, 5, 5, has_answered=True, priority=5)
-    large = SequenceSnapshot(3, 1.0, 320, 0, 0)  # needs 20 blocks, and 10 can be free
+    large = SequenceSnapshot(3, 1.0, 320, 0, 0)  # needs 20 blocks; 5 are free, and `low` could free 5
     plan = schedule([senior, low], [large], 5, limits, COST, 2.0)
     assert plan == StepPlan({1: 1, 2: 1}, [], [])
 
@@ -135,7 +136,7 @@ def test_a_request_that_could_not_run_preempts_none() -> None:
 def test_blocks_of_a_common_prefix_are_not_free_for_the_request_that_shares_them(free: int, preempts: bool) -> None:
     limits = SchedulerLimits("splitfuse", num_blocks=100, block_size=BLOCK)
     low = SequenceSnapshot(1, 0.0, 112, 111, 7, 7, has_answered=True, priority=1)
-    # needs 15 blocks, 6 of them as long as the other one holds them; with it, 7 become free
+    # needs 15 blocks, of which it shares 6 while `low` holds them; preempting `low` frees 7, these 6 included
     sharing = SequenceSnapshot(2, 1.0, 240, 96, 6, shared={1: 6})
     plan = schedule([low], [sharing], free, limits, COST, 2.0)
     assert (plan.preempted, plan.admitted) == (([1], [2]) if preempts else ([], []))
@@ -224,13 +225,13 @@ def test_a_large_request_is_not_passed_forever_by_small_ones() -> None:
     simulation = Simulation(limits)
     simulation.add(0, 40, 60)
     simulation.step()
-    simulation.add(1000, 24 * BLOCK - 2, 1)  # needs the whole cache
+    simulation.add(1000, 24 * BLOCK - 2, 1)  # needs all blocks of the cache
     number = 1
     while 1000 not in simulation.first and number < 5000:
         simulation.add(number, 40, 20)  # a small request is always waiting
         simulation.step()
         number += 1
-    assert simulation.first[1000] < 2.0 + 3.0  # the bound, and the time for running requests to end
+    assert simulation.first[1000] < 2.0 + 3.0  # the bound on waiting, and time for running requests to end
 
 
 def test_a_long_prompt_is_not_passed_forever_by_short_ones() -> None:
@@ -246,7 +247,8 @@ def test_a_long_prompt_is_not_passed_forever_by_short_ones() -> None:
         simulation.add(number, 60, 1)
         simulation.step()
         number += 1
-    # the prompts before it, those that arrive in the time of its own, its parts, and steps that it shares
+    # `number` starts at 8. One step each: 8 earlier prompts, 8 later ones with earlier deadlines (they take less time),
+    # the chunks of the long prompt, and 2 steps that it shares.
     assert number < 8 + 8 + 8 + 400 // 64 + 2
 
 
@@ -277,7 +279,7 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
 
     idle = first_token(False, "splitfuse")
     assert first_token(True, "splitfuse") <= 3 * idle
-    assert first_token(True, "orca") <= 3 * idle + 11  # for comparison: the prompt of 10,000 tokens runs whole
+    assert first_token(True, "orca") <= 3 * idle + 11  # orca does not split the prompt of 10,000 tokens into chunks
 
 
 GAP_LIMITS = SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05)
@@ -289,7 +291,7 @@ QUADRATIC = StepCost(0.0, 0.010, 0.001, 1e-6, pair_seconds=1e-6)  # attention ta
     ("cost", "answers", "prompt", "least_steps"),
     [
         (LINEAR, [200] * 4, 5000, 100),
-        (QUADRATIC, [2000], 10_000, 500),  # the last tokens of the prompt attend to 10,000: a few fit into a step
+        (QUADRATIC, [2000], 10_000, 500),  # each of the last tokens attends to 10,000: few fit into a step
     ],
     ids=["linear", "attention"],
 )
@@ -309,7 +311,7 @@ def test_steps_with_decodes_keep_the_gap(cost: StepCost, answers: list[int], pro
 
 @pytest.mark.parametrize("level", [None, ServiceLevel(9.0, 16.0)])
 def test_no_more_answers_run_than_keep_the_gap(level: ServiceLevel | None) -> None:
-    gap = 0.05 if level is None else None  # the level's rate allows the same
+    gap = 0.05 if level is None else None  # the level's 16 tokens/s allow 0.8 / 16 = 0.05 s too
     limits = SchedulerLimits("splitfuse", 512, 256, BLOCK, 4000, gap, max_wait_seconds=1e3)
     simulation = Simulation(limits, LINEAR)
     for number in range(100):
@@ -321,7 +323,7 @@ def test_no_more_answers_run_than_keep_the_gap(level: ServiceLevel | None) -> No
     for number in range(10):
         slow.add(number, 30, 40)
     slow.step()
-    assert len(slow.running) == 10  # a gap below the time of one decode limits nothing
+    assert len(slow.running) == 10  # no limit: the gap is below even the time of one decode
 
 
 def test_decodes_of_a_long_text_that_fill_the_gap_let_short_prompts_pass() -> None:
@@ -416,11 +418,11 @@ def test_urgent_requests_preempt_others() -> None:
     st.lists(st.tuples(st.integers(1, 600), st.floats(0, 2)), min_size=1, max_size=12), st.sampled_from([None, 0.05])
 )
 def test_no_prompt_ends_later_than_with_equal_shares(requests: list[tuple[int, float]], gap: float | None) -> None:
-    """Compare with processor sharing: a fluid of which each unfinished prompt gets an equal part."""
+    """Compare with ideal processor sharing, in which each unfinished prompt always gets an equal part of the rate."""
     simulation = Simulation(SchedulerLimits("splitfuse", 64, 16, BLOCK, 2000, gap), LINEAR)
     requests = sorted(requests, key=lambda request: request[1])
     step = LINEAR.step_seconds(64, 0) if gap is None else 0.05
-    rate = 1000.0  # tokens in a second of a full step
+    rate = 1000.0  # tokens per second in a full step
     left = {number: float(prompt) for number, (prompt, _) in enumerate(requests)}
     ends: dict[int, float] = {}
     now = 0.0
@@ -444,13 +446,13 @@ def test_no_prompt_ends_later_than_with_equal_shares(requests: list[tuple[int, f
             simulation.now = max(simulation.now, arrival)
             simulation.add(number, prompt, 1)
         simulation.step()
-    # prompts begin with a step, and a step of few tokens takes the time to read the weights
+    # A prompt waits for the step in progress, and a step of few tokens still takes the time to read the weights.
     for number, end in ends.items():
         assert simulation.first[number] <= end + (2 + len(requests)) * step
 
 
 def test_requests_that_are_accepted_by_lateness_keep_the_bound() -> None:
-    """More prompts arrive than can be computed. Each is accepted only if all keep the bound with it."""
+    """More prompts arrive than can be computed. Each is accepted only if it and all earlier ones keep the bound."""
     r = random.Random(7)
     limits = SchedulerLimits("splitfuse", 128, 64, BLOCK, 40_000, max_wait_seconds=3.0)
     simulation = Simulation(limits)
@@ -471,7 +473,7 @@ def test_requests_that_are_accepted_by_lateness_keep_the_bound() -> None:
 
 
 def test_short_prompts_pass_long_ones_that_press() -> None:
-    """More long prompts arrive than can be computed in the bound on waiting; short ones take an eighth of the steps."""
+    """The long prompts that wait cannot all keep the bound; short ones still get an eighth of each step's tokens."""
     limits = SchedulerLimits("splitfuse", 128, 64, BLOCK, 4000, max_gap_seconds=0.05, max_wait_seconds=5.0)
     simulation = Simulation(limits, LINEAR)
     for number in range(10):

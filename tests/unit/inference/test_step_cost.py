@@ -12,7 +12,7 @@ from windlass.inference.step_cost import StepCost
 
 @st.composite
 def costs(draw: st.DrawFn) -> StepCost:
-    """Costs with measured points, or without."""
+    """Draw costs with or without measured points."""
     steps = draw(st.lists(st.tuples(st.integers(1, 200), st.floats(1e-4, 0.1)), max_size=5))
     points, tokens, seconds = [], 0, draw(st.floats(1e-4, 0.1))
     for more, longer in steps:

@@ -1,4 +1,4 @@
-"""Tests of the lower bound of a text's tokens: at most their number for any text, and close to it for long tokens."""
+"""Tests of the lower bound of a text's token count: never above the count, and close to it for long tokens."""
 
 from __future__ import annotations
 

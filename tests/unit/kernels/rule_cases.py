@@ -55,7 +55,7 @@ def piece(
     lowered: torch.dtype | None = None,
     shift: int = 0,
 ) -> UpdateTensors:
-    """Return a piece with fresh states whose tensors each start `shift` elements into their memory."""
+    """Return a piece with zero states. Each of its tensors starts `shift` elements into its memory."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         memory = torch.empty(tensor.numel() + shift, dtype=tensor.dtype)
@@ -91,7 +91,7 @@ def tensors(piece: UpdateTensors) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(one: UpdateTensors, other: UpdateTensors) -> None:
-    """Assert that the tensors of `one` and `other` are equal bit by bit, except that any NaN equals any NaN."""
+    """Assert that the tensors of `one` and `other` are bitwise equal, except that any NaN equals any NaN."""
     for (name, a), b in zip(tensors(one).items(), tensors(other).values(), strict=True):
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
         same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())

@@ -1,4 +1,4 @@
-"""Tests of formats of 1 to 8 bits: rounding as documented, to the bit, and words as compressed-tensors packs them."""
+"""Tests of formats of 1 to 8 bits: rounding bitwise as documented, and words packed as by compressed-tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 def rounded_group(values: np.ndarray, name: str) -> np.ndarray:
-    """Round the weights of a group by the documented rule, with numpy alone."""
+    """Round the weights of a group by the documented rule, using only numpy."""
     kind = name.split("_")[0]
     f32, f16, f64 = np.float32, np.float16, np.float64
     size = np.abs(values)

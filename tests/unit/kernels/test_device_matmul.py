@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def read_matrix(matrix: CodedMatrix, features: int) -> torch.Tensor:
-    """Return the float32 weight by the description in `CodedMatrix`."""
+    """Decode a matrix to its float32 weight, as the docstring of `CodedMatrix` describes."""
     if matrix.coding == "words":
         codes = unpack_words(matrix.codes, matrix.bits, features).float()
     else:
@@ -33,7 +33,7 @@ def read_matrix(matrix: CodedMatrix, features: int) -> torch.Tensor:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[CodedMatrix]:
-    """Count the CPU as a device with the kernel, which a stand-in replaces; return the matrices of its calls."""
+    """Make the CPU count as a device with the kernel. Return the matrices with which the stand-in kernel is called."""
     seen: list[CodedMatrix] = []
 
     def multiply(input: torch.Tensor, matrix: CodedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_other_inputs_are_multiplied_by_unpacked_rows(calls: list[CodedMatrix]) 
     assert len(calls) == 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own rules use it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's forward AD uses it
 def test_forward_mode_derivatives_are_refused(calls: list[CodedMatrix]) -> None:
     packed, ones = pack_random("int4_g32", 5, 70), torch.ones(1, 70)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward mode"):

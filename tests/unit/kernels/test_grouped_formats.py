@@ -26,9 +26,9 @@ from windlass.kernels.weight_format import get_weight_format
 FORMATS: list[GroupedWeightFormat] = [
     *(RangeWeightFormat(bits, 16, dim) for bits in (2, 3, 4, 6, 8) for dim in (0, 1)),
     MinifloatWeightFormat(8, 3, 16),
-    MinifloatWeightFormat(8, 3, 48),  # crosses rows
-    MinifloatWeightFormat(6, 2, 128),  # two rows
-    MinifloatWeightFormat(4, 1, 100),  # the last one is short
+    MinifloatWeightFormat(8, 3, 48),  # groups cross rows of 64
+    MinifloatWeightFormat(6, 2, 128),  # a group spans two rows
+    MinifloatWeightFormat(4, 1, 100),  # the last group is shorter
     MinifloatWeightFormat(12, 4, 32),
 ]
 
@@ -64,7 +64,7 @@ def all_floats(bits: int, mantissa: int) -> list[float]:
 
 
 def float_values(wide: Tensor, bits: int, mantissa: int, group: int, largest: float) -> Tensor:
-    """Return the nearest of all floats for each element, one at a time, ties to the even code."""
+    """Round each scaled element to the nearest float of the format, by comparing it with all; ties: the even code."""
     table, flat = all_floats(bits, mantissa), wide.flatten().clone()
     known = torch.tensor(table, dtype=torch.float64)
     for part in flat.split(group):

@@ -54,7 +54,7 @@ def test_pages_are_allocated_in_advance_and_keep_their_contents() -> None:
     assert populate_pages(part) is None
     assert _resident(tensor) - before >= part.nbytes - 2 * mmap.PAGESIZE
     assert tensor[1, 5] == 7 and not tensor[1, 6:].any() and not tensor[2].any()
-    assert _resident(tensor) - before < tensor.nbytes  # the first part has no pages so far
+    assert _resident(tensor) - before < tensor.nbytes  # memory outside `part` has no pages so far
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems allocate pages at their first use")

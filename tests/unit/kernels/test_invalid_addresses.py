@@ -131,7 +131,7 @@ def _hash(*arguments: int) -> Callable[[], object]:
 
 
 def _some(what: str) -> list[Any]:
-    """Return calls of a native module with invalid addresses, or none if the module was not built."""
+    """Return calls of the native module `what` with invalid arguments, or none if the modules were not built."""
     if len(list_kernel_paths()) == 1:
         return []
     memory = aligned_buffer(8192)[0]

@@ -1,4 +1,4 @@
-"""Tests that every native path equals the PyTorch reference bit by bit."""
+"""Tests that every native path is bitwise equal to the PyTorch reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="no native module was built")
 
 
 def values(count: int, seed: int, spread: float = 3.0) -> torch.Tensor:
-    """Return normal numbers whose magnitudes span about `spread` decades."""
+    """Return normally distributed numbers times random scales that span `spread` decades."""
     generator = torch.Generator().manual_seed(seed)
     scale = 10 ** (spread * (torch.rand(count, generator=generator) - 0.5))
     return torch.randn(count, generator=generator) * scale
@@ -56,7 +56,7 @@ def test_every_format_and_alignment_equals_the_reference(rule: str, path: str, d
 @pytest.mark.parametrize("state", STATES, ids=str)
 @pytest.mark.parametrize("rule", ["adamw", "adam-amsgrad", "sgd-nesterov", "lamb"])
 def test_large_tensor_split_over_threads_equals_the_reference(rule: str, state: torch.dtype, path: str) -> None:
-    count = 300 * SCALE_BLOCK + 77  # more blocks than two threads take at once
+    count = 300 * SCALE_BLOCK + 77  # three parts of at most 128 blocks, for three threads
     ours = piece(RULES[rule](1), values(count, 1), torch.zeros(count, dtype=torch.bfloat16), state, torch.bfloat16)
     run_both(rule, path, ours, 2, seed=2, threads=3)
 
@@ -83,9 +83,9 @@ def test_special_values_equal_the_reference(rule: str, dtype: torch.dtype, path:
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("rule", RULES)
 def test_special_values_in_quantized_blocks_equal_the_reference(rule: str, path: str) -> None:
-    """One odd value in a block of ordinary values, as gradient and as parameter.
+    """One special value in a block of ordinary values, as gradient and as parameter.
 
-    Every path must lose that value in the same way, and no other value of the block.
+    Every path must give the bits of the reference, for that value and for the other values of the block.
     """
     bits = [0x7FFFFFFF, -1, 0x7FF00001, -0x100000 + 1]  # NaNs to which noise cannot be added
     odd = torch.cat([torch.tensor(ODD), torch.tensor(bits, dtype=torch.int32).view(torch.float32)])

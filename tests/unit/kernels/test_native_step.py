@@ -1,4 +1,4 @@
-"""Test that a native run computes what its kernels compute one by one, with the same bits."""
+"""Test that kernels in one native run give bitwise the same results as calls of the kernels one by one."""
 
 from __future__ import annotations
 

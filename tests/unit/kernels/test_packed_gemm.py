@@ -57,7 +57,7 @@ def test_product_equals_float64_within_rounding(
 
 
 # Sizes are (rows, outputs, features): one row, several rows, and more rows than a tile. No number of outputs is a
-# multiple of 16, the width of a panel, and few numbers of features are multiples of a group.
+# multiple of 16, the width of a panel, and few numbers of features are multiples of the group size.
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -92,7 +92,7 @@ def assert_product_is_exact(
     expected = exact(x, weight, bias, format)
     assert actual.dtype == dtype and actual.shape == expected.shape
     scale = float((x.double().abs() @ weight.double().abs().T).max()) + 1
-    # the reference rounds weights and bias to bf16 too, and adds them in another order
+    # for bf16 inputs the reference also rounds weights and bias to bf16, and sums in another order
     limit = 1e-6 if dtype == torch.float32 else 2**-8 if path != "reference" else 2**-6
     assert float((actual.double() - expected).abs().max()) <= limit * scale
 
@@ -100,13 +100,13 @@ def assert_product_is_exact(
 @pytest.mark.parametrize("name", ["int8", *CODED])
 @pytest.mark.parametrize("path", PATHS)
 def test_products_of_whole_numbers_are_exact(path: str, name: str) -> None:
-    """int8 inputs are accumulated as integers: no sum of a group is rounded or saturates."""
+    """Products of int8 inputs are accumulated as integers: the sum of a group neither rounds nor saturates."""
     for rows, outputs, features in ((1, 37, 300), (3, 16, 128), (17, 45, 131), (40, 5, 400)):
         packed = whole_weight(name, outputs, features)
         generator = torch.Generator().manual_seed(rows)
         x = torch.randint(-127, 128, (rows, features), generator=generator)
-        x[:, ::128] = 127  # each group of 128 features has the scale 1
-        x[0] = 127  # the largest sums
+        x[:, ::128] = 127  # so that each group of 128 inputs is quantized with the scale 1
+        x[0] = 127  # row 0 of `x` and of the weight give the largest sum
         weight = get_weight_format(name).unpack(packed)
         assert torch.equal(weight, weight.round())
         found = packed_linear(
@@ -116,7 +116,7 @@ def test_products_of_whole_numbers_are_exact(path: str, name: str) -> None:
 
 
 def whole_weight(name: str, outputs: int, features: int) -> PackedWeight:
-    """Return a packed weight of whole numbers, of all codes of a format. The first row has the largest ones."""
+    """Return a packed weight of integers, from random codes of a format. The first row has only the largest code."""
     form, generator = get_weight_format(name), torch.Generator().manual_seed(features)
     if not isinstance(form, CodedWeightFormat):
         codes = torch.randint(-127, 128, (outputs, features), generator=generator, dtype=torch.int8)
@@ -126,7 +126,7 @@ def whole_weight(name: str, outputs: int, features: int) -> PackedWeight:
     codes = torch.randint(low, high + 1, (outputs, features), generator=generator, dtype=torch.uint8)
     codes[0], codes[-1] = high, low
     shape = outputs, form.count_groups(features)
-    scale = torch.full(shape, 2.0 if form.bits == 1 else 1.0, dtype=torch.float16)  # the zero of 1 bit is 1/2
+    scale = torch.full(shape, 2.0 if form.bits == 1 else 1.0, dtype=torch.float16)  # 1-bit codes minus zero: -1/2, 1/2
     zero = torch.randint(0, high + 1, shape, generator=generator, dtype=torch.uint8) if form.has_zeros else None
     return form.pack_codes(GroupCodes(codes, scale, zero))
 
@@ -192,7 +192,7 @@ def test_outputs_have_the_same_bits_in_a_joined_weight(
     assert torch.equal(torch.cat(parts, 1), joined)
 
 
-# Products of pairs are added in another order.
+# The format with bf16 inputs is left out: instructions that multiply pairs add products in another order.
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "bf16, bf16 inputs"])
 def test_sets_with_fused_multiply_add_agree_in_every_bit(format: str) -> None:
     x, weight = random(13, 131), random(45, 131, seed=1)
@@ -209,7 +209,7 @@ def test_quantized_inputs_lose_at_most_half_a_scale(path: str) -> None:
     result = packed_linear(x, pack_weight(weight, "int8", quantize_inputs=True, path=path))
     scales = torch.stack([part.abs().amax(1) / 127 for part in x.split(128, 1)], 1).repeat_interleave(128, 1)[:, :300]
     assert bool(((result - x).abs() <= 0.5001 * scales).all())
-    assert float((result - x)[2, 128:].abs().max()) < 0.02  # the outlier is in another group
+    assert float((result - x)[2, 128:].abs().max()) < 0.02  # x[2, 5], the outlier, is in group 0
     with pytest.raises(WeightFormatError, match="'fp32'; use 'bf16', 'int8'"):
         pack_weight(weight, "fp32", quantize_inputs=True)
 

@@ -99,7 +99,7 @@ def test_products_run_on_native_kernels_and_follow_the_bytes(name: str, monkeypa
     copied.load_state_dict(twin.state_dict())
     torch.testing.assert_close(copied(x), results[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed(x), F.linear(x, packed.weight, packed.bias), rtol=1e-5, atol=1e-5)
-    # views of one flat buffer, as an engine has them, filled anew without a change of versions
+    # As in an engine, make the parameters views of one flat buffer, and refill it without a change of their versions.
     stored = {key: one for key, one in packed.named_parameters() if one.dtype == torch.uint8}
     flat = torch.empty(sum(one.numel() + 64 for one in stored.values()), dtype=torch.uint8)
     place = 0

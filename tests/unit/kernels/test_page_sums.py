@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="without the native module no
 
 
 def checksums(memory: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of each page, computed by the kernel without known checksums."""
+    """Return the checksum of each page of `memory`, computed by the kernel. The comparison with zeros is ignored."""
     sums = PageSums(memory, torch.zeros(memory.numel() // PAGE, dtype=torch.int32))
     compare_pages(sums)
     return sums.renewed
@@ -104,7 +104,7 @@ def test_every_flipped_bit_is_found_in_its_page() -> None:
 
 
 def test_memory_outside_and_several_records() -> None:
-    """Each record has its own table, and tensors in other memory are updated without sums."""
+    """One call updates two records, each with its own `PageSums`, and tensors in other memory without checksums."""
     first, second, other = (Record([5_000], torch.float32) for _ in range(3))
     updates = [*first.updates, *second.updates, *other.updates]
     apply_updates(RULES["adamw"](1), updates, page_sums=[second.sums, first.sums], path=NATIVE[0])

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 @dataclass
 class Sequences:
-    """Cache with the tokens of some sequences in scattered blocks. All other memory is NaN."""
+    """Cache with the tokens of some sequences in scattered blocks. All other memory is NaN (for the reference: 0)."""
 
     path: str
     contexts: list[int]
@@ -43,7 +43,7 @@ class Sequences:
         self.cache = make_kv_cache(*size, path=self.path)
         for tensor in self.cache.tensors:
             tensor.view(torch.uint8).fill_(255)  # NaN in every float format
-        if self.path == "reference":  # the reference multiplies masked values by 0
+        if self.path == "reference":  # it multiplies masked values by 0, and 0 x NaN is NaN
             for tensor in self.cache.tensors:
                 tensor.zero_()
         blocks = iter(torch.randperm(sum(counts) + 2, generator=generator).tolist())

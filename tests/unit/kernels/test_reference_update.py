@@ -25,7 +25,7 @@ single = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def rounded(exact: Fraction) -> float:
-    """Return the fp32 number nearest to `exact`, ties to even, by trying the neighbours of a first guess."""
+    """Return the fp32 number nearest to `exact`, ties to even: a first guess or one of its two neighbours."""
     guess = torch.tensor(float(exact), dtype=torch.float64).float()
     around = [guess.nextafter(torch.tensor(-math.inf)), guess, guess.nextafter(torch.tensor(math.inf))]
     finite = [value for value in around if value.isfinite()]
@@ -69,7 +69,7 @@ def test_quantized_value_is_an_adjacent_level(signed: bool, count: int, bits: in
     codes, scales = quantize_blockwise(values, torch.full((count,), bits), signed)
     assert codes.dtype == torch.uint8 and scales.numel() == count_scales(count)
     error = (dequantize_blockwise(codes, scales, signed) - values).abs()
-    # Codes are an eighth of the value apart; the last step is the one below the smallest code.
+    # Adjacent codes differ by at most an eighth of the value; the smallest step is that from 0 to the smallest code.
     smallest = 1.125 * 2.0 ** (-15 if signed else -31) * scales.repeat_interleave(SCALE_BLOCK)[:count]
     step = torch.maximum(values.abs() / 8, smallest)
     assert (error <= step * (1 + 1e-5)).all()
@@ -88,7 +88,7 @@ def test_rounding_to_nearest_halves_the_error_bound(signed: bool) -> None:
 def test_quantization_is_idempotent(signed: bool, count: int, decades: float, power: int) -> None:
     """Quantizing decoded values again returns the same codes, for any noise.
 
-    So a checkpoint may decode, move and quantize states again. Blocks that start elsewhere keep the values.
+    So a checkpoint may decode, move and quantize states again. Blocks with other boundaries keep the values too.
     """
     values = in_blocks(count, signed, decades) * 2.0**power
     values[::7] = 0
@@ -99,7 +99,7 @@ def test_quantization_is_idempotent(signed: bool, count: int, decades: float, po
     codes_again, scales_again = quantize_blockwise(decoded, again, signed)
     assert torch.equal(codes_again, codes) and torch.equal(scales_again, scales)
     moved = torch.cat([torch.zeros(100), decoded])
-    # large enough for the scale of any block
+    # values that have a code under the scale of any block
     inside = decoded.abs() >= decoded.abs().max() * 2.0 ** (-14 if signed else -30)
     moved_again = dequantize_blockwise(
         *quantize_blockwise(moved, torch.cat([torch.zeros(100, dtype=torch.int64), again]), signed), signed
@@ -180,7 +180,7 @@ def test_slow_averages_change_in_low_precision_states() -> None:
         for own in pieces:
             own.gradient.copy_(gradient)
         apply_updates(rule(step), pieces, path=REFERENCE_PATH)
-    assert exact.states[1].mean() < 0.6e-3  # starts at 1e-3
+    assert exact.states[1].mean() < 0.6e-3  # 1e-3 after the first update
     for stored in (rounded.states[1].float(), dequantize_blockwise(quantized.states[1], quantized.scales[1], False)):
         assert stored.mean().item() == pytest.approx(exact.states[1].mean().item(), rel=0.05)
 

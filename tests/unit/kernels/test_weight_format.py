@@ -114,7 +114,7 @@ def test_linear_equals_that_of_the_unpacked_weight(name: str, dtype: torch.dtype
     assert len(actual) == 2 + with_bias
     for have, want in zip(actual, expected, strict=True):
         assert torch.equal(have, want) and have.dtype == dtype
-    # Several row blocks, the last one smaller: the input's gradient is summed in another order.
+    # Unpack 5 of the 19 rows at a time: the input's gradient is summed in another order.
     bound = 1e-2 if dtype.itemsize == 2 else 1e-5
     with mock.patch.object(packed_matmul, "BLOCK_NUMEL", 33 * 5):
         blocks = gradients(lambda x, b: form.linear(x, packed, b), x, bias)

@@ -8,7 +8,7 @@ from windlass.launch.agent_channel import MESSAGE_PREFIX, AgentChannel
 
 
 def test_channel_closes_its_descriptor_once() -> None:
-    """The channel closes its descriptor only once, because another file may have its number by then."""
+    """The channel closes its descriptor only once, because another file may have its number by a second close."""
     reading, writing = os.pipe()
     channel = AgentChannel(writing)
     channel.send({"a": 1})

@@ -42,7 +42,7 @@ def drawn(*words: str) -> str:
 
 
 def test_32_devices_on_4_nodes() -> None:
-    """pp 4 x tp 4 x dp 2: tp inside a node, data parallelism beside it, one pipeline stage per node."""
+    """pp 4 x tp 4 x dp 2: a node has one pipeline stage, on two tp groups that are data-parallel."""
     text = drawn("--nnodes", "4", "--nproc", "8", "--pp", "4", "--tp", "4")
     assert text == GOLDEN.read_text("utf-8"), text
 
@@ -72,7 +72,7 @@ def test_configuration_sets_the_axes_and_the_step(tmp_path: Path) -> None:
 def test_memory_is_the_maximum_over_stages() -> None:
     sketch = HostRankMap(MeshShape(pp=4), (Host("here", (0, 1, 2, 3)),), PRESETS["7b"], StepWorkload(64, 2))
     (talk,) = sketch.axis_traffic()
-    assert talk.nbytes == 2 * 2 * 64 * 4096 * 2  # an inner stage receives from both sides
+    assert talk.nbytes == 2 * 2 * 64 * 4096 * 2  # inner stage: 2 directions x 2 micro-batches x 64 x 4096 bf16 values
     assert (talk.num_ranks, talk.num_nodes, talk.example_ranks) == (4, 1, (0, 1, 2, 3))
 
 

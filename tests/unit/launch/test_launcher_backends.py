@@ -156,7 +156,7 @@ def test_missing_slurm_variables_are_named() -> None:
 
 
 def test_plan_of_one_slurm_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Slurm step of one task is a rank of its plan, although `windlass run` inside it would start ranks."""
+    """The process of a one-task Slurm step becomes a rank of the plan; `windlass run` there would start ranks."""
     plan = replace(PLAN, hosts=(Host("a", (0,)),), cwd=None)
     became: list[list[str]] = []
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI", "MV2_"))]:

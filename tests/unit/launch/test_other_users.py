@@ -1,4 +1,4 @@
-"""Tests of a launch beside hostile users of the host: their links in /tmp, their modules in the directory."""
+"""Tests of a launch on a host with hostile users: their links in /tmp, their modules in the working directory."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_signals_of_one_request_are_forwarded_once_and_a_second_request_kills(se
             received(second, None)
         elif len(received.numbers) == 2:
             assert actions == [signal.SIGINT], "not forwarded"
-            received(second, None)  # after it was forwarded, and still of the first request
+            received(second, None)  # a copy of the first request that arrives after the forwarding
         elif len(received.numbers) == 3 and time.monotonic() - times[0] > 0.3:
             assert actions == [signal.SIGINT], "killed without grace"
             received(signal.SIGINT, None)

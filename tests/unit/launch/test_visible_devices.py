@@ -108,7 +108,7 @@ def test_ranks_see_only_the_devices_of_their_slots(monkeypatch: pytest.MonkeyPat
         ("4,5,6,7", 4, (0, 2, 3), "4,6,7"),
         (None, 4, (1,), "1,2,3"),  # two ranks, which may use several devices each
         (None, 4, (0, 1, 2), None),
-        (None, 2, (0, 2, 3), None),  # ranks share devices
+        (None, 2, (0, 2, 3), None),  # three ranks share two devices
         (None, 0, (0, 2, 3), None),
     ],
 )

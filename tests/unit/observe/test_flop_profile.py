@@ -86,7 +86,7 @@ def t5() -> tuple[nn.Module, int]:
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
-    block = 2 * T * 4 * H * HEADS * D + attention(L, L, HEADS * D)  # self-attention, and the same across
+    block = 2 * T * 4 * H * HEADS * D + attention(L, L, HEADS * D)  # self-attention, and equally cross-attention
     return model, 2 * (3 * block + 2 * 4 * T * H * WIDE) + 2 * T * H * V
 
 
@@ -138,9 +138,9 @@ def test_counts_equal_formulas(family: Callable[[], tuple[nn.Module, int]]) -> N
         return losses[0]
 
     found = count(model, loss)
-    # some releases of transformers multiply positions by frequencies as matrices
+    # some releases of transformers compute rotary angles by a matrix product, which the formula leaves out
     assert 0 <= found.root.forward - expected <= (0.02 * expected if hasattr(model.config, "rope_parameters") else 0)
-    first = 2 * B * 16 * H * 3 * 16 if "ViT" in type(model).__name__ else 0  # a picture needs no gradient
+    first = 2 * B * 16 * H * 3 * 16 if "ViT" in type(model).__name__ else 0  # no gradient of the pixels
     assert found.root.backward == 2 * expected - first
     assert found.root.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert torch.equal(plain, losses[0])
@@ -189,7 +189,7 @@ def test_layers_whose_products_are_inside_of_one_operation() -> None:
     pair = nn.Bilinear(8, 12, 6)
     root = count(pair, lambda: pair(left, right).sum()).root
     assert root.forward == 2 * 5 * 6 * (8 * 12 + 12)
-    assert root.backward >= 2 * root.forward  # three products of three factors: with the weight's gradient
+    assert root.backward >= 2 * root.forward  # a gradient for each of three factors
 
     def counted(call: Callable[[], torch.Tensor]) -> int:
         counter = FlopCounter(nn.Identity(), CPU)
@@ -215,7 +215,7 @@ def test_operations_belong_to_the_module_that_created_their_nodes(reentrant: boo
         for name in ("first", "second"):
             layer = modules[f"layers.{index}.{name}"]
             assert (layer.forward, layer.backward) == (product, 2 * product)
-            # without reentry the recomputation stops once the last saved tensor exists: the second product's input
+            # Non-reentrant checkpointing stops recomputing at the last saved tensor, the input of the second product.
             repeated = {None: 0, True: product, False: product if name == "first" else 0}[reentrant]
             assert layer.recomputed == repeated
     assert modules["head"].backward == 4 * T * H * V and modules["head"].recomputed == 0
@@ -264,7 +264,7 @@ def test_fused_kernels() -> None:
     fixed, grouped = attention(L, L, HEADS * D), 2 * T * H * WIDE
     assert found.root.forward == conv + lstm + fixed + grouped
     assert found.root.backward == conv + 2 * (lstm + fixed + grouped)
-    assert found.root.recomputed == fixed // 2  # the fused backward computes the scores again
+    assert found.root.recomputed == fixed // 2  # the fused backward recomputes the scores, half of the FLOPs
     assert found.root.children["lstm"].forward == lstm
 
 
@@ -275,7 +275,7 @@ def test_products_of_native_kernels() -> None:
     assert (found.root.forward, found.root.backward) == (
         2 * T * H * WIDE,
         2 * T * H * WIDE,
-    )  # frozen: no gradient of its own
+    )  # the packed weight is frozen: only the input has a gradient
 
 
 def test_fused_encoder_layer_of_inference() -> None:
@@ -383,7 +383,7 @@ def test_products_with_a_sparse_matrix_count_its_stored_elements(layout: str, pr
     convert = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr}[layout]
     matrix, factor = convert(dense), torch.ones(SPARSE_COLUMNS, DENSE_COLUMNS, requires_grad=True)
     other = torch.zeros(SPARSE_COLUMNS, DENSE_COLUMNS)
-    other[[2, 2, 4], [0, 1, 2]] = 1.0  # rows 0, 1 and 4 of the product have 2, 1 and 2 terms
+    other[[2, 2, 4], [0, 1, 2]] = 1.0  # 5 products: 2, 1 and 2 in rows 0, 1 and 4 of the result
     forward, loss = {
         "mm": (2 * stored * DENSE_COLUMNS, lambda: (matrix @ factor).sum()),
         "sparse.mm": (2 * stored * DENSE_COLUMNS, lambda: torch.sparse.mm(matrix, factor).sum()),
@@ -405,4 +405,4 @@ def test_a_sampled_product_counts_its_stored_elements() -> None:
     factor = torch.ones(4, DENSE_COLUMNS, requires_grad=True)
     found = count(nn.Identity(), lambda: torch.sparse.mm(mask, factor).sum()).root
     assert found.forward == 2 * 4 * DENSE_COLUMNS
-    assert found.backward == 2 * found.forward  # the gradient of the matrix where it is stored, and of the factor
+    assert found.backward == 2 * found.forward  # gradients of the sparse matrix (stored elements) and of the factor

@@ -223,7 +223,7 @@ def test_predicted_state_bytes_equal_allocated_bytes(cls: Any, options: dict[str
     optimizer = cls([parameter], lr=0.1, **options)
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *arguments: calls.append(1))
-    # Adagrad creates its state at construction
+    # empty except for Adagrad, which creates its state at construction
     before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
     results = measure_state_bytes(optimizer, dtype)
     assert not calls and list(optimizer.state) == [parameter] and bool((parameter == 1).all())

@@ -87,7 +87,7 @@ def test_recorded_histories() -> None:
     for _ in range(3):
         scaler.update(True)
         results.append(scaler.scale)
-    # one overflow is tolerated, and lowering the scale does not restore the hysteresis
+    # Hysteresis tolerates the first overflow only: it is not restored when the scale is lowered.
     assert results == [65536, 32768, 16384]
     for _ in range(1000):
         scaler.update(False)

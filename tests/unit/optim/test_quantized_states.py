@@ -73,7 +73,7 @@ def test_other_sharding_is_within_half_a_quantization_step(
     least = (2.0**-15 if signed else 2.0**-31) * 1.125 * blocks  # magnitudes below it have one code besides 0
     assert bool(((now - was).abs() <= was.abs() / 16 * 1.0001 + least).all())
     if not signed:
-        assert bool(((now == 0) == (was == 0)).all())  # the state is under a root in a denominator
+        assert bool(((now == 0) == (was == 0)).all())  # updates divide by the root of this state
 
 
 @given(numel=st.integers(1, 3000), data=st.data())

@@ -18,7 +18,7 @@ from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 
 
 class Halving(torch.optim.Optimizer):
-    """Optimizer that moves a parameter by a fraction of its gradient."""
+    """Optimizer class to register. Its step never runs."""
 
     def __init__(self, params: Any, lr: float = 0.5, heavy: bool = False) -> None:
         super().__init__(params, {"lr": lr, "heavy": heavy})

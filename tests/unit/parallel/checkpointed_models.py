@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 Through = Callable[..., Any]
-"""`through(function, *args, **kwargs)`: a checkpoint function, or a plain call."""
+"""Type of `through(function, *args, **kwargs)`, which calls the function with or without checkpointing."""
 
 WIDTH, WORDS = 32, 24
 

@@ -11,7 +11,7 @@ from windlass.parallel.activation_store import ActivationTier
 
 
 class Arrival:
-    """Copy back from the remote memory, valid only after `wait`."""
+    """Copy from the remote memory. Its `value` is valid only after `wait`."""
 
     def __init__(self, place: FarPlace, stored: torch.Tensor) -> None:
         self._place, self._stored = place, stored

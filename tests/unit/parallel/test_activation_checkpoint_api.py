@@ -55,7 +55,7 @@ def test_arguments_override_the_section(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_key_of_the_section_reaches_the_options() -> None:
-    keys = set(type(load_config({}).activation_checkpointing).model_fields) - {"enabled"}  # acts on models only
+    keys = set(type(load_config({}).activation_checkpointing).model_fields) - {"enabled"}  # only for models
     assert keys <= set(activation_checkpoint_api.ActivationCheckpointOptions.__dataclass_fields__)
 
 

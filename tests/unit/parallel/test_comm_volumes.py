@@ -93,7 +93,7 @@ def test_model_shape_is_parsed_from_text_or_a_file(tmp_path: Any) -> None:
         from_transformers({})
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
     with pytest.raises(ConfigError, match="none of num_experts_per_tok"):
-        from_transformers({**sizes, "num_local_experts": 64, "top_k": 50})  # top_k is the default of sampling
+        from_transformers({**sizes, "num_local_experts": 64, "top_k": 50})  # top_k belongs to sampling, not to routing
 
 
 # ---------------------------------------------------------------------------------------------------- the formulas
@@ -113,7 +113,7 @@ def test_one_rank_sends_nothing() -> None:
 
 @pytest.mark.parametrize(("stage", "multiple"), [(0, 2), (1, 2), (2, 4), (3, 9)])
 def test_zero_volume_equals_the_paper(stage: int, multiple: int) -> None:
-    """2P for stages 0 and 1, 3P per micro-batch for stage 3. Stage 2 reduces every micro-batch and gathers once."""
+    """2P a step at stages 0 and 1; 3P a micro-batch at stage 3; at stage 2, P a micro-batch and P a step."""
     grid, work = MeshShape(dp_shard=4), StepWorkload(1, micro_batches=3, zero_stage=stage, parameter_bytes=4)
     assert nbytes_along(compute_step_volumes(SHAPE, grid, work), "data") == multiple * SHAPE.numel * 4 * 3 // 4
 
@@ -141,10 +141,10 @@ def test_ulysses_volume_is_4_n_h_over_p_per_forward() -> None:
     assert result.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # 2 passes, 2 bytes an element, 15 of 16 ranks
     assert ring.nbytes == 0
     fewer = next(iter(compute_sequence_parallel_volumes(SHAPE, 1, 16, 1, StepWorkload(tokens=4096))))
-    assert fewer.nbytes == result.nbytes  # 8 key heads on 16 ranks: each head goes to two ranks
+    assert fewer.nbytes == result.nbytes  # 8 key heads on 16 ranks: each goes to two ranks, so 16 are sent
     (four, _) = compute_sequence_parallel_volumes(SHAPE, 1, 4, 1, StepWorkload(tokens=4096))
     (full, _) = compute_sequence_parallel_volumes(many, 1, 4, 1, StepWorkload(tokens=4096))
-    assert four.nbytes * 4 == full.nbytes * 3  # keys and values are half as large
+    assert four.nbytes * 4 == full.nbytes * 3  # q, k, v and output: 1 + 1/2 + 1/2 + 1 = 3 of 4
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -157,7 +157,7 @@ def test_activations_and_gradients_cross_each_stage_boundary_once(stages: int, c
     }
     passed = {place: [0, 0] for place in range(stages)}
     for _ in range(work.micro_batches):
-        for part in range(stages * chunks - 1):  # the part of the model before each stage boundary
+        for part in range(stages * chunks - 1):  # each virtual stage except the last
             passed[(part + 1) % stages][0] += 100
             passed[part % stages][1] += 100
     assert received == passed
@@ -238,7 +238,7 @@ def attend(x: torch.Tensor, model: ModelShape, sp: MeshAxis, tp: MeshAxis) -> to
 def ring(model: ModelShape, seen: int, axis: MeshAxis, tp: MeshAxis) -> None:
     """Send keys and values round a ring and, in the backward, their gradients back."""
     block = torch.zeros(seen, model.resolved_kv_heads // tp.size * model.resolved_head_dim, dtype=torch.bfloat16)
-    for _ in range(2):  # forward, and again in the backward
+    for _ in range(2):  # keys and values go round in the forward and again in the backward
         for _ in range(axis.size - 1):
             axis.shift([block, block])
     for _ in range(axis.size):

@@ -11,7 +11,7 @@ from windlass.parallel.parameter_values import replace_values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("dim", "shape"), [(0, [3, 4]), (1, [6, 2])])  # a part of rows has the strides of the whole
+@pytest.mark.parametrize(("dim", "shape"), [(0, [3, 4]), (1, [6, 2])])  # rows keep the strides, columns do not
 def test_old_graphs_raise_and_later_graphs_have_the_new_shape(dtype: torch.dtype, dim: int, shape: list[int]) -> None:
     parameter = nn.Parameter(torch.randn(6, 4, dtype=dtype))
     old = parameter.sum()

@@ -1,4 +1,4 @@
-"""Tests that checkpointed models equal plain ones bit by bit, with their inputs on any tier."""
+"""Tests that checkpointed models give bitwise the results of plain ones, with their inputs on any tier."""
 
 from __future__ import annotations
 

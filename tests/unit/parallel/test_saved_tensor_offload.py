@@ -1,4 +1,4 @@
-"""Tests of offloaded saved tensors: moved once, back in time, never parameters, and no silent errors."""
+"""Tests of offloaded saved tensors: each moved once and fetched before its use, never parameters, no silent errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_tensor_at_a_reused_address_is_distinguished() -> None:
     weight = torch.randn(64, requires_grad=True)
     losses, inputs = [], []
     with keeping(keeper):
-        for number in range(20):  # freed at once, so that the allocator returns the same addresses again
+        for number in range(20):  # each x is freed at once, so that the next gets its address
             x = torch.full((64,), float(number))
             inputs.append(x.clone())
             losses.append((weight * x).sum())

@@ -35,7 +35,7 @@ def unit(grid: MeshShape, rank: int, names: dict[str, str] = MEGATRON, **more: i
 
 
 def read_at(rank: int, mpu: Any, world: int) -> dict[str, int]:
-    """Return the sizes as `rank` reads them, without the other ranks."""
+    """Return the axis sizes that `rank` reads from its mpu, without the agreement with other ranks."""
     sizes, problem = module._read(mpu, world, rank)
     if problem:
         raise ConfigError(problem)
@@ -90,7 +90,7 @@ def test_product_of_sizes_must_equal_the_world() -> None:
 
 
 def test_other_rank_order_is_refused_with_both_coordinates() -> None:
-    grid = MeshShape(pp=2, dp_shard=2)  # pp is the slowest axis here, but faster than data in the mpu's order
+    grid = MeshShape(pp=2, dp_shard=2)  # in the mesh pp varies slowest; in this mpu pp varies faster than data
     mpu = unit(grid, 1, pipeline_model_parallel_rank=1, data_parallel_rank=0)
     with pytest.raises(ConfigError) as caught:
         read_at(1, mpu, 4)

@@ -43,7 +43,7 @@ def test_a_hole_is_too_small_for_the_next_block_of_its_size_until_the_module_end
     within, after = HeapModel(), HeapModel()
     within.run([first, second, (1, 0), third])
     assert within.extent > 3 * MIB
-    # The remainders of thirty later blocks fill malloc's cache, so that those beside the hole are merged into it.
+    # The remainders of 30 later blocks fill malloc's cache (21), so the remainder next to the hole is merged into it.
     small = [(number, 64) for number in range(10, 40)]
     after.run([first, second, *small, BLOCK_ENDED, BLOCK_ENDED, (1, 0), third])
     assert after.extent < 3 * MIB

@@ -55,7 +55,7 @@ def plan(model: nn.Module, config: dict[str, Any], ranks: int = 2, length: int =
 
 @pytest.fixture(scope="module")
 def traced_once() -> Iterator[None]:
-    """Trace each model once for each batch: a trace depends on neither stage nor tiers."""
+    """Trace each model once for each batch shape: a trace depends on neither stage nor tiers."""
     traces: dict[Any, ActivationTrace] = {}
 
     def trace(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> ActivationTrace:
@@ -126,7 +126,7 @@ def test_a_trace_saves_what_autograd_saves(kind: str) -> None:
 def test_bytes_of_linear_layers_equal_the_formula() -> None:
     trace = trace_step(Narrow(), lambda: torch.zeros(4, 32), ["layers.0"])
     rows, hidden = 4 * 32 * 4, 4 * 64 * 4
-    assert trace.saved_by_autograd == rows + hidden  # the input of each linear layer; the second one is tanh's output
+    assert trace.saved_by_autograd == rows + hidden  # inputs of both linear layers; the second is tanh's output
     assert trace.inputs == rows
     names = [(event.phase, event.kind) for event in trace.events if event.name == "layers.0"]
     assert names == [(FORWARD, "begin"), (FORWARD, "end"), (BACKWARD, "begin")]
@@ -199,7 +199,7 @@ def test_memory_never_falls_when_ranks_go(stage: int, target: Target, two_layers
     model = two_layers
     plans = [plan(model, settings(stage), ranks, target=target) for ranks in (4, 3, 2)]
     # A plan for one rank is left out, because one rank needs no buffers for peers.
-    # A unit is padded to 16 elements per rank. An element has at most 20 bytes, and holes add a fifth.
+    # On 4 ranks a unit is padded by at most 4 x 16 elements, of 20 bytes and a fifth for holes: 24 bytes.
     padding = 4 * 16 * 24 * len(plan_layout(model, load_config(settings(stage)), 4, target).units)
     for place in (DEVICE, HOST):
         peaks = [one.peak(place, MOMENTS[2:]) for one in plans]
@@ -285,7 +285,7 @@ def test_a_rung_writes_the_checkpointing_that_it_counts_on() -> None:
     limit = min(one.plan.peak(DEVICE) for one in every if not one.rung.checkpointing) - 1
     chosen = choose_config(model, settings(), run, RankLimits(device=limit)).chosen
     assert chosen is not None and chosen.rung.checkpointing
-    # The configuration alone, on a new model, needs what the rung showed.
+    # The chosen configuration, on a new model, needs the memory that the rung predicted.
     again = plan_memory(llama(num_hidden_layers=2), load_config(chosen.config), run)
     assert again.as_json() == chosen.plan.as_json()
 
@@ -297,7 +297,7 @@ def test_checkpointing_of_a_configuration_does_not_reach_the_next_plan() -> None
         config = load_config(settings(activation_checkpointing={"enabled": enabled}))
         peaks.append(plan_memory(model, config, run).peak(DEVICE))
     assert peaks[0] == peaks[2] > peaks[1]
-    enable_checkpointing(model)  # by the caller, so that it stays
+    enable_checkpointing(model)  # checkpointing that the caller enabled stays enabled
     plan_memory(model, load_config(settings(activation_checkpointing={"enabled": True})), run)
     assert all(getattr(module, "gradient_checkpointing", True) for module in model.modules())
 
@@ -356,11 +356,11 @@ def test_a_pipeline_needs_most_where_its_micro_batches_wait() -> None:
     model = llama(num_hidden_layers=4, vocab_size=32)
     config = {**settings(), "gradient_accumulation_steps": 6, "parallel": {"pp": 2}}
     found = plan(model, config, length=64)
-    assert any("pipeline stage 0, which needs most" in note for note in found.notes)  # it keeps two micro-batches
+    assert any("pipeline stage 0, which needs most" in note for note in found.notes)  # two micro-batches wait in it
     assert found.parameters == sum(p.numel() for p in model.parameters())
     saved = found.moments[FORWARD].host["activations"]
     more = plan(model, {**config, "pipeline": {"schedule": "gpipe"}}, length=64).moments[FORWARD].host["activations"]
-    assert more > 1.7 * saved  # all six micro-batches at once
+    assert more > 1.7 * saved  # GPipe keeps all six micro-batches
     alone = plan(model, settings(), ranks=1, length=64)
     assert found.moments["step"].host["optimizer states"] < 0.6 * alone.moments["step"].host["optimizer states"]
 
@@ -387,7 +387,7 @@ def test_a_rank_holds_its_part_of_a_model_from_sharded_init_that_is_partitioned(
 
 
 def test_a_merged_unit_stays_unsharded_between_its_blocks() -> None:
-    """The backward of a block begins before the backward of the next block has ended."""
+    """The blocks are one unit, and a block's backward begins before the backward of the following block has ended."""
     model = llama(num_hidden_layers=4, vocab_size=16)
     zero = {"unit_merge_threshold": 1 << 30, "stage3_max_reuse_distance": 0}
     merged = plan(model, settings(3, zero=zero), target=GPU)
@@ -465,7 +465,7 @@ def test_states_that_differ_between_ranks_are_exact(name: str, params: dict[str,
     layout = plan_layout(Narrow(), load_config(config), 1, Target())
     planned = MemoryPlanner(Narrow(), load_config(config), layout, ActivationTrace()).slot_bytes()
     engine = windlass.initialize(model=Narrow(), config=config)[0]
-    for _ in range(2):  # the second step has local gradients, and their states remain
+    for _ in range(2):  # only from the second step on do local gradients have states
         engine.backward(engine(torch.ones(1, 32)).square().sum())
         engine.step()
     real = {slot: nbytes for (slot, _), nbytes in engine.report()["slots"].items()}

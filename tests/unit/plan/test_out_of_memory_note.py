@@ -89,7 +89,7 @@ def test_single_changes_keep_the_global_batch_and_grow_dearer(llama: nn.Module) 
 
 
 def test_a_change_that_initialize_refuses_is_skipped(llama: nn.Module) -> None:
-    raw = config(optimizer={"type": "DiLoCo", "params": {"lr": 1e-3}})  # stage 0 only
+    raw = config(optimizer={"type": "DiLoCo", "params": {"lr": 1e-3}})  # DiLoCo: stage 0 only
     run = failed(llama, raw)
     text = note(run, peak(run, raw) - 1)
     assert "cheapest change that fits: train_micro_batch_size_per_gpu 2" in text
@@ -117,7 +117,7 @@ def test_chosen_tiers_are_planned_for_the_limit(llama: nn.Module) -> None:
 def test_a_model_that_already_checkpoints_is_planned_so() -> None:
     plain, checkpointed = (model_of("LlamaForCausalLM", **{**SIZES, "num_hidden_layers": 4}) for _ in range(2))
     enable_checkpointing(checkpointed)
-    raw = config(micro=63)  # activations are most of the memory, and an odd micro-batch cannot be halved
+    raw = config(micro=63)  # mostly activations; an odd micro-batch cannot be halved
     same = {**raw, "activation_checkpointing": {"enabled": True}}
     more, less = peak(failed(plain, raw), raw), peak(failed(plain, same), same)
     assert less < 0.8 * more
@@ -135,7 +135,7 @@ def test_only_memory_errors_get_a_note_and_nothing_hides_them(llama: nn.Module) 
         assert is_out_of_memory(error)
         note_out_of_memory(error, run)
         (added,) = error.__notes__
-        note_out_of_memory(error, run)  # on its way out through an outer call
+        note_out_of_memory(error, run)  # an outer call handles the same error again
         assert error.__notes__ == [added]
         assert "predicted for this configuration" in describe_failure(error, 1)
     allocator = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: ...")

@@ -93,8 +93,8 @@ def test_collectives_on_a_ring_of_hosts_take_the_time_of_their_formulas(hosts: i
     gathered = costs.cost(DATA, "all_gather", nbytes, "ring").seconds(place)
     share = nbytes * (hosts - 1) / hosts
     assert math.isclose(gathered, (hosts - 1) * LATENCY + share / (RATE / 4), rel_tol=1e-9)
-    # Each host sends a part to the hosts at each distance, half of them in each direction, so that a link carries the
-    # parts of all distances once.
+    # In each direction, a host sends one part to each of the hosts at the distances 1 to `half`. A part for distance d
+    # crosses d links, so each link carries 1 + 2 + ... + half parts.
     half = (hosts - 1) // 2
     exchanged = costs.cost(DATA, "all_to_all", nbytes).seconds(place)
     assert math.isclose(exchanged, LATENCY + nbytes / hosts * half * (half + 1) / 2 / (RATE / 4), rel_tol=1e-9)
@@ -108,7 +108,7 @@ def test_columns_of_a_torus_have_links_of_their_own_and_those_of_a_ring_share_th
     for pattern in (rows, columns):
         found = CollectiveCosts(torus, grid).cost(pattern, "all_gather", nbytes, "ring").seconds(torus)
         assert math.isclose(found, 2 * LATENCY + alone, rel_tol=1e-9)
-    # On the ring the hosts 0, 3 and 6 are three links apart, and all three columns go around it.
+    # On the ring, hosts 0, 3 and 6 of a column are three links apart, so each link carries all three columns.
     found = CollectiveCosts(ring, grid).cost(columns, "all_gather", nbytes, "ring").seconds(ring)
     assert math.isclose(found, 2 * LATENCY + 3 * alone, rel_tol=1e-9)
 
@@ -185,7 +185,8 @@ def test_transfers_divide_a_link_and_leave_what_they_cannot_use() -> None:
     only = loop.add(SimulatedTask("only", "data", (("a", "2"),), 0.0, {("a", "x"): 80.0}))
     late = loop.add(SimulatedTask("late", "data", (("a", "2"),), 1.0, {("a", "y"): 4.0}, [only]))
     end = loop.run()
-    # `both` has rate 2 because of `y`, so `only` has the other 8 of `x`. Both end at 10 s; then only `late` uses `y`.
+    # `y` limits `both` to rate 2, so `only` has the other 8 of `x`: both end at 20 / 2 = 80 / 8 = 10 s. Then `late`
+    # takes 1 s of latency, and 4 / 2 s alone on `y`.
     assert (both.end, only.end, late.begin) == pytest.approx((10.0, 10.0, 10.0))
     assert end == pytest.approx(13.0) and loop.link_bytes["a", "x"] == 100.0
     assert loop.link_busy["a", "y"] == pytest.approx(12.0)

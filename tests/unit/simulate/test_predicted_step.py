@@ -148,14 +148,14 @@ class PlainLayer:
         activation = (0, 20 * t * self.inner, 2)
         down = self.product(t, self.inner, h)
         self.kept = [norm, queries, rotary, residual, norm, gates, activation, residual]
-        self.dropped = [output, down]  # products that selective checkpointing does not recompute: every second one
+        self.dropped = [output, down]  # every second product, which selective checkpointing does not recompute
 
     @staticmethod
     def product(m: int, k: int, n: int) -> tuple[float, float, int]:
         return 2 * m * k * n, 4 * (m * k + k * n + m * n), 1
 
     def seconds(self, operations: list[tuple[float, float, int]], times: int = 1, share: float = 0.0) -> float:
-        """Return the time of operations that run `times` times each. `share`: arithmetic efficiency, if given."""
+        """Return the time of operations that run `times` times each. `share`: arithmetic efficiency, 0: of products."""
         part, total = self.device, 0.0
         arithmetic = part.flops["fp32"] * (share or part.matmul_efficiency)
         for flops, nbytes, kernels in operations:
@@ -164,8 +164,8 @@ class PlainLayer:
         return total
 
     def attention(self, *, back: bool) -> float:
-        # Two products over the half of the scores that a causal mask leaves; a backward has four and computes one
-        # again.
+        # Two products over the half of the scores that a causal mask leaves. A backward has four, and recomputes one of
+        # the forward: five, 2.5 times as many.
         flops = 2 * 2 * self.tokens * LENGTH * self.heads * self.width / 2 * (2.5 if back else 1)
         nbytes = 4 * self.tokens * self.heads * self.width * (8 if back else 4)
         return self.seconds([(flops, nbytes, 3 if back else 1)], share=self.device.attention_efficiency)
@@ -187,7 +187,7 @@ def test_one_device_takes_the_sum_of_its_operations(checkpointing: str, bound: s
     if bound in ("memory", "arithmetic"):
         part = replace(part, launch_seconds=0.0)
         part = replace(part, flops={"fp32": math.inf}) if bound == "memory" else replace(part, memory_rate=math.inf)
-    if bound == "all":  # each kind of operation has another bound
+    if bound == "all":  # different operations have different bounds
         part = replace(part, flops={"fp32": 2e11}, memory_rate=2e10, launch_seconds=2e-6)
     lonely = Cluster(part, host, 1, Network(switch_latency=0.0))
     found = predict_step(DENSE, config(3, KEYS), lonely, length=LENGTH, checkpointing=checkpointing)
@@ -248,7 +248,7 @@ def test_offloaded_slots_do_not_count_against_device_memory() -> None:
     assert held(3, offload_optimizer=cpu, offload_param=cpu) == 0
     assert held(3, offload_param=cpu) == pytest.approx((4 + 4 + 8) / ranks)
     assert held(3, offload_optimizer={**cpu, "ratio": 0.5}) == pytest.approx((2 + 16 / 2) / ranks)
-    assert held(1, offload_optimizer=cpu) == pytest.approx(2 + 4)  # whole gradients stay on the device
+    assert held(1, offload_optimizer=cpu) == pytest.approx(2 + 4)  # full parameters and gradients
     # The memory of a CPU rank's device is the host's.
     assert held(3, "cpu", offload_optimizer=cpu, offload_param=cpu) == pytest.approx(everything)
     assert held(3, "cpu", offload_optimizer=disk, offload_param=cpu) == pytest.approx((2 + 4) / ranks)
@@ -382,7 +382,7 @@ def test_goodput_follows_young_and_daly() -> None:
             expected_goodput(8, 1e6, 30.0, 600.0, interval)
     with pytest.raises(ConfigError, match="restart = -1.0 is negative"):
         expected_goodput(8, 1e6, 30.0, -1.0)
-    # A run that fails more often than it can restart, by a factor whose exponential overflows, never advances.
+    # Failures come so much faster than restarts that the expected time overflows: the run never advances.
     assert expected_goodput(16_384, 3600.0, 30.0, 600.0).goodput == 0.0
 
 
@@ -432,7 +432,7 @@ def test_a_model_unlike_a_decoder_of_its_sizes_is_named() -> None:
 
 
 def test_a_message_leaves_before_the_next_action_of_its_sender() -> None:
-    """On a host without overlap, sends share the stream of the computation, and the last stage still never waits."""
+    """Without overlap, a send takes the computation's stream before the next action, and the last stage never waits."""
     fast = LinkPart(math.inf, 0.0, 1.0)
     host = replace(HOSTS["cpu-host"], devices=2, device_link=fast, nic=fast)
     place = Cluster(DEVICES["cpu"], host, 1, Network(switch_latency=0.0), overlaps=False)
@@ -494,7 +494,7 @@ def test_kinds_of_steps_and_their_shares(name: str, params: Any, kinds: list[tup
     by_kind = {one.kind: one for one in found}
     if "local" in by_kind:
         assert by_kind["local"].received == 0
-    if "compressed" in by_kind:  # one bit instead of 32, with scales and alignment
+    if "compressed" in by_kind:  # 1 bit instead of 32 for each element, plus scales and alignment
         assert by_kind["compressed"].received < by_kind["in full"].received / 20
     for one in found:
         step = predict_step(DENSE, optimizer(name, **params), place(2), world_size=2, length=LENGTH, step=one.step)
@@ -509,10 +509,10 @@ def test_a_step_waits_for_compressed_messages_unless_they_overlap() -> None:
         return {f"{one.kind} {one.step}": one.seconds for one in found}
 
     waited, overlapped = seconds(inner_steps=4), seconds(inner_steps=4, overlap_steps=3)
-    # A rank receives one byte of each element of its half from the other rank, twice.
+    # A rank receives half of the model twice, one byte for each element.
     message = DENSE.numel / 2 / 1e6
     assert waited["outer 12"] - waited["local 1"] == pytest.approx(2 * message, rel=0.1)
-    # Half of the messages is in flight in each of two steps, beside their computation.
+    # Each of two steps carries half of this traffic, `message`, while it computes.
     assert overlapped["outer 12"] == pytest.approx(max(message, waited["local 1"]), rel=0.1)
 
 

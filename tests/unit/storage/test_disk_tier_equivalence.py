@@ -133,7 +133,7 @@ def _first(extents: list[Extent], tensors: list[torch.Tensor]) -> list[tuple[Ext
 def test_unreferenced_tensor_lives_until_it_is_written(tier: DiskTier) -> None:
     extent = tier.allocate(1 << 20, "values")
     pending = tier.write(extent, 0, torch.full((1 << 20,), 3, dtype=torch.uint8))
-    for _ in range(20):  # reuses the source memory if the tier has freed it
+    for _ in range(20):  # overwrite the source memory if the tier has freed it
         torch.full((1 << 20,), 9, dtype=torch.uint8)
     pending.wait()
     back = torch.zeros(1 << 20, dtype=torch.uint8)

@@ -82,7 +82,7 @@ def test_reservation_is_rolled_back_if_the_disk_fills_up(
 def test_free_space_is_checked_before_reserving(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tier = make_tier(paths=[tmp_path / "a", tmp_path / "b"])  # on one disk, which neither path fills alone
+    tier = make_tier(paths=[tmp_path / "a", tmp_path / "b"])  # on one disk: half of the bytes would fit, all do not
     monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("space was taken"))
     monkeypatch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=10, f_frsize=4096))
     with pytest.raises(StorageError, match="no space for values: 45056 bytes more needed.*40960 bytes free"):

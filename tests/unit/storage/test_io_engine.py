@@ -90,11 +90,11 @@ def test_system_errors_are_returned(engine: str, path: str, write: bool, number:
 
 @pytest.mark.skipif(refusal("io_uring") is not None, reason="only io_uring reads from a pipe, which has no offsets")
 def test_close_cancels_queued_requests_and_waits_for_running_ones() -> None:
-    reader, writer = os.pipe()  # a read from this pipe does not end before the test writes
+    reader, writer = os.pipe()  # a read from this pipe ends only when the test writes to it
     memory, _ = aligned_buffer(4096)
     span = (0, 0, memory.data_ptr(), 4096, 0)
     try:
-        for _ in range(50):  # until the engine begins the read before it is closed
+        for _ in range(50):  # repeat until the engine has begun the read before `close`
             running = _start("io_uring", reader, at_once=1)
             in_flight, waiting = running.submit(False, [span]), running.submit(False, [span])
             in_flight.wait(0.05)
@@ -134,7 +134,7 @@ def test_failing_device_is_named_and_torn_data_not_read(tier: DiskTier, tmp_path
     good.wait()
 
     os.ftruncate(tier._stripes.descriptors[0], 49_152)
-    tier.write(torn, 36_864, values[36_864:]).wait()  # the page that is partly written below
+    tier.write(torn, 36_864, values[36_864:]).wait()  # valid values for the page that the next write covers partly
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_480, before[1]))
     try:
@@ -143,7 +143,7 @@ def test_failing_device_is_named_and_torn_data_not_read(tier: DiskTier, tmp_path
             writing.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    # the last element shares its page with the torn ones
+    # byte 40,000 was not written again, but shares its page with bytes of the failed write
     for first, last in ((0, 1), (39_999, 40_000), (40_000, 40_001)):
         with pytest.raises(StorageError, match="torn.*have no value"):
             tier.read(torn, first, into[first:last])

@@ -104,7 +104,7 @@ def test_other_page_corruptions_are_detected(tier: DiskTier) -> None:
 def test_partial_write_does_not_hide_page_damage(tier: DiskTier) -> None:
     extent, values = filled(tier)
     flip(tier, extent, 2 * PAGE + 9)
-    with pytest.raises(DamageError):  # a new checksum would hide the damage in the rest of the page
+    with pytest.raises(DamageError):  # a new checksum would hide the damage in the page's other bytes
         tier.write(extent, 2 * PAGE + 100, values[:50]).wait()
     with pytest.raises(DamageError):
         tier.read(extent, 2 * PAGE, torch.empty(PAGE, dtype=torch.uint8)).wait()
@@ -191,7 +191,7 @@ def test_sums_of_the_caller_replace_those_of_the_engine(make_tier: MakeTier, eng
     extent.page_checksums.zero_()
     tier.write(extent, 0, into, sums=sums).wait()
     again = torch.empty_like(values)
-    tier.read(extent, 0, again).wait()  # compared by the engine, with the sums of the caller
+    tier.read(extent, 0, again).wait()  # the engine compares with the checksums of `sums`
     assert torch.equal(again, values.flip(0))
 
 

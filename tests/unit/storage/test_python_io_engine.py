@@ -21,7 +21,7 @@ from windlass.storage.python_io_engine import PythonIoEngine
 def test_a_block_without_memory_for_its_buffer_fails(
     error: Exception, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread goes on: the next block, which finds memory, is read."""
+    """The engine's thread survives the error, and reads the next block, for which there is memory."""
     path = tmp_path / "blocks"
     path.write_bytes(b"a" * PAGE)
     memory = mmap.mmap(-1, 3 * PAGE)

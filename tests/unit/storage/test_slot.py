@@ -45,7 +45,7 @@ def test_prefetched_slot_is_fetched_without_a_second_read(tier: DiskTier) -> Non
     assert torch.equal(fetched(slot), torch.arange(1000.0))
     assert tier.io_rates().disk_read_bytes - start == 2 * once > 0
     assert slot.prefetch()
-    slot.store(torch.ones(10), 5).wait()  # the values in memory are outdated
+    slot.store(torch.ones(10), 5).wait()  # makes the prefetched values outdated
     assert fetched(slot)[4:16].tolist() == [4.0, *[1.0] * 10, 15.0]
 
 
@@ -58,7 +58,7 @@ def test_cached_pieces_are_fetched_without_the_disk(tier: DiskTier) -> None:
     assert slot.prefetch()
     assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))
     assert tier.io_rates().disk_read_bytes == before
-    assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))  # and the write has arrived on disk
+    assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))  # now read from the disk
     assert tier.io_rates().disk_read_bytes > before
 
 

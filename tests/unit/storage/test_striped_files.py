@@ -35,7 +35,7 @@ def test_stripes_map_every_byte_once_without_trailing_space(tmp_path: Path, coun
             places |= pages
         assert len(places) == end == sum(sizes) // PAGE
         assert max(sizes) - min(sizes) <= block * PAGE
-        for first in range(end):  # a part lies where it lies in the whole range
+        for first in range(end):  # a single page is in one of the full range's places
             piece = stripes.locate(first * PAGE, (first + 1) * PAGE)
             assert len(piece) == 1 and (piece[0].file, piece[0].offset) in places and piece[0].start == 0
     finally:

@@ -39,7 +39,7 @@ def spin(seconds: float) -> None:
 
 def test_ranges_share_one_context_without_a_recorder() -> None:
     assert trace_ranges.recorder is None
-    assert traced("forward") is traced("update", "x")  # one context for all ranges
+    assert traced("forward") is traced("update", "x")  # the same object for all ranges
     scope = WaitScope("gather", ["w"])
     with scope:
         pass
@@ -70,7 +70,7 @@ def test_an_outer_end_closes_ranges_that_an_error_left_open_and_other_threads_do
     outer = log.begin("forward", "")
     log.begin("block", "layers.0")
     log.end(outer)
-    log.end(outer)  # a second end of the same range
+    log.end(outer)  # ending a range twice has no effect
     thread = threading.Thread(target=lambda: log.end(log.begin("wait", "gather")))
     thread.start()
     thread.join()
@@ -149,7 +149,7 @@ def times(own: float, wait: float = 0.0, **more: float) -> StepTimes:
 
 def test_the_rank_that_waits_least_straggles_and_the_cause_is_named() -> None:
     assert find_straggler({0: times(100)}) is None
-    assert find_straggler({0: times(100, 5), 1: times(105)}) is None  # within a tenth
+    assert find_straggler({0: times(100, 5), 1: times(105)}) is None  # the difference is below a tenth
     slow = find_straggler({0: times(100, 40), 1: times(140), 2: times(101, 39)})
     assert slow is not None and (slow.rank, slow.cause) == (1, "compute")
     assert "rank 1 needs 140.0 ms" in str(slow) and "39.5 ms more" in str(slow)

@@ -42,7 +42,7 @@ def candidates(space: SearchSpace) -> list[Candidate]:
 
 
 def costs_of(candidates: list[Candidate], seed: int) -> dict[Candidate, float]:
-    """Return made-up times: a factor for each value, some for pairs of values, and a best micro-batch."""
+    """Return made-up times: products of factors for each value, its pair with the stage, and the micro-batch."""
     rng = random.Random(seed)
     factors: dict[Any, float] = {}
     best_micro = rng.choice([1, 2, 4, 8, 16, 32])

@@ -142,7 +142,7 @@ def test_no_best_of_an_earlier_search_stays_behind(tmp_path: Path) -> None:
     tuning(tmp_path, "measured(0.1)").run()
     best = tmp_path / "results" / "ds_config_optimal.json"
     given, text = best.with_name("given.json"), best.read_text()
-    os.link(best, given)  # the configuration from which the next search starts is kept
+    os.link(best, given)  # a file that is the next search's own input must not be removed
     run = tuning(tmp_path, "sys.exit('no')")
     run.command = ProgramCommand(run.command.launcher, run.command.program, str(given))
     with pytest.raises(TuningError):
@@ -241,7 +241,7 @@ class RayModule:
         def fit() -> list[Any]:
             configs = [{"call": json.loads(json.dumps(call))} for call in calls]
             found = [SimpleNamespace(config=one, metrics=trainable(one), error=None) for one in configs]
-            return [*found[1:], *found[:1]]  # in another order than the calls
+            return [*found[1:], *found[:1]]  # not in the order of the calls
 
         return SimpleNamespace(fit=fit)
 
@@ -253,7 +253,7 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     outcome = run.run()
     assert outcome.best is not None and outcome.best.candidate.get(MICRO) >= 8
     assert max(ray.concurrent) == 3
-    assert {bundle["CPU"] for bundle in ray.bundles} == {9}  # more than half of 16: no host runs two trials
+    assert {bundle["CPU"] for bundle in ray.bundles} == {9}  # over half of a host's 16: no host runs two trials
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 
@@ -303,7 +303,7 @@ def test_a_cluster_also_tries_every_configuration(tmp_path: Path) -> None:
 
 
 def test_a_trial_at_its_time_limit_is_not_out_of_memory(tmp_path: Path) -> None:
-    """The launcher's report that SIGKILL ended its rank, perhaps for lack of memory, does not count."""
+    """The launcher's report that SIGKILL ended its rank, perhaps for lack of memory, is not read as out of memory."""
     report = "windlass run: rank 0 was ended by SIGKILL (by a user, a scheduler, or the kernel for lack of memory)"
     body = f"""
 def ended(*_):

@@ -63,7 +63,7 @@ def test_unstarted_rank_is_not_fatal() -> None:
 def test_different_operations_are_fatal_once_no_rank_advances() -> None:
     item, other = sight(0, "gather", 15, names=("a.weight",)), sight(1, "agreement of the step", 15)
     assert verdict(item, other).fatal
-    assert diagnose([item, sight(1, "agreement of the step", 14)], LIMITS) is None  # rank 1 may be about to continue
+    assert diagnose([item, sight(1, "agreement of the step", 14)], LIMITS) is None  # rank 1 has waited too briefly
     assert (
         diagnose([item, other, sight(2)], LIMITS) is None
     )  # rank 2 is not waiting and may still join either operation
@@ -145,7 +145,7 @@ def test_peer_monitor_distinguishes_dead_and_silent_ranks(monkeypatch: pytest.Mo
         PeerState.SILENT,
         PeerState.NOT_STARTED,
     ]
-    now[0] += 20  # no heartbeat from the host `there`
+    now[0] += 20  # 30 s without a heartbeat from the host `there`
     assert lookout.peer_statuses()[2].state is PeerState.DEAD
     lookout.update(
         {3: Heartbeat(3, "there", 5, 1, ThreadLocation())}

@@ -94,7 +94,7 @@ def test_wait_scopes_nest_and_record_the_failed_operation() -> None:
 
 
 def test_waits_are_thread_local() -> None:
-    """Waits of several threads are separate: an asynchronous save waits in a thread of its own, at any time."""
+    """Waits of several threads are separate: an asynchronous save may wait while training waits for a gather."""
     begun, over = Event(), Event()
 
     def save() -> None:

@@ -74,7 +74,7 @@ def test_hoisting_keeps_the_order_of_gathers(seed: int) -> None:
 
 
 class Board:
-    """Fake control board of two ranks that post equal records. It lists the waits of this rank."""
+    """Fake control board of two ranks that post equal records. Attribute `waited` lists the waits of this rank."""
 
     def __init__(self) -> None:
         self.waited: list[str] = []
@@ -99,7 +99,7 @@ class Unit(SimpleNamespace):
 
 
 def scheduler_of(units: list[Any]) -> CollectiveScheduler:
-    """Return a scheduler of `units` without reductions and failures."""
+    """Return a scheduler of `units` whose gradients are never reduced and whose ranks never fail."""
     callbacks = SchedulerCallbacks(
         start_reduction=lambda number: None,
         is_gradient_ready=lambda number: False,

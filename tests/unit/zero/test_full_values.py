@@ -1,4 +1,4 @@
-"""Tests that full values are on the model's device, for any tier of their parts."""
+"""Tests that full parameter values are on the model's device, whatever tier their shards are on."""
 
 from __future__ import annotations
 

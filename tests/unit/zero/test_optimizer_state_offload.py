@@ -36,7 +36,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def residence_of(tier: DiskTier, numel: int = N, keys: int = 2) -> tuple[OptimizerStateOffload, UpdateChunk]:
-    """Return an offload, and a chunk on disk with `keys` state entries that have no states yet."""
+    """Return an offload, and a chunk on disk with `keys` state keys, none of which has optimizer states yet."""
     residence = OptimizerStateOffload(
         torch.device("cpu"),
         DeviceMemoryLedger(),
@@ -92,7 +92,7 @@ def test_removed_states_keep_the_others(tier: DiskTier) -> None:
 
 def test_read_only_chunk_is_not_written_back(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    read(residence, chunk)  # waits for the earlier writes
+    read(residence, chunk)  # also waits until earlier writes are done
     before = tier.io_rates().disk_write_bytes
     with residence.resident([chunk], changes=False):
         chunk.values().zero_()
@@ -191,7 +191,7 @@ def test_prefetch_follows_step_order_and_limit(tier: DiskTier) -> None:
     residence.discard_read_ahead()
 
 
-PAGES = 9_000  # elements: 27 pages of fp32 master weights and two states
+PAGES = 9_000  # elements: master weights and two states, in fp32, take 27 pages
 sums_pages = pytest.mark.skipif(not can_sum_pages(), reason="only native updates sum pages")
 
 
@@ -211,7 +211,7 @@ def step(residence: OptimizerStateOffload, chunk: UpdateChunk, after: float | No
     """Update a chunk in one pass with its checksums. Return copies of its master weights and states.
 
     Args:
-        after: value of the first master weight that is set after the update. None: no change.
+        after: value to which the first master weight is set after the update. None: it is not changed.
     """
     copies = []
     for _ in residence.iterate_batches([[chunk]], sums_pages=True):
@@ -230,7 +230,7 @@ def step(residence: OptimizerStateOffload, chunk: UpdateChunk, after: float | No
 def test_update_with_checksums_is_read_back(tier: DiskTier, after: float | None) -> None:
     residence, chunk = stepped_chunk(tier)
     expected = step(residence, chunk, after)
-    for _ in residence.iterate_batches([[chunk]], sums_pages=True):  # no update: all pages keep their checksums
+    for _ in residence.iterate_batches([[chunk]], sums_pages=True):  # without an update all pages keep their checksums
         assert torch.equal(chunk.values(), expected[0])
     with residence.resident([chunk]):
         assert residence.page_sums(chunk) is None

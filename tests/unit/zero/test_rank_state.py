@@ -1,4 +1,4 @@
-"""Tests of per-rank states on another number of ranks: their mean or sum is kept, or they are zero."""
+"""Tests of per-rank states loaded on another number of ranks: their mean or sum is kept, or all become zero."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_transformers_without_the_patched_names_is_refused(monkeypatch: pytest.M
 def test_each_transformers_version_has_its_patched_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each version of transformers is patched by its own names.
 
-    The loader of transformers 5.0 does not return a tuple. 4.57 lacks one name, so loading a model raises.
+    The loader of transformers 5.0 does not return a tuple. 4.57 lacks one patched name, so loading a model raises.
     """
 
     class Info:

@@ -167,7 +167,7 @@ def test_nothing_fits_names_the_nearest_placement_and_the_missing_bytes() -> Non
 
 
 def test_infinite_links_and_many_units() -> None:
-    """On a CPU, host and device are one memory. Many units are placed in groups of neighbours."""
+    """On a CPU, host and device are one memory, so nothing is on the host. Many units are placed in groups."""
     rates = replace(RATES, to_device=math.inf, to_host=math.inf)
     choice = choose_tiers(LAYERS * 10, rates, TierMemory(100 * 10**9, None, 10**12))
     assert choice.used[HOST] == 0 and choice.used[DEVICE] <= 100 * 10**9
@@ -177,7 +177,7 @@ def test_infinite_links_and_many_units() -> None:
 
 @pytest.mark.parametrize("moved", [1, 17, 31, 59])
 def test_a_ratio_that_fits_is_found_among_many_units(moved: int) -> None:
-    """The limits allow only one number of offloaded units, where no group of neighbouring units ends."""
+    """Only one number of offloaded units fits the limits, and it is inside a group of neighbouring units."""
     layers = [replace(LAYERS[0], can_move=False)] * 60
     each = 16 * 10**8
     memory = TierMemory((60 - moved) * each, moved * each, None)

@@ -55,7 +55,7 @@ def check_engine_name(name: str) -> str:
 
 
 def synchronizes_gradients(name: str) -> bool:
-    """Return True if the ranks of this engine train one model. Losses are compared only between these engines."""
+    """Return True if the ranks of this engine train one model. Losses are compared only between such engines."""
     return not name.startswith("none")
 
 
@@ -85,9 +85,10 @@ def make_engine(
     """Wrap `model` (full parameters, equal on all ranks) in the engine `name`. Collective.
 
     Args:
-        name: `none` (each rank trains alone: only the compute), `none-kept` (the same, with malloc set to keep freed
-            memory, as windlass sets it), `ddp`, `zro` (DDP with ZeroRedundancyOptimizer), `fsdp2` and `fsdp3` (FSDP2
-            without and with `reshard_after_forward`), `ds1` to `ds3` (DeepSpeed), `windlass-STAGE[-TRANSPORT]`.
+        name: `none` (each rank trains its own copy, without communication), `none-kept` (the same, with malloc set to
+            keep freed memory, as windlass sets it), `ddp`, `zro` (DDP with ZeroRedundancyOptimizer), `fsdp2` and
+            `fsdp3` (FSDP2 without and with `reshard_after_forward`), `ds1` to `ds3` (DeepSpeed),
+            `windlass-STAGE[-TRANSPORT]`.
         blocks: modules that FSDP2 shards one by one.
     """
     check_engine_name(name)

@@ -1,4 +1,4 @@
-"""Execution of one task on fresh ranks."""
+"""Execution of one task on newly started ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.launch.start_ranks import threads_per_rank
 
 
 def run_task(work: BenchTask, nproc: int, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run `work` on `nproc` fresh ranks. Return the measurements of each rank, by rank.
+    """Run `work` on `nproc` newly started ranks. Return the measurements of every rank, in rank order.
 
     Args:
         env: variables to add to the environment of the ranks.

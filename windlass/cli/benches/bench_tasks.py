@@ -15,7 +15,7 @@ class ZeroMemoryTask:
         engine: a name for `make_engine`.
         width, depth: width of each layer, number of layers.
         batch: rows on a rank.
-        steps: number of steps, after which the parameters are summed.
+        steps: number of steps, after which the sum of all parameters is reported, to compare engines.
     """
 
     engine: str

@@ -62,7 +62,7 @@ def parse_settings(operations: str, sizes: str, dtypes: str, trials: int, nproc:
 
 
 def run_collective_bench(settings: CollectiveSettings, nproc: int, out: Path) -> None:
-    """Measure on fresh ranks, print a table, write the JSON file and a picture."""
+    """Measure collectives on newly started ranks, print a table, and write a JSON file and a picture."""
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(nproc)))}
     env["WINDLASS_LOG_LEVEL"] = "WARNING"
     with RankPool(partial(CollectiveWorker, settings), nproc, label="the measurement of collectives", env=env) as ranks:

@@ -1,4 +1,5 @@
-"""Experiment of `windlass bench device`: rates of matrix products, attention and memory, as `[device]` section."""
+"""Experiment of `windlass bench device`: measure the rates of matrix products, attention and memory, and print them as
+the `[device]` section of a cluster file."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ class DeviceRates:
 
     Attributes:
         flops: FLOP/s of a matrix product by dtype.
-        attention_share: FLOP/s of attention divided by the FLOP/s of a matrix product, in the first dtype; at most 1.
-        memory_rate: Bytes a second of a copy, reads and writes together.
-        launch_seconds: Time of an addition to one element, as the cost of a launch.
+        attention_share: FLOP/s of attention divided by the FLOP/s of a matrix product, both in the first dtype of
+            `flops`; at most 1.
+        memory_rate: Bytes a second that a copy reads and writes, counted together.
+        launch_seconds: Time of an addition to a one-element tensor; an estimate of the cost of a kernel launch.
         memory: Bytes of the device's memory.
     """
 
@@ -45,8 +47,8 @@ class DeviceRates:
     memory: int
 
     def as_section(self) -> str:
-        """Return the section `[device]` of a cluster file. Its rates are measured, so the efficiencies of products
-        and memory are 1."""
+        """Return the section `[device]` of a cluster file. Its rates are measured ones, not peak rates, so the
+        efficiencies of products and memory are 1."""
         flops = ", ".join(f'{name} = "{rate / 1e9:.6g}GFLOP/s"' for name, rate in self.flops.items())
         lines = [
             "[device]",
@@ -71,7 +73,8 @@ def parse_dtypes(text: str) -> list[torch.dtype]:
 
 
 def run_device_bench(dtypes: Sequence[torch.dtype], size: int, out: Path) -> None:
-    """Measure this process's device, print the rates and the section, and write `device.json` and `device.toml`."""
+    """Measure this process's device, print the rates and the section `[device]`, and write `device.json` and
+    `device.toml`."""
     device = local_device()
     rates = measure_device(device, dtypes, size)
     console = bench_console()
@@ -94,10 +97,10 @@ def run_device_bench(dtypes: Sequence[torch.dtype], size: int, out: Path) -> Non
 
 
 def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], size: int) -> DeviceRates:
-    """Measure the rates of one device, on a CPU with this process's threads.
+    """Measure the rates of one device. A CPU is measured with the number of threads of this process.
 
     Args:
-        size: Rows and columns of the factors of a product.
+        size: Number of rows, and of columns, of both factors of a matrix product.
 
     Raises:
         ConfigError: the device cannot multiply matrices in a dtype.

@@ -1,4 +1,4 @@
-"""Experiment of `windlass bench disk`: rates of a disk over settings of the `aio` section, and the best section."""
+"""Experiment of `windlass bench disk`: rates of a disk with several values of the `aio` section, and the best ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def parse_settings(block_sizes: str, queue_depths: str, threads: str) -> list[Di
 def run_disk_bench(
     folders: Sequence[Path], settings: Sequence[DiskSetting], nbytes: int, rounds: int, out: Path
 ) -> None:
-    """Measure, print the table and the best section, and write `disk.json` and `aio.json` to `out`.
+    """Measure the disks with each setting, print the rates and the best `aio` section, and write `disk.json` and
+    `aio.json` to `out`.
 
     Raises:
         StorageError: there is no folder, or one is missing, not writable or too full.

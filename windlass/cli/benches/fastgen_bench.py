@@ -43,7 +43,7 @@ _GAPS = {
     2: 12,
 }  # for each rate, the longest gap between tokens at scaled levels, as a multiple of the gap without load
 _FIRST_TOKEN = 8  # longest time to the first token at scaled levels, as a multiple of the time without load
-_ORIGINAL_TOKENS = 512  # prompt tokens for each second that the first token may take
+_ORIGINAL_TOKENS = 512  # FastGen's level: the first token may take 1 second for this many prompt tokens
 _SOLO_RUNS = 3
 
 
@@ -54,7 +54,7 @@ class FastgenSettings:
     Attributes:
         model: directory; None: a random Llama of `hidden` and `layers`.
         clients: numbers of clients, ascending.
-        requests: largest number of requests of a run; few clients send fewer.
+        requests: largest number of requests of a run; runs with few clients have fewer.
         prompt_mean, answer_mean: mean number of tokens.
         tokens_per_step: token budget of a step; at least the number of clients is used.
         seeds: runs with each number of clients; each run draws other lengths.
@@ -95,7 +95,7 @@ class FastgenRun:
         return sum(level.is_met_by(times) for times in self.times) / len(self.times) if self.times else 0.0
 
     def gaps(self) -> tuple[float, float]:
-        """Return P50 and P95 of all gaps, in seconds."""
+        """Return P50 and P95 of all gaps between tokens, in seconds."""
         found = [gap for times in self.times for gap in times.gaps]
         return percentile(found, 0.5), percentile(found, 0.95)
 
@@ -175,7 +175,7 @@ def _measure(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> F
         prompt_rate, solo_gap = _solo_rates(settings, engine, driver)
         levels = _levels(settings, prompt_rate, solo_gap)
         tightest = levels[_RATES[0]]
-        # policies alternate with each load, so that slow drift of the machine affects all equally
+        # every second load runs the policies in reverse order, so that slow drift of the machine affects all equally
         for number, (seed, clients) in enumerate([*rounds, (0, max(settings.clients))]):
             is_unlimited = number == len(rounds)
             count = min(settings.requests, max(24, 16 * clients))
@@ -204,7 +204,7 @@ def _solo_rates(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -
     load = draw_requests(_SOLO_RUNS + 1, settings.prompt_mean, 24, engine.runner.vocab_size, -1)
     found = driver.run(load, 1, None)[1:]  # the first one warms up
     rates = [times.prompt / times.first_token for times in found]
-    # several tokens of a fast model may come at once, so the mean of a request counts
+    # several tokens of a fast model may come at once, so each request counts with its mean gap
     gaps = [sum(times.gaps) / max(len(times.gaps), 1) for times in found]
     return statistics.median(rates), max(statistics.median(gaps), 1e-9)
 

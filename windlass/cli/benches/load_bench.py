@@ -34,7 +34,7 @@ _LONG_PROMPT = 10_000
 _SHORT_PROMPT, _SHORT_ANSWER = 128, 8
 _LONGEST_ANSWER = 48
 _SMALLEST_WINDOW = 1024  # enough tokens for a short prompt and a cancelled answer of 400 tokens
-_FLAT_BYTES = 32 << 20  # growth of resident memory that counts as flat
+_FLAT_BYTES = 32 << 20  # largest growth of resident memory that still counts as flat
 _GOAL_WAIT = 3.0
 _START_SECONDS = 120
 _MALFORMED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -192,7 +192,7 @@ def _prompt(length: int, seed: int, vocabulary: int) -> list[int]:
 
 
 async def _short(client: Any, seed: int, vocabulary: int) -> float:
-    """Return the seconds to the first token of a short request, read to its end."""
+    """Send a short request and read all of its answer. Return the seconds to its first token."""
     began = time.perf_counter()
     first = 0.0
     stream = await client.completions.create(

@@ -1,7 +1,7 @@
 """Experiment of `windlass bench offload`: one model with parameters and optimizer states on different
 tiers, compared with DeepSpeed.
 
-Configurations are timed alternately; the memory of each is measured alone.
+Configurations are timed alternately; the memory of each is measured in a run of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from windlass.cli.benches.training_bench import (
 
 COMPUTE_ONLY = "compute alone"
 HOST_TARGET_RATIO = 1.35
-"""Bound on a step of stage 3 with all slots on the host, in multiples of the step time of the compute alone."""
+"""Bound on the step time of stage 3 with parameters and optimizer states on the host, divided by the time of the
+compute alone."""
 ON_DISK, DISK_TARGET_RATIO = "all on disk", 1.2
-"""Part of the labels of rows with all slots on disk, and the bound on their step time, in multiples of the larger of
-two times: the compute alone, or the transfer of the step's bytes at the disk's rate."""
+"""Text that labels the rows with parameters and optimizer states on disk, and the bound on their step time, divided by
+the larger of two times: the compute alone, or the transfer of the step's bytes at the disk's rate."""
 _PROBE_BYTES = 512 << 20
 _OFFLOAD_DEVICES: dict[str, tuple[str, str]] = {
     "none": ("none", "none"),
@@ -54,7 +55,8 @@ def run_offload_bench(
     """Compare tiers at stages 1, 2 and 3.
 
     Args:
-        device_bytes: memory of the device that is emulated without a GPU, for all configurations together; "0": none.
+        device_bytes: memory of the device that is emulated if there is no GPU, shared by all configurations; "0": no
+            device is emulated.
         folder: folder on the disk to use; a temporary folder by default.
         rivals: measure DeepSpeed too, if it is installed.
 
@@ -103,7 +105,7 @@ def measure_disk_rates(folder: str) -> tuple[float, float]:
 
 
 def _compare_with_disk(rows: dict[str, ConfigMeasurement], nproc: int, read: float, write: float) -> list[str]:
-    """Describe how the steps with all slots on disk compare with their lower bound."""
+    """Describe how steps with parameters and states on disk compare with their lower bound."""
     if COMPUTE_ONLY not in rows:
         return []
     compute, lines = statistics.median(rows[COMPUTE_ONLY].seconds), []

@@ -71,7 +71,10 @@ class Level:
 
 
 def draw_requests(count: int, prompt_mean: int, answer_mean: int, vocabulary: int, seed: int) -> list[LoadRequest]:
-    """Draw random prompts, and lengths of answers. Lengths are normally distributed; the standard deviation is 30 %."""
+    """Draw random prompts, and lengths of answers.
+
+    Lengths are normally distributed, with a standard deviation of 30 % of the mean.
+    """
     r = random.Random(seed)
     found = []
     for _ in range(count):
@@ -82,7 +85,10 @@ def draw_requests(count: int, prompt_mean: int, answer_mean: int, vocabulary: in
 
 
 def weighted_means(values: Sequence[float]) -> list[float]:
-    """Return the exponentially weighted mean of the values up to each value; weights fall by a factor of 1 - 2 / 17."""
+    """Return the exponentially weighted mean of the values up to each value.
+
+    The weight of a value is 1 - 2 / 17 times that of the value after it.
+    """
     keep = 1 - 2 / (_SPAN + 1)
     found, total, weight = [], 0.0, 0.0
     for value in values:
@@ -92,6 +98,6 @@ def weighted_means(values: Sequence[float]) -> list[float]:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the smallest value that at least `part` of the values do not exceed; 0 if there are no values."""
+    """Return the smallest value that at least the fraction `part` of the values do not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[max(-int(-part * len(ordered) // 1) - 1, 0)] if ordered else 0.0

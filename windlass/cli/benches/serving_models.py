@@ -1,4 +1,4 @@
-"""Random models for experiments with servers."""
+"""Models with random weights, for benchmarks of inference servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Experiments of `windlass bench stages` and `precision`. Configurations are timed alternately; the memory of each
-configuration is measured alone."""
+configuration is measured in a separate run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def measure_configs(
     env: dict[str, str] | None = None,
     optional_configs: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[dict[str, ConfigMeasurement], list[str]]:
-    """Measure the memory of each configuration alone, then the time of all alternately.
+    """Measure the memory of each configuration in a separate run, then the step times of all in one run,
+    alternately.
 
     Args:
         configs: configurations by label; see `TrainingTask`.
@@ -235,7 +236,7 @@ def _measurement_table(rows: dict[str, ConfigMeasurement], nproc: int, sizes: Be
 
 
 def _format_copies(row: ConfigMeasurement) -> tuple[str, str]:
-    """Format MiB between host and device, and between disk and host, each the sum of both directions."""
+    """Format the MiB copied between host and device, and between disk and host, each the sum of both directions."""
     if not row.copied_bytes:
         return "-", "-"
     across = row.copied_bytes["to_device"] + row.copied_bytes["to_host"]

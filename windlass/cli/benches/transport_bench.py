@@ -59,7 +59,7 @@ class TransportMeasurement:
 
 
 def available_settings(gpus: int, *, cpu: bool = True) -> list[TransportSetting]:
-    """List shared memory and gloo for CPU ranks; before them, with GPUs, nccl under each of its eight settings.
+    """Return the settings to compare: with GPUs, nccl with all subsets of IB, SHM and P2P; then shm and gloo on CPUs.
 
     Args:
         gpus: number of GPUs of this machine.

@@ -1,1 +1,1 @@
-"""All facts of a machine for `windlass env`: collect_facts (as plain data), format_facts (the same as text)."""
+"""Information about a machine for `windlass env`: collect_facts (as plain data), format_facts (the same as text)."""

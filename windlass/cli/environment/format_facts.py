@@ -1,4 +1,5 @@
-"""Formatting of the facts as text: lines for each fact, then the costly settings, and the table of backends."""
+"""Formatting of the report of `windlass env` as text: lines for each fact about machine and installation, then settings
+that reduce speed, and the table of backends."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _NVLINK_TEXTS = {
 
 
 def format_facts(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines for the facts that `collect_facts` returned."""
+    """Yield the lines of the report on the facts that `collect_facts` returned."""
     for name, key, formatter in _FACT_ROWS:
         value = facts[key]
         lines = [_format_unknown(value)] if is_unknown(value) else formatter(value)

@@ -111,7 +111,7 @@ def _phases(runs: Sequence[RunData]) -> str:
 
 
 def _rows(runs: Sequence[RunData], attribute: str, columns: Sequence[str]) -> str:
-    """Return a table for each run, with the last 200 of its rows."""
+    """Return one table for each run: the last 200 of the rows that the run has as `attribute`."""
     parts = []
     for run in runs:
         rows: list[tuple[str, ...]] = getattr(run, attribute)

@@ -29,7 +29,7 @@ CURVES = {
     "memory": "MiB",
     "communication": "MiB a step",
 }
-"""Curves in the order of the page, with their units."""
+"""Curves in the order of the report, with their units."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class RunData:
 
     Attributes:
         name: path of the run, as the user wrote it.
-        facts: facts about the run by name, in the order of the page.
+        facts: facts about the run by name, in the order of the report.
         machine: facts about the machine of the run, by name.
         config: the configuration.
         curves: points (step, value) of each curve, by its name in `CURVES`.

@@ -11,11 +11,11 @@ Points = Sequence[tuple[float, float]]
 COLOURS = ("#1f6fb4", "#d1601f", "#3a8f3a", "#8a4fb0", "#b0303a", "#5a6570")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 230, 62, 12, 30, 34
 _FLAT = 1e-12  # relative difference of values below which a curve is drawn as a level line
-_MOST_POINTS = 400  # intervals of a curve, each with its smallest and largest value
+_MOST_POINTS = 400  # maximum number of intervals of a curve; each is drawn by its smallest and largest value
 
 
 def line_chart(title: str, unit: str, curves: Mapping[str, Points]) -> str:
-    """Return a chart of one or more curves over the steps, in the order of `COLOURS`; "" if there are no points.
+    """Return a chart of one or more curves over the steps, coloured as in `COLOURS`; "" if there are no points.
 
     Args:
         curves: points of finite numbers by the name of the curve, sorted by step.

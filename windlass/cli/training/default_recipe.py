@@ -27,7 +27,9 @@ def tiny_llama_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
 
 
 def tiny_mixtral_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """Return the arguments of a `transformers.MixtralConfig`: the tiny model with 4 experts, 2 per token."""
+    """Return the arguments of a `transformers.MixtralConfig`: `tiny_llama_config` with 4 experts of half the
+    feed-forward size, 2 per token.
+    """
     tiny = {**tiny_llama_config(vocab_size, seq_len), "num_key_value_heads": 3, "intermediate_size": 256}
     return {**tiny, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 

@@ -22,7 +22,7 @@ class LossAgreement:
 def all_reduce_losses(losses: list[torch.Tensor], stop_requested: bool) -> LossAgreement:
     """All-reduce this rank's micro-batch losses (scalars) and its stop request. Collective.
 
-    The reduction sends 2 + world floats, and the host waits for the device once.
+    The reduction sends 2 + world_size floats, and the host waits for the device once.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     own = torch.stack([loss.detach().float() for loss in losses])

@@ -23,7 +23,8 @@ def export_directory_of(directory: Path) -> Path:
 
 
 def model_file_folders(checkpoint: Path) -> tuple[Path, ...]:
-    """Return the folders of the same run that contain the model's configuration and tokenizer; none outside a run."""
+    """Return the folders with the model's configuration and tokenizer, of the run that wrote `checkpoint`; none if it
+    was not written by `windlass train`."""
     here = checkpoint.absolute()
     for inner in (here, here.parent):  # `checkpoint` is the folder of all checkpoints, or one in it
         if inner.name == CHECKPOINT_FOLDER and (inner.parent / PLAN_FILE).is_file():

@@ -131,7 +131,7 @@ def _identity(folder: Path, record: Path) -> str:
 def _read_record(record: Path) -> dict[str, Any]:
     try:
         found = parse_json(record.read_bytes())
-    except (OSError, ValueError):  # a record that cannot be read only saves no time: all files are read again
+    except (OSError, ValueError):  # without a readable record all files are hashed again
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -65,7 +65,8 @@ def generate_continuation(
         if not ids:
             raise ConfigError("prompt (--prompt) is empty, and the tokenizer has no token to start from; write text")
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
-        (output,) = llm.generate([ids], params)  # the answer has at most the tokens that the prompt leaves
+        # `generate` shortens the answer to the tokens that the prompt leaves of the model's maximum length
+        (output,) = llm.generate([ids], params)
         if output.error is not None:
             raise (RequestError if output.is_request_error else ModelError)(output.error)
         answer = output.outputs[0]

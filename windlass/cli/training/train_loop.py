@@ -57,7 +57,7 @@ def _evaluate_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor | None:
 
 
 _SEED_FACTOR = 1_000_003
-_SEED_MODULUS = 2**63  # keeps seeds in torch's range, which 20240131 as a seed, multiplied twice by the factor, exceeds
+_SEED_MODULUS = 2**63  # torch's limit of seeds; `seed * _SEED_FACTOR**2` exceeds it, e.g. for 20240131
 
 
 class TrainLoop:
@@ -132,7 +132,8 @@ class TrainLoop:
     def _train_step(self, reporter: TrainingReporter) -> bool:
         """Run one optimizer step. Return True if some rank received a stop request."""
         started = time.monotonic()
-        # Seeding by the step makes dropout repeat itself after a resume without random state in the checkpoint.
+        # Each step has its own fixed seed, so dropout is the same after a resume, though checkpoints have no random
+        # state.
         _, reader = self.engine.data_loading_ranks
         torch.manual_seed(((self.plan.seed * _SEED_FACTOR + self.step) * _SEED_FACTOR + reader) % _SEED_MODULUS)
         if self.engine.mesh.pp.size > 1:

@@ -189,7 +189,7 @@ def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
 
 
 def _warn_schedule_ends_early(config: dict[str, Any], steps: int) -> None:
-    """Warn that a schedule made for fewer steps keeps its last learning rate for the rest, which is rarely intended."""
+    """Warn if the schedule ends before the run does: the remaining steps would keep its last learning rate."""
     total = config.get("scheduler", {}).get("params", {}).get("total_num_steps")
     if isinstance(total, int | float) and total < steps:
         logger.warning(

@@ -225,7 +225,7 @@ class DeepSpeedAccelerator(ABC):
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         """Return a copy of `tensor` in page-locked host memory; on the CPU accelerator, return `tensor` itself.
 
-        With `DS_PIN_MEMORY_BACKEND=native`, `locked_memory` locks the copy on every accelerator. Without `make_copy`,
+        With `DS_PIN_MEMORY_BACKEND=native`, windlass locks the copy itself on every accelerator. Without `make_copy`,
         return memory with undefined values, of the tensor's shape or, without `match_shape`, flat.
         """
         native = get_active_native_pinned_memory()
@@ -236,7 +236,8 @@ class DeepSpeedAccelerator(ABC):
         return self.pin_empty(tensor.shape if match_shape else (tensor.numel(),), dtype=tensor.dtype)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-        """Allocate page-locked host memory of a shape; on the CPU accelerator without `native`, ordinary memory.
+        """Allocate page-locked host memory of a shape; ordinary memory on the CPU accelerator,
+        unless `DS_PIN_MEMORY_BACKEND=native`.
 
         Raises:
             ValueError: `device` is not the host.
@@ -324,7 +325,7 @@ class DeepSpeedAccelerator(ABC):
 
     def _tensor_factory(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
         def make(*args: Any) -> torch.Tensor:
-            """Create a tensor on the current device with the given values, or of the given shape, as torch.Tensor()."""
+            """Create a tensor on the current device from values or a shape, as `torch.Tensor(...)` does."""
             shape: Sequence[int] = args or (0,)
             if len(args) == 1 and isinstance(args[0], torch.Size):
                 shape = args[0]

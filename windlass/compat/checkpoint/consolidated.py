@@ -85,7 +85,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
-    """Return files of a tag's directory, ordered by the numbers in their names.
+    """Return the files of a tag's directory that match `glob_pattern`, ordered by the numbers in their names.
 
     Raises FileNotFoundError if the directory does not exist or no file matches.
     """
@@ -99,12 +99,15 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """Return DeepSpeed's files of optimizer states, by rank. Raises FileNotFoundError if there is none."""
+    """Return the paths of DeepSpeed's optimizer state files in rank order.
+
+    Raises FileNotFoundError if there is none.
+    """
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """Return DeepSpeed's files of model states, by rank. Raises FileNotFoundError if there is none."""
+    """Return the paths of DeepSpeed's model state files in rank order. Raises FileNotFoundError if there is none."""
     return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
@@ -114,10 +117,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return a state dictionary for `model.load_state_dict`, on the CPU, with all names of tied parameters.
+    """Return a checkpoint's state dictionary for `model.load_state_dict`, on the CPU, with all names of tied weights.
 
     Args:
-        tag: tag of a checkpoint in that directory; None: the tag in the file `latest`.
+        tag: tag of a checkpoint in `checkpoint_dir`; None: the tag in the file `latest`.
         exclude_frozen_parameters: leave out parameters that are not trained.
         lazy_mode: return a `GatheredTensor` instead of each tensor; its method `contiguous` reads the values.
 
@@ -149,8 +152,8 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write a checkpoint's weights to `output_dir` as `pytorch_model.bin` or `model.safetensors`.
 
-    Weights beyond `max_shard_size` give several numbered files and an index. A tied parameter is stored once; a `.bin`
-    file lists it under each of its names.
+    If the weights exceed `max_shard_size`, several numbered files and an index are written. A tied parameter is stored
+    once; a `.bin` file lists it under each of its names.
 
     Args:
         dtype: dtype of all floating-point tensors: float32, float16 or bfloat16, as a dtype or its name.
@@ -158,7 +161,7 @@ def convert_zero_checkpoint_to_state_dict(
         safe_serialization: write safetensors.
 
     Raises:
-        ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; also for an
+        ValueError, FileNotFoundError, CheckpointError: cases of `get_fp32_state_dict_from_zero_checkpoint`; also an
             invalid dtype or size (ValueError), or an output that cannot be written (CheckpointError).
     """
     chosen, most = parse_output_dtype(dtype), parse_shard_size(max_shard_size)
@@ -278,7 +281,7 @@ def _natural_sort_key(text: str) -> list[tuple[int, str]]:
 
 
 def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]:
-    """Return parameters and buffers of a checkpoint by all their names."""
+    """Return parameters and buffers of a checkpoint by name; a tied parameter is under each of its names."""
     if not (path / INDEX_FILE).is_file():
         _require_zero(path)
     stored = StoredCheckpoint.from_path(path)
@@ -305,7 +308,7 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
 def _trained_names(stored: StoredCheckpoint, held: Mapping[str, str]) -> set[str]:
     """Return the names of the trained parameters. Names of buffers may be among them.
 
-    If a checkpoint does not record the frozen parameters, these are the parameters in the optimizer's groups.
+    If a checkpoint does not record the frozen parameters, the trained ones are those in the optimizer's groups.
     """
     if (frozen := stored.engine_data.get("frozen")) is not None:
         return set(held) - set(frozen)

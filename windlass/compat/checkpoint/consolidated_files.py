@@ -60,7 +60,7 @@ class StoredWeight:
 
 
 def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return a dtype, or the dtype of a name. Raises ValueError unless it is float32, float16 or bfloat16."""
+    """Return the dtype for a dtype or its name. Raises ValueError unless it is float32, float16 or bfloat16."""
     found = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
         raise ValueError(f"Unsupported output dtype {dtype!r}; give one of {', '.join(sorted(_DTYPES))}")
@@ -69,7 +69,10 @@ def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def parse_shard_size(size: str | int | None) -> int | None:
-    """Return the bytes of "5GB" (GB: 10^9), "2GiB" (GiB: 2^30), a number, or None. Raises ValueError for other text."""
+    """Return the number of bytes for a size such as "5GB" (10^9) or "2GiB" (2^30). Return an int or None unchanged.
+
+    Raises ValueError for other text.
+    """
     if size is None or isinstance(size, int):
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -87,10 +90,10 @@ def write_weights(
     *,
     safetensors: bool,
 ) -> None:
-    """Write the weights to the directory `target`. Each file appears atomically, and the index of several files last.
+    """Write the weights to the directory `target`. Each file appears atomically; if there are several, an index last.
 
     Args:
-        weights: weights by all their names.
+        weights: weights by name; a tied weight is under each of its names.
         dtype: dtype of all floating-point tensors.
         max_shard_bytes: maximum bytes of a file with more than one tensor; None: one file for all tensors.
     """

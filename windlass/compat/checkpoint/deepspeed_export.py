@@ -89,7 +89,7 @@ def write_deepspeed_files(path: Path, target: DeepSpeedTarget, rank: int) -> Non
 
 
 class _DeepSpeedExport:
-    """One rank's files of one checkpoint."""
+    """Contents of one rank's DeepSpeed files, computed from the windlass files of the same checkpoint."""
 
     def __init__(self, path: Path, stored: StoredCheckpoint, target: DeepSpeedTarget, rank: int) -> None:
         self._path, self._stored, self._target, self._rank = path, stored, target, rank

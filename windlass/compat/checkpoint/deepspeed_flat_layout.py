@@ -15,7 +15,7 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 from windlass.checkpoint.torch_state_dicts import decode_full_state
 
 ParameterSpan = tuple[str, int, int]
-"""Name, start and stop: elements `[start, stop)` of a parameter. An empty name means `stop - start` zeros."""
+"""Span: name, start and stop of elements `[start, stop)` of a parameter. An empty name means `stop - start` zeros."""
 
 _ZEROS = 1 << 20  # number of zeros that are allocated at a time
 _STEP = "step"
@@ -39,7 +39,7 @@ class FlatLayout:
     shards_each_parameter: bool
 
     def spans(self, rank: int, *, padded: bool = True) -> list[ParameterSpan]:
-        """Return the spans in a rank's part, in order. With `padded` False, without the zeros at its end."""
+        """Return the spans in a rank's part, in order. If `padded` is False, the zeros at its end are left out."""
         found = self._spans_per_parameter(rank) if self.shards_each_parameter else self._spans_concatenated(rank)
         if not padded and found and not found[-1][0]:
             found.pop()
@@ -75,7 +75,8 @@ class FlatLayout:
 
 
 def concatenated_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int, align: int = 2) -> FlatLayout:
-    """Return the layout of stages 1 and 2: concatenated parameters in equal parts, multiples of `align` elements."""
+    """Return the layout of stages 1 and 2: concatenated parameters in equal parts, each a multiple of `align`
+    elements."""
     unit = align * ranks
     total = sum(math.prod(shape) for shape in shapes.values())
     return FlatLayout(shapes, ranks, -(-total // unit) * unit // ranks, shards_each_parameter=False)
@@ -106,7 +107,7 @@ class FlatTensorSource:
     read: Callable[[str, int, int], Iterable[torch.Tensor]] | None = None
 
     def plan(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> PlannedTensor:
-        """Return the concatenated spans as a planned tensor, flat unless `shape` is given."""
+        """Return the concatenated spans as a tensor that is read while it is written; flat unless `shape` is given."""
         numel = sum(stop - start for _, start, stop in self.spans)
         return PlannedTensor(dtype, (numel,) if shape is None else shape, lambda: self._iter_parts())
 
@@ -153,7 +154,7 @@ class FlatGroup:
         for key in keys:
             forms = {kinds.get(name, {}).get(key, "").split(" ")[0] for name in self.shapes} - {""}
             if key == _STEP and forms <= {"whole", "value"}:
-                # a plain number works for all optimizers of DeepSpeed and torch
+                # a plain number, because all optimizers of DeepSpeed and torch load it
                 found[key] = self.step_count(stored)
             elif forms <= {"pieces", "signed", "unsigned"}:
                 found[key] = self._plan_flat_state(stored, spans, kinds, key, shape)

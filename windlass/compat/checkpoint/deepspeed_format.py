@@ -17,7 +17,7 @@ from windlass.compat.checkpoint.torch_file import TorchFile, find_damaged_record
 
 
 class DeepSpeedFormat:
-    """Format of DeepSpeed 0.19; see [Note: DeepSpeed's files]."""
+    """Checkpoint format of DeepSpeed 0.19; see [Note: DeepSpeed's files]."""
 
     name = "deepspeed"
 

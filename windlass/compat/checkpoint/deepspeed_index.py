@@ -4,9 +4,9 @@
 `mp_rank_00_model_states.pt`; stage 3 writes one such file per rank, with frozen parameters divided over ranks and
 without trained ones. Stages 1 to 3 write one `..._optim_states.pt` per rank with master weights and moments. There each
 optimizer group is flat: at stages 1 and 2 its parameters are concatenated and divided into equal parts; at stage 3 each
-parameter is divided into equal parts, and a rank's parts are concatenated. Padding is at the ends. So every tensor is a
-few flat ranges, and each range is a few boxes of the parameter, as in windlass' files. Stage 0 stores optimizer states
-by number, and only the optimizer defines the parameter of each number.
+parameter is divided into equal parts, and a rank's parts are concatenated. Padding is at the ends of parameters and
+groups. So every tensor is a few flat ranges, and each range is a few boxes (rectangular slices) of the parameter, as in
+windlass' files. Stage 0 stores optimizer states by number, and only the optimizer defines the parameter of each number.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _DeepSpeedDirectory:
         self.shards = DeepSpeedShards(self.path)
 
     def build_index(self) -> CheckpointIndex:
-        """Index all files."""
+        """Read all files and return their index."""
         model_files = _files_by_rank(self.path, r"^zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt$")
         whole = self.path / "mp_rank_00_model_states.pt"
         if not model_files and not whole.is_file():
@@ -167,7 +167,7 @@ class _DeepSpeedDirectory:
         return tied | (dict(recorded) if isinstance(recorded, dict) else {})
 
     def _index_frozen_parameters(self, states: list[dict[str, Any]]) -> None:
-        """Index the frozen parameters of stage 3, each a flat part per rank."""
+        """Index the frozen parameters of stage 3. Each is saved as one flat part per rank."""
         for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
             parts = [state["frozen_param_fragments"][name] for state in states]
             if math.prod(shape) == 0:
@@ -218,7 +218,8 @@ class _DeepSpeedDirectory:
         for group in groups:
             number = group.number
             masters = [one["single_partition_of_fp32_groups"][number] for one in saved]
-            # The optimizer class of DeepSpeed that records `zero_stage` saves the last part without its padding.
+            # The optimizer class of DeepSpeed that records `zero_stage` saves the last rank's part without its padding.
+            # With one rank, that is also the first part.
             left_out = int(saved[0]["group_paddings"][number]) if "zero_stage" in saved[0] else 0
             part = masters[0].numel() + left_out
             paddings = (saved[0].get("param_alignment_paddings") or {number: []})[number]
@@ -273,9 +274,9 @@ class _DeepSpeedDirectory:
     def _index_states(
         self, name: str, optimizers: list[dict[str, Any]], group: _SavedFlatGroup
     ) -> Iterator[tuple[str, list[StoredTensor]]]:
-        """Yield each state with one value per element: its key, and its tensors on all ranks.
+        """Yield each state that has one value per element of the parameter: its key, and its tensors on all ranks.
 
-        Other states are not yielded: step counts and numbers are added to `shards`, and other values to `values`.
+        Other states are not yielded: scalars, such as step counts, are added to `shards`, and other values to `values`.
         """
         found = [one["state"].get(group.number, {}) for one in optimizers]
         here = dict(found[0])
@@ -362,7 +363,7 @@ class _DeepSpeedDirectory:
 
 
 def _files_by_rank(path: Path, pattern: str) -> list[Path]:
-    """Return the files with matching names, by the rank in their names. Raise CheckpointError if a rank is missing."""
+    """Return the files with matching names, by ascending rank. Raise CheckpointError if a rank is missing."""
     found = {int(match[1]): child for child in path.iterdir() if (match := re.match(pattern, child.name))}
     absent = sorted(set(range(len(found))) - set(found))
     if absent:

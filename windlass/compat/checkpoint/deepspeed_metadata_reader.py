@@ -16,7 +16,8 @@ from windlass.compat.checkpoint.pickle_stand_ins import LossScalerStandIn, Names
 from windlass.compat.checkpoint.torch_file import StoredTensor
 
 DEEPSPEED_KEY = "deepspeed"
-"""Key of a checkpoint's plain data: `ds_config` and `ds_version`, which DeepSpeed returns with the client state."""
+"""Key under which a checkpoint's plain data has `ds_config` and `ds_version`. DeepSpeed returns these two with the
+client state."""
 
 # keys that DeepSpeed's engine writes besides the caller's `client_state`
 _ENGINE_KEYS = frozenset(

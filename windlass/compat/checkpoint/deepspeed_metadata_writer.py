@@ -17,7 +17,7 @@ _IMPLEMENTATION_KEYS = ("fused", "foreach")  # group keys that select an impleme
 
 
 def run_metadata(plain: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the counters and the number of ranks."""
+    """Return the numbers of steps, samples and ranks under DeepSpeed's keys."""
     engine = plain["engine"]
     return {
         "data_sampler": None,
@@ -52,8 +52,8 @@ def loss_scale_fields(loss_scaling: Mapping[str, Any], plain: Mapping[str, Any])
     """Return the loss scale as stage 0 stores it, among the optimizer's fields.
 
     Args:
-        loss_scaling: `dynamic`, and for a dynamic scale `window`, `min_scale`, `hysteresis`, `consecutive_hysteresis`
-            and `raises`.
+        loss_scaling: a mapping with `dynamic`, and for a dynamic scale also `window`, `min_scale`, `hysteresis`,
+            `consecutive_hysteresis` and `raises`.
     """
     saved = plain.get("loss_scale", {})
     steps = int(saved.get("cur_iter", plain["engine"]["global_steps"]))

@@ -1,4 +1,7 @@
-"""Tensors whose elements are spread over several of DeepSpeed's files, as boxes; see [Note: DeepSpeed's files]."""
+"""Tensors whose elements are spread over several of DeepSpeed's files; see [Note: DeepSpeed's files].
+
+Each tensor is described as boxes (index ranges along every dimension), with the place of each box in a file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from windlass.compat.checkpoint.torch_file import literal_entry as entry_of_byte
 
 @dataclass
 class DeepSpeedShards:
-    """Collection of tensor records for the index, by name.
+    """Collection of tensor records, by name: where in the files the elements of each tensor are.
 
     Args:
         path: the directory of the files.
@@ -32,7 +35,11 @@ class DeepSpeedShards:
     def add_per_parameter_shards(
         self, name: str, shape: tuple[int, ...], shards: Iterable[tuple[StoredTensor, int]]
     ) -> None:
-        """Add a tensor in equal parts. `shards`: a flat tensor and the part's offset in it, for each rank."""
+        """Add a tensor that is stored in equal parts, one for each rank.
+
+        Args:
+            shards: for each rank, a flat tensor and the offset of the rank's part in it.
+        """
         found = list(shards)
         size, numel = -(-math.prod(shape) // len(found)), math.prod(shape)
         ranges = []
@@ -45,7 +52,10 @@ class DeepSpeedShards:
     def add_concatenated_shards(
         self, name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], part_numel: int, at: int
     ) -> None:
-        """Add a tensor at offset `at` of the concatenated `flats`, each of `part_numel` elements with padding."""
+        """Add a tensor that is stored at offset `at` of the concatenated `flats`.
+
+        Each of `flats` has `part_numel` elements, padding included.
+        """
         numel = math.prod(shape)
         ranges = []
         for rank, flat in enumerate(flats):
@@ -64,7 +74,7 @@ class DeepSpeedShards:
     def add_ranges(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, ranges: list[tuple[int, int, StoredTensor, int]]
     ) -> None:
-        """Add a tensor. A range `(start, stop, flat, at)`: elements `[start, stop)` begin at index `at` of `flat`.
+        """Add a tensor. A range `(start, stop, flat, at)`: its elements `[start, stop)` begin at index `at` of `flat`.
 
         Raises:
             CheckpointError: a range has another dtype or is not contiguous, or the ranges do not cover the tensor.

@@ -14,7 +14,7 @@ from windlass.config import Config
 from windlass.engine.extra_state import extra_state_names
 from windlass.optim.loss_scale import DynamicLossScale, LossScale
 
-_FLAT = ("FusedAdam",)  # optimizers that DeepSpeed's stage 0 steps on flat groups if parameters are 16-bit
+_FLAT = ("FusedAdam",)  # optimizers that DeepSpeed's stage 0 gives flattened groups if parameters are 16-bit
 
 
 def build_deepspeed_target(source: ExportSource) -> DeepSpeedTarget:

@@ -18,7 +18,7 @@ from windlass.checkpoint.plain_data import MOST_DEPTH
 from windlass.compat.checkpoint.pickle_stand_ins import PickleStandIn
 
 _MOST_ARGUMENTS = 64
-_LONGEST_INTEGER = 255  # bytes: at most 615 digits, which Python converts to text under any limit
+_LONGEST_INTEGER = 255  # bytes, at most 615 digits: Python's limit on digits in a conversion to text is at least 640
 _WORD = 9  # bytes of a reference in a growing list
 _BAG = 200
 _VALUE = 64  # bytes charged for each reference to a value, because callers copy the values
@@ -53,7 +53,7 @@ class AllowedFunction:
 
 
 class _StackMark:
-    """Mark on the stack."""
+    """Type of the mark that the opcode MARK pushes: later opcodes take all values above the mark."""
 
 
 _MARK = _StackMark()
@@ -65,7 +65,7 @@ class SafeUnpickler:
     Args:
         resolve_name: returns the object for a module and name: an `AllowedFunction`, a subclass of `PickleStandIn`, or
             a plain value.
-        resolve_persistent: returns the object for a persistent key.
+        resolve_persistent: returns the object for a persistent ID of the pickle.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SafeUnpickler:
         self._keys = KeyValidator()
 
     def load(self) -> Any:
-        """Return the value, which has bounded depth and no cycles.
+        """Return the value that the pickle describes. It has bounded depth and no cycles.
 
         Raises:
             PickleError: the pickle is damaged, or requests something that is not allowed.
@@ -161,12 +161,12 @@ class SafeUnpickler:
     # Values.
 
     def text(self, form: struct.Struct) -> None:
-        """Push a text, which follows its length."""
+        """Push a string. Its length precedes it in the pickle."""
         value = self._take(self._number(form)).decode("utf-8", "surrogatepass")
         self._push(value, getsizeof(value))
 
     def raw(self, form: struct.Struct) -> None:
-        """Push bytes, which follow their length."""
+        """Push bytes. Their length precedes them in the pickle."""
         value = self._take(self._number(form))
         self._push(value, getsizeof(value))
 
@@ -175,7 +175,7 @@ class SafeUnpickler:
         self._push(self._number(form), 32)
 
     def large(self, form: struct.Struct) -> None:
-        """Push an integer of up to 255 bytes, which follows its length in bytes."""
+        """Push an integer of up to 255 bytes. Its length in bytes precedes it in the pickle."""
         length = self._number(form)
         if not 0 <= length <= _LONGEST_INTEGER:
             raise PickleError(f"it has an integer of {length} bytes")
@@ -230,7 +230,7 @@ class SafeUnpickler:
         self._budget.charge(getsizeof(target) - before)
 
     def set_item(self, *, several: bool) -> None:
-        """Set an item of a dictionary from the last two values, or with `several` items from all since the mark."""
+        """Set a dictionary's item from the last two values; with `several`, from each pair of values since the mark."""
         items = self._pop_to_mark() if several else [self._pop(), self._pop()][::-1]
         self._set_items(self._top(), items)
 
@@ -309,7 +309,7 @@ class SafeUnpickler:
         raise PickleError(f"it calls a {type(function).__name__}")
 
     def make(self, *, named: bool) -> None:
-        """Make a stand-in of a class from a tuple of arguments."""
+        """Push a stand-in object, made from its class and a tuple of arguments."""
         if named and self._pop() != {}:
             raise PickleError("it makes an object from named arguments")
         arguments, kind = self._pop(), self._pop()
@@ -329,7 +329,7 @@ class SafeUnpickler:
         target.set_state(state)
 
     def push_persistent(self) -> None:
-        """Push the object for a persistent key."""
+        """Push the object for the persistent ID on the stack."""
         self._push(self._resolve_persistent(self._pop()), 0)
 
     def skip(self, count: int) -> None:

@@ -1,7 +1,7 @@
 """Conversion of a DeepSpeed checkpoint to a windlass checkpoint, with the command line of `ds_to_universal`.
 
 DeepSpeed's command enables resuming with another number of ranks or at another stage. That needs no conversion here:
-DeepSpeed's directories and windlass' own load in any layout. The converted checkpoint contains no pickles.
+windlass loads DeepSpeed's directories, like its own, in any layout. The converted checkpoint contains no pickles.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 
 
 class _StoredTensorStorage:
-    """Lazy storage handle of one tensor of another checkpoint."""
+    """One tensor of the checkpoint to convert. Its values are in memory only inside `open`."""
 
     is_resident = False
 
@@ -45,7 +45,7 @@ class _StoredTensorStorage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keep the values in memory inside the context."""
+        """Read the values, and free them at the end of the `with` block."""
         self._values = self._stored.read_full(self._name).view(-1)
         try:
             yield

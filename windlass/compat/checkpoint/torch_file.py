@@ -1,6 +1,6 @@
 """Reader of files of `torch.save` that executes no code: plain data, and tensors as ranges of the file's bytes.
 
-[Note: foreign pickles] The file is a zip archive with one pickle, and each storage as bytes. A pickle
+[Note: foreign pickles] The file is a zip archive with one pickle, and one record of bytes for each storage. A pickle
 names functions and classes for its reader to call. This reader has a short list of names and replaces each by an
 inert object of its own: the function that rebuilds a tensor only records the tensor's byte range, and a class of
 DeepSpeed becomes a stand-in with attributes. Any other name raises an error with the name, which is never imported. So
@@ -57,7 +57,7 @@ _MOST_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """Record of the file that holds a storage, and the dtype of its elements."""
+    """Storage in a file: the zip record that holds its bytes, and the dtype of its elements."""
 
     dtype: torch.dtype
     record: ZipRecord
@@ -235,7 +235,7 @@ def find_damaged_record(path: Path) -> str:
 
 
 class _PickleResolver:
-    """Resolver of the names and keys in one file's pickle."""
+    """Resolver of the names (of functions and classes) and the persistent IDs (of storages) in one file's pickle."""
 
     def __init__(self, path: Path, records: ZipRecords) -> None:
         self._path, self._records = path, records
@@ -243,7 +243,7 @@ class _PickleResolver:
         self._known = {**_KNOWN, ("torch._utils", "_rebuild_tensor_v2"): AllowedFunction(self._rebuild_tensor)}
 
     def resolve_name(self, module: str, name: str) -> Any:
-        """Return the object for a name. Raises CheckpointError for a name that is not in the list."""
+        """Return the object for a name. Raises CheckpointError for a name that is not allowed."""
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and name in _DTYPES:

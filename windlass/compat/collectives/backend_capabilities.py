@@ -40,7 +40,8 @@ class BackendCapabilities:
 
 
 BACKEND_CAPABILITIES: dict[str, BackendCapabilities] = {
-    # gloo can add 16-bit floats but rounds at every rank, and only newer versions average. Sending float32 rounds once.
+    # Omitted for gloo: 16-bit floats, because it rounds at every rank where a sum in float32 rounds once; and averages,
+    # which only newer versions support.
     "gloo": BackendCapabilities(
         {**dict.fromkeys(_BASIC, _INTEGERS | _FLOATS), **dict.fromkeys(_BITWISE, _INTEGERS)}, receives_from_any=True
     ),
@@ -87,7 +88,10 @@ def capabilities_of(group: Any, device: torch.device) -> BackendCapabilities:
 
 
 def warn_unless_member(group: Any, operation: str, *, stacklevel: int = 4) -> bool:
-    """Return True if this rank is in `group`; otherwise warn at the script's line, as torch does, and return False."""
+    """Return True if this rank is in `group`; otherwise warn and return False.
+
+    The warning cites the line of the calling script, as torch's warnings do.
+    """
     require_initialized()
     if dist.get_rank(group) >= 0:
         return True

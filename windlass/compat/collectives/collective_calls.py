@@ -3,8 +3,8 @@
 Ranks are global, also if `group` is a subset of all ranks. With `async_op`, a call returns a work object, whose `wait`
 completes the result; otherwise the call blocks until the result is there. `prof` and `log_name` are for the
 `comms_logger`. `debug` is accepted and ignored, because the logger looks up the caller's name itself. On a rank outside
-`group`, a call warns and does nothing. An invalid argument raises `CommunicationError` before anything is
-sent; in a coalesced call, before that tensor is sent.
+`group`, a call warns and does nothing. An invalid argument raises `CommunicationError` before anything is sent, also if
+only one tensor of a coalesced call is invalid.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def all_gather_object(
 ) -> None:
     """All-gather objects: `object_list[i]` receives rank i's `obj`.
 
-    Objects are pickled: only among ranks that trust each other.
+    Objects are pickled: use it only among ranks that trust each other.
     """
     if warn_unless_member(group, "all_gather_object"):
         dist.all_gather_object(object_list, obj, group=group)
@@ -469,7 +469,7 @@ def barrier(
 
 
 def _start(name: str, group: Any, async_op: bool, call: Callable[[], CollectiveWork]) -> Any:
-    """Start a collective. Return its work object if `async_op`, else None after waiting; None outside the group."""
+    """Start a collective. Return its work object if `async_op`, else wait. Return None on a rank outside the group."""
     return wait_or_return(call(), async_op) if warn_unless_member(group, name, stacklevel=5) else None
 
 

@@ -13,8 +13,8 @@ import torch
 class CollectiveWork:
     """Several torch works combined into one, with a callback that runs once when all are complete.
 
-    The result is in the outputs after `wait`, or once `is_completed` has returned True. On CUDA both mean the same as
-    for torch's works: the current stream waits for the result.
+    The result is in the outputs after `wait`, or once `is_completed` has returned True. On CUDA, as with torch's
+    works, this means that the current stream waits for the result.
 
     Args:
         works: torch's works, possibly none.

@@ -18,7 +18,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Configure the log from a configuration, then from the single settings that are not None."""
+    """Configure `comms_logger` from a configuration, then from the single settings that are not None."""
     if deepspeed_config is not None:
         comms_logger.configure(deepspeed_config)
     given = {"prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug, "enabled": enabled}

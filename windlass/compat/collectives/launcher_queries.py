@@ -80,7 +80,7 @@ def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
 def is_parallel(group: Any) -> bool:
     """Return True if `group` has more than one rank, False for None.
 
-    None is a parallel axis that is not used, and not the group of all ranks as in the collectives.
+    Here None stands for a parallel axis that is not used. In the collectives, it stands for all ranks.
     """
     return group is not None and dist.get_world_size(group) > 1
 

@@ -43,7 +43,7 @@ def monitored_barrier(
     patience = timeout or _DEFAULT_TIMEOUT
     name, rank = f"windlass monitored {','.join(map(str, ranks))}", dist.get_rank()
     # A new prefix for each barrier: keys of an earlier barrier must not count. The count of each rank's barriers is in
-    # the store, so after a rank missed a barrier, all counts are equal again in a new process group.
+    # the store, so after a rank missed a barrier, a new default group, whose store is new, has equal counts again.
     count = _get_default_store().add(f"{name} of {rank}", 1)
     store = PrefixStore(f"{name} {count}", _get_default_store())
     if rank != ranks[0]:
@@ -57,9 +57,10 @@ def monitored_barrier(
 
 
 def find_missing(store: Any, ranks: list[int], timeout: timedelta, *, wait_all_ranks: bool) -> list[int]:
-    """Return the ranks without a key in the store: the first one at `timeout`, or each whose own timeout has passed.
+    """Return the ranks without a key in the store: the first one after `timeout`.
 
-    As in torch's barrier, the ranks share one timeout unless `wait_all_ranks` is set.
+    With `wait_all_ranks`, return every such rank, and wait up to `timeout` for each. As in torch's barrier, the ranks
+    otherwise share one timeout.
     """
     end = time.monotonic() + timeout.total_seconds()
     missing = []

@@ -71,7 +71,7 @@ _LOGICAL_REDUCTIONS: dict[ReduceOp, tuple[ReduceOp, torch.dtype, _Postprocess | 
 def find_native_reduction(
     operator: ReduceOperator, dtype: torch.dtype, capabilities: BackendCapabilities
 ) -> NativeReduction | None:
-    """Return a native reduction equivalent to `operator` on `dtype`; None if the parts must be reduced locally."""
+    """Return a native reduction equivalent to `operator` on `dtype`; None: the backend supports none."""
     kind = operator.kind
     if dtype is torch.bool:
         kind = BOOLEAN_OPS.get(kind, kind)

@@ -49,7 +49,7 @@ BOOLEAN_OPS: dict[ReduceOp, ReduceOp] = {
 
 
 def accumulation_dtype_of(operator: ReduceOperator, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which elements of `dtype` are reduced. The average of integers sums in 64 bits."""
+    """Return the dtype in which elements of `dtype` are reduced. Integers are summed in 64 bits for an average."""
     if operator.kind is ReduceOp.AVG and not dtype.is_floating_point and not dtype.is_complex:
         return torch.int64
     return ACCUMULATION_DTYPES.get(dtype, dtype)
@@ -92,7 +92,9 @@ def reduce_in_rank_order(parts: Sequence[torch.Tensor], operator: ReduceOperator
 def reduce_pairs_in_rank_order(
     values: Sequence[torch.Tensor], indices: Sequence[torch.Tensor], operator: ReduceOperator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each element's best value over the ranks and its index; the lowest index among equal values."""
+    """Return, for each element, the smallest or largest of the ranks' values and the index paired with it. Among equal
+    values the lowest index wins.
+    """
     best, place = values[0].clone(), indices[0].clone()
     for value, index in zip(values[1:], indices[1:], strict=True):
         better = value < best if operator.kind is ReduceOp.MINLOC else value > best

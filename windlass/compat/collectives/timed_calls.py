@@ -100,7 +100,7 @@ class _CallTimer:
 
 
 class TimedWork:
-    """Wrapper of a work that stops the timer on completion. All other attributes are the work's own."""
+    """Wrapper of a `torch.distributed.Work`: stops the timer when the work completes, and forwards other attributes."""
 
     def __init__(self, work: Any, timer: _CallTimer) -> None:
         self._work, self._timer = work, timer

@@ -52,7 +52,7 @@ class DeepSpeedCPUAdam(CPUAdam):
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameter that has a gradient, with the states at `state[subgroup_id]`.
 
-        Callers put the parameter of one subgroup at a time into the groups.
+        Callers put the parameter of one subgroup at a time into `param_groups`.
 
         Returns:
             Result of `closure`.

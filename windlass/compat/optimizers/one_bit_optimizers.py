@@ -13,7 +13,7 @@ from windlass import optim
 
 
 class OnebitAdam(optim.OneBitAdam):
-    """Optimizer `windlass.optim.OneBitAdam`."""
+    """Optimizer `windlass.optim.OneBitAdam` with the arguments of DeepSpeed's class."""
 
     same_rule_as = optim.OneBitAdam.same_rule_as
 
@@ -22,7 +22,7 @@ class OnebitAdam(optim.OneBitAdam):
 
 
 class ZeroOneAdam(optim.ZeroOneAdam):
-    """Optimizer `windlass.optim.ZeroOneAdam`."""
+    """Optimizer `windlass.optim.ZeroOneAdam` with the arguments of DeepSpeed's class."""
 
     same_rule_as = optim.ZeroOneAdam.same_rule_as
 
@@ -31,7 +31,7 @@ class ZeroOneAdam(optim.ZeroOneAdam):
 
 
 class OnebitLamb(optim.OneBitLamb):
-    """Optimizer `windlass.optim.OneBitLamb`."""
+    """Optimizer `windlass.optim.OneBitLamb` with the arguments of DeepSpeed's class."""
 
     def __init__(self, params: ParamsT, deepspeed: Any = None, lr: float = 1e-3, **options: Any) -> None:
         super().__init__(params, lr=lr, **options)

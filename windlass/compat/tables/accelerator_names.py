@@ -1,4 +1,4 @@
-"""Table of `deepspeed.accelerator`: device classes and functions."""
+"""Table from the names of `deepspeed.accelerator` (device classes and functions) to windlass."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 

@@ -1,4 +1,4 @@
-"""Table of the package root, the engine, the configuration and ZeRO."""
+"""Table from DeepSpeed's names to windlass: package root, engine, configuration and ZeRO."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, works
 

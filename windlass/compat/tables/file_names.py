@@ -1,4 +1,4 @@
-"""Table of checkpoints, their conversion scripts, and launcher programs."""
+"""Table of the names of DeepSpeed for checkpoints, their conversion scripts, and launcher programs."""
 
 from windlass.compat import checkpoint_constants
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works

@@ -4,7 +4,7 @@ from windlass.compat.stand_in_entry import StandInEntry, refused
 
 
 def _refused_names(reason: str, names: str) -> dict[str, StandInEntry]:
-    """Return a refused entry for each dotted name below `deepspeed`."""
+    """Return an entry for each name `deepspeed.<name>`; using such a name raises with `reason`."""
     return {f"deepspeed.{name}": refused(reason) for name in names.split()}
 
 

@@ -1,8 +1,8 @@
 """Reference implementation of every kernel in plain PyTorch, which also runs where native code is missing.
 
 Reading order: fused_multiply_add (with square roots), stochastic_rounding, blockwise (8-bit codes);
-reference_update (the rules, from stored tensors to fp32 and back); keyed_sum (a hash), crc32c (checksums of pages);
-quantized_input (rounded inputs of linear layers), quantized_rows (int8 KV cache), paged_attention.
+reference_update (optimizer rules, from stored tensors to fp32 and back); keyed_sum (a hash), crc32c (checksums of
+pages); quantized_input (rounded inputs of linear layers), quantized_rows (int8 KV cache), paged_attention.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ CODE_GROUP = 128  # features that share a scale
 
 
 def quantize_groups(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` `[..., features]` rounded to multiples of `max / 127` of each group of 128 features, in its dtype.
+    """Return `x` `[..., features]`, each group of 128 features rounded to multiples of `max(abs(group)) / 127`.
+
+    The dtype stays that of `x`.
 
     Rounding is to nearest, ties to even. A group with an infinity or a NaN becomes NaN.
     """

@@ -6,7 +6,7 @@ import torch
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 rows and the scale of each, over the last dimension."""
+    """Return the rows (last dimension) rounded to int8, and the float32 scale of each row."""
     wide = rows.float()
     scale = wide.abs().amax(-1) / 127
     quotient = wide / torch.where(scale > 0, scale, torch.ones_like(scale))[..., None]

@@ -1,4 +1,5 @@
-"""Reference update: decode stored tensors to fp32, apply the rule, and encode them again.
+"""Reference implementation of an optimizer step: decode stored tensors to fp32, apply the update rule, and encode them
+again.
 
 The rules of Adam, Adagrad and SGD have the order of operations of torch's fused CPU step, and the rules of Lion and
 LAMB have the order of `windlass.optim`, so that the results have the same bits.
@@ -131,7 +132,7 @@ def lion_update(
 def adagrad_update(
     rule: AdagradRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the new parameter, and replace the state sum in the list. Source: Duchi et al., JMLR 12 (2011)."""
+    """Return the new parameter, and replace the state `sum` in the list. Source: Duchi et al., JMLR 12 (2011)."""
     decay, eps, size = rule.coefficients
     if rule.flags & COUPLED:
         gradient = fma(parameter, decay, gradient)
@@ -142,7 +143,7 @@ def adagrad_update(
 def sgd_update(
     rule: SGDRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the new parameter. With a momentum, replace the state momentum_buffer in the list."""
+    """Return the new parameter. With a momentum, replace the state `momentum_buffer` in the list."""
     decay, momentum, rest, size = rule.coefficients
     if rule.flags & COUPLED:
         gradient = fma(parameter, decay, gradient)

@@ -1,8 +1,8 @@
 """Backends that are available here, and the collectives that each backend supports natively.
 
-The table describes torch 2.10 and newer. Tests on two ranks check the columns of gloo and mpi; those of nccl and ucc
-follow torch's sources (ProcessGroupNCCL, ProcessGroupUCC). mpi is windlass' own backend over mpi4py; shm is windlass'
-own transport for CPU ranks of one host, which has only the collectives that training uses.
+`COLLECTIVES` and `OPERATORS` describe torch 2.10 and newer. Tests on two ranks check the entries of gloo and mpi. The
+entries of nccl and ucc follow torch's sources (ProcessGroupNCCL, ProcessGroupUCC). mpi is windlass' own backend over
+mpi4py; shm is windlass' own transport for CPU ranks of one host, which has only the collectives that training uses.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CUDA_SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_
 
 
 def backend_availability() -> dict[str, dict[str, Any]]:
-    """Return the availability of each backend here: its version (None: none), and the reason if it is unavailable.
+    """Return the availability of each backend here: its version (or None), and the reason if it is unavailable.
 
     The keys are `available`, `version`, `why`, and for an available mpi `cuda_aware`.
     """

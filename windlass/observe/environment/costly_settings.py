@@ -194,7 +194,7 @@ class MachineLimits:
     Attributes:
         num_gpus: number of GPUs visible to torch.
         has_infiniband: True if there is an InfiniBand device.
-        locked_bytes, open_files: limits of this process; None: unlimited.
+        locked_bytes, open_files: limits of this process on bytes of locked memory and on open files; None: unlimited.
         shared_bytes: size of /dev/shm; None: it does not exist.
     """
 

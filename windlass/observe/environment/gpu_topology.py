@@ -104,7 +104,7 @@ def count_gpu_links(topology: GpuTopology) -> dict[str, int]:
 
 
 def classify_nvlink(topology: GpuTopology) -> str:
-    """Return `none`, `some pairs`, `all pairs` or `switch`.
+    """Return how NVLinks connect the GPUs: `none`, `some pairs`, `all pairs` or `switch`.
 
     `switch`: the links of a GPU to all others add up to more than any GPU has, so they lead to an NVSwitch. `all pairs`
     leaves open whether the links are direct or through a switch, because the table does not show it.

@@ -56,7 +56,7 @@ def python_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return torch's version, path and threads, and the versions of the libraries it was built with (None: without)."""
+    """Return torch's version, path and threads, and the versions of CUDA, HIP and cuDNN (None: built without)."""
     import torch
 
     return {

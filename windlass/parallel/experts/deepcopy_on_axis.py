@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def deepcopy_on_axis(original: T, axis: MeshAxis, memo: dict[int, Any]) -> T:
-    """Deep-copy `original` for its `__deepcopy__`. The copy shares the mesh axis."""
+    """Return a deep copy of `original`, as its `__deepcopy__` should. The copy shares the mesh axis."""
     memo[id(axis)] = axis
     copied: T = object.__new__(type(original))
     memo[id(original)] = copied

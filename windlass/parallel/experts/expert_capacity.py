@@ -26,7 +26,8 @@ def compute_expert_capacity(tokens: int, num_experts: int, k: int, capacity_fact
 def drop_over_capacity(
     index: torch.Tensor, num_experts: int, capacity: int, priority: CapacityPriority, scores: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `index` with `num_experts`, which means "no expert", in each slot that exceeds its expert's capacity.
+    """Return `index` with `num_experts`, which means "no expert", in each slot that exceeds its expert's capacity. A
+    slot is one of the `k` choices of a token.
 
     Args:
         index: `[tokens, k]`, the expert of each slot, or `num_experts` for an unused slot.

@@ -48,7 +48,8 @@ def dispatch_and_combine(
 
     Args:
         hidden: `[tokens, hidden]`, this rank's tokens.
-        index: `[tokens, k]`, integers: the global expert number of each slot; `num_experts` or more for an unused slot.
+        index: `[tokens, k]`, integers: the global expert number of each of a token's k slots; `num_experts` or more for
+            an unused slot.
         weights: `[tokens, k]`, weights of the expert outputs.
         num_experts: number of experts on all ranks.
         run_local_experts: computes this rank's experts.

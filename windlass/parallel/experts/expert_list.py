@@ -35,7 +35,7 @@ class ExpertList(nn.ModuleList):
         return found
 
     def keep_only(self, expert_ids: Sequence[int]) -> None:
-        """Drop all other experts."""
+        """Drop all experts except those in `expert_ids`."""
         kept = {str(number) for number in expert_ids}
         for name in [name for name in self._modules if name not in kept]:
             del self._modules[name]

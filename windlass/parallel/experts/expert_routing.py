@@ -1,4 +1,4 @@
-"""Choice of the experts of each token, and their weights."""
+"""Choice of the experts of each token, and of the weights by which their outputs are added."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class RoutingRule:
         k: experts per token.
         score_function: score of an expert from its logit: a softmax over the experts, or each logit's sigmoid
             (DeepSeek-V3, arXiv:2412.19437, eq. 15).
-        noise: "RSample" adds Gumbel noise to the logits before the comparison, so that experts are sampled by their
-            probability; "Jitter" multiplies the router's input by a factor in 1 +- 0.01 (Switch Transformer). Applied
-            in training only.
+        noise: "RSample" adds Gumbel noise to the logits before the best experts are chosen, so that experts are sampled
+            by their probability; "Jitter" multiplies the router's input by a factor in 1 +- 0.01 (Switch Transformer).
+            Applied in training only.
         sample_second_expert: with k = 2, sample the second expert by its probability among the others (GShard,
             arXiv:2006.16668, 2.2). Applied in training only, and not with "RSample".
         num_expert_groups, num_limited_groups: experts form `num_expert_groups` equal groups, and a token's experts are
@@ -98,7 +98,7 @@ def choose_experts(
     Args:
         logits: `[tokens, experts]`.
         scores: `[tokens, experts]`, computed from `logits`.
-        bias: `[experts]`, added to the scores for the comparison only (arXiv:2408.15664).
+        bias: `[experts]`, added to the scores to choose experts, but not to the weights (arXiv:2408.15664).
         training: if False, nothing is sampled.
     """
     with torch.no_grad():

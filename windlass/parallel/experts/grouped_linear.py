@@ -101,7 +101,7 @@ def has_grouped_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _ZeroUnusedGradients(torch.autograd.Function):
-    """Identity of the weights that zeroes the gradient of experts without rows.
+    """Function that returns the weights; its backward sets the gradients of experts without rows to zero.
 
     A kernel with nothing to sum for a matrix may leave that part of the gradient uninitialized.
     """

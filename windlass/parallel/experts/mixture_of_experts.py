@@ -18,7 +18,7 @@ from windlass.parallel.experts.top_k_gate import CapacityLimit, TopKGate
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture of experts, which are copies of a module or a `StackedMLP`. Each token is processed by `k` experts.
+    """Mixture-of-experts layer: each token is processed by `k` experts (copies of one module, or one `StackedMLP`).
 
     The signature is that of `deepspeed.moe.layer.MoE`, with more keyword arguments.
 
@@ -43,8 +43,8 @@ class MixtureOfExperts(nn.Module):
             This is DeepSpeed's behaviour.
         use_tutel: no effect; rows are always sorted by expert.
         enable_expert_tensor_parallelism: tensor parallelism also shards each expert. False: each rank along tp holds
-            full experts, which all these ranks run on the same tokens. The residual and the shared expert are sharded
-            in either case. If True, experts that are distributed over ep ranks must be a `StackedMLP`.
+            full experts, which all these ranks run on the same tokens. The residual expert and the shared expert are
+            sharded in either case. If True, experts that are distributed over ep ranks must be a `StackedMLP`.
         top2_2nd_expert_sampling: with `k` = 2, sample the second expert, in training only (DeepSpeed also samples in
             evaluation). No effect if `expert_bias_update_rate` is set.
         score_function, num_expert_groups, num_limited_groups, normalize_weights, routed_scaling_factor: see

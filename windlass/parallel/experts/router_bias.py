@@ -81,7 +81,7 @@ def enable_router_bias_updates(model: nn.Module, expert_bias_update_rate: float,
 
     Args:
         expert_bias_update_rate: step size of an update; DeepSeek-V3 used 0.001 (arXiv:2412.19437, 4.2).
-        required: raise if no router has such a bias. False for a stage of a pipeline.
+        required: raise if no router has such a bias. False for a pipeline stage, which may have no router.
 
     Returns:
         Names of the routers.
@@ -115,8 +115,9 @@ def update_router_biases(model: nn.Module, axes: Sequence[MeshAxis]) -> int:
     """Update each `RouterBias` of the model from the number of tokens that chose each expert on all ranks since the
     last update. Collective along `axes`.
 
-    An engine does this after each applied step, and drops the counts of other steps. Without an engine, call it once
-    after each optimizer step, with the axes that together form the data-parallel group of dense parameters.
+    An engine does this after each applied step, and drops the counts of a step that is not applied. Without an engine,
+    call it once after each optimizer step, with the axes that together form the data-parallel group of dense
+    parameters.
 
     Returns:
         Number of updated routers.

@@ -13,8 +13,9 @@ from windlass.parallel.experts.expert_modules import run_interface_rows
 
 
 class StackedMLP(nn.Module):
-    """Stack of feed-forward experts, passed to `MoE` instead of one module. All experts of a rank run in one grouped
-    kernel per matrix, if torch has one (`grouped_linear`).
+    """Stack of feed-forward experts, passed to `MoE` in place of a module of one expert.
+
+    All experts of a rank run in one grouped kernel per matrix, if torch has such a kernel (`grouped_linear`).
 
     It implements transformers' experts interface, so it is sharded like the expert modules of transformers.
 

@@ -54,7 +54,8 @@ class CapacityLimit:
     """Limit on the tokens per expert.
 
     Attributes:
-        capacity_factor, eval_capacity_factor: multiple of the even share, in training and in evaluation.
+        capacity_factor, eval_capacity_factor: limit divided by the even share (choices / experts), in training and
+            in evaluation.
         min_capacity: lower bound of the limit.
         capacity_priority: order in which tokens are accepted (`drop_over_capacity`).
     """
@@ -70,7 +71,7 @@ class RoutingResult:
     """Routing of a rank's tokens.
 
     Attributes:
-        expert_index: `[tokens, k]`, expert numbers; the number of experts marks an unused slot.
+        expert_index: `[tokens, k]`, expert numbers; the value `num_experts` marks an unused slot.
         expert_weights: `[tokens, k]`, fp32.
         loss: the load-balancing loss, plus the weighted z-loss if it has a weight; a scalar.
         tokens_per_expert: `[experts]`, number of these tokens that chose each expert, before any was dropped.

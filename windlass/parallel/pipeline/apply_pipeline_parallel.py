@@ -39,8 +39,8 @@ def apply_pipeline_parallel(
             the meta device.
         axis: the mesh axis `pp`.
         virtual_stages: stages on each rank.
-        partition_method: weights of the layers of an unmodified model. A `PipelineSequential` uses its own
-            `partition_method`.
+        partition_method: weight of each layer of an unmodified model, or the rule for these weights
+            (`layer_partition.compute_layer_weights`). A `PipelineSequential` uses its own `partition_method`.
         activation_checkpoint_interval: number of layers in one checkpointed call, at most 1 for an unmodified model. 0:
             no checkpointing, or the interval that the `PipelineSequential` was built with.
         example_kwargs: keyword arguments of a forward, for a model that takes other arguments than `input_ids`.

@@ -172,10 +172,10 @@ def _trace_list(
 
 
 def make_trial_kwargs(model: nn.Module, example_kwargs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield sets of keyword arguments for a trial forward.
+    """Yield keyword arguments for trial forwards: without a mask, with a 4-dimensional mask, with a mask of ones.
 
-    On the meta device a model can't read the values of a mask. So one set has a 4-dimensional mask, whose values models
-    do not read, and another has a mask of ones.
+    On the meta device a model can't read the values of a mask, and of a 4-dimensional mask models do not read them. If
+    `example_kwargs` is not None, only a copy of it is yielded.
     """
     if example_kwargs is not None:
         yield dict(example_kwargs)
@@ -195,7 +195,7 @@ def _trace_once(
     model: nn.Module, path: str, layers: nn.Module, output_form: OutputForm, kwargs: dict[str, Any]
 ) -> ForwardTrace:
     calls: list[_LayerCall] = []
-    # For each module: the numbers of layers that were called before its calls, and the rule for its output shape.
+    # For each module: how many layers had been called at each of its calls, and the rule for its output shape.
     order: dict[str, tuple[set[int], OutputShapeRule | None]] = {}
     outer = _outer_modules(model, path)
     handles = [
@@ -225,9 +225,9 @@ def _trace_once(
 
 
 def _outer_modules(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """Return the outermost modules outside the layers that have parameters of their own.
+    """Return the outermost modules that have parameters of their own and are not part of a layer.
 
-    Containers of the layers are excluded.
+    Modules that contain the layers are excluded.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

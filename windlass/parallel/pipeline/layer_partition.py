@@ -121,7 +121,7 @@ def measure_layer_times(layers: Iterable[Callable[[Any], Any]], sample: Any, rep
     Args:
         layers: functions or modules, each called with the previous layer's output.
         sample: input of the first layer.
-        repeats: number of measurements after a first one; the shortest of all is used.
+        repeats: number of measurements of a layer in addition to the first; the shortest of them all is used.
     """
     found = []
     for layer in layers:

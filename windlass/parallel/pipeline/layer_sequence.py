@@ -31,8 +31,8 @@ def run_layers_checkpointed(
     Args:
         checkpoint: checkpointing function, called with a function and its arguments. The items of a tuple are passed as
             separate arguments.
-        class_names: only segments whose modules all have one of these class names are checkpointed. None: segments with
-            parameters.
+        class_names: only groups of `interval` layers whose classes all have one of these names are checkpointed. None:
+            groups that have parameters are.
     """
     for start in range(0, len(functions), interval):
         segment = functions[start : start + interval]
@@ -50,8 +50,8 @@ def _run_layers_on(functions: Sequence[LayerFunction], *inputs: Any) -> Any:
 
 
 def is_checkpointed(segment: Sequence[LayerFunction], names: Sequence[str] | None) -> bool:
-    """Return True if a segment is checkpointed: its classes are all in `names`, or `names` is None and it has
-    parameters.
+    """Return True if a group of layers is checkpointed: the classes of all its layers are in `names`, or `names` is
+    None and the group has parameters.
     """
     modules = [_unwrap_module(function) for function in segment]
     if names is not None:
@@ -60,5 +60,5 @@ def is_checkpointed(segment: Sequence[LayerFunction], names: Sequence[str] | Non
 
 
 def _unwrap_module(function: LayerFunction) -> Any:
-    """Return the module of a tied layer whose forward is a `partial`, or the function itself."""
+    """Return the module of a tied layer, whose function is a `partial` with the module; otherwise `function` itself."""
     return function.args[0] if isinstance(function, partial) and function.args else function

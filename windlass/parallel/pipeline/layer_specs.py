@@ -77,7 +77,7 @@ LayerLike = LayerSpec | nn.Module | Callable[[Any], Any]
 
 
 def get_layer_name(layer: LayerLike) -> str:
-    """Return the name of a layer's class, or of the function."""
+    """Return the name of a layer's class, or of the function that is the layer."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)

@@ -17,10 +17,10 @@ _TOKENS = 128
 def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[float]:
     """Measure the forward seconds of each layer, as weights for `split_into_stages`.
 
-    The backward is assumed proportional.
+    The time of the backward is assumed to be proportional.
 
-    All ranks must use the numbers of one rank, since measurements differ. The time before the layers counts for the
-    first layer, the time after them for the last.
+    All ranks must use the result of one rank, since measurements differ between ranks. The time before the layers
+    counts for the first layer, the time after them for the last.
 
     Args:
         model: a full model that can be split, with values (not on the meta device).

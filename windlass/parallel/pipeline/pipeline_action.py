@@ -35,8 +35,8 @@ class Action:
 
     Attributes:
         kind: kind of the action.
-        stage: number of the stage among all stages of the pipeline. Stage `s` is on rank `s % ranks`.
-        micro_batch: number of the micro-batch.
+        stage: index of the stage among all stages of the pipeline. Stage `s` is on rank `s % ranks`.
+        micro_batch: index of the micro-batch in the batch.
     """
 
     kind: ActionKind

@@ -105,7 +105,7 @@ def record_router_logits(model: nn.Module) -> int:
 def _install_recording_hooks(model: Any) -> None:
     try:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ModuleNotFoundError:  # transformers 5.0 and older look for the modules to record in each forward
+    except ModuleNotFoundError:  # transformers 5.0 and older install no hooks: each forward finds the modules to record
         return
     if not any(getattr(module, "_output_capturing_hooks_installed", False) for module in model.modules()):
         maybe_install_capturing_hooks(model)  # once: a second call would install the hooks of nested models again

@@ -134,7 +134,7 @@ class PipelineSequential(nn.Module):
 
     @property
     def stages(self) -> list[int]:
-        """Numbers of this rank's stages."""
+        """Indices of this rank's stages among all stages of the pipeline."""
         return list(range(self.stage_id, self.total_stages, self.num_stages))
 
     def topology(self) -> Any:
@@ -170,7 +170,7 @@ class PipelineSequential(nn.Module):
         return next(stage for stage, stop in enumerate(self.parts[1:]) if number < stop)
 
     def _local_layer_numbers(self) -> list[int]:
-        """Return the numbers of this rank's layers."""
+        """Return the indices of this rank's layers in the full model."""
         return [number for stage in self.stages for number in range(self.parts[stage], self.parts[stage + 1])]
 
     def _tied_key(self, number: int) -> str | None:
@@ -259,11 +259,11 @@ class PipelineSequential(nn.Module):
     loss_fn: Callable[..., Any] | None
 
     def forward(self, inputs: Any, stage: int | None = None, labels: Any = None, compute_loss: bool = False) -> Any:
-        """Run the layers of one stage.
+        """Run the layers of one stage, or of all stages of this rank.
 
         Args:
-            inputs: input of the stage's first layer.
-            stage: number of the stage; by default all stages of this rank, in order.
+            inputs: input of the first layer.
+            stage: index of the stage; by default all stages of this rank, in order.
             labels: second argument of `loss_fn`.
             compute_loss: compute the loss and return a `MicroBatchResult`.
         """

@@ -27,10 +27,11 @@ class PipelineStages(Protocol):
 
     Attributes:
         total_stages: number of stages of the pipeline, over all ranks.
-        stages: numbers of this rank's stages.
+        stages: indices of this rank's stages in the pipeline.
         has_dynamic_shapes: True if the shapes of stage outputs do not follow from the shapes in a micro-batch.
         shared_parameters: names of this rank's parameters that other ranks of the pipeline also hold, with the
-            positions of all these ranks along the axis. The gradients of each parameter must be summed over its ranks.
+            positions of all these ranks along the pp axis. The gradients of each parameter must be summed over these
+            ranks.
     """
 
     has_dynamic_shapes: bool
@@ -57,7 +58,7 @@ class PipelineStages(Protocol):
 
         Args:
             call_module: calls the module, including its hooks.
-            stage: number of the stage.
+            stage: index of the stage in the pipeline.
             stage_input: output of the previous stage; None for the first stage.
             batch: the micro-batch, as the loader returned it.
             compute_loss: True if the last stage computes a loss.

@@ -135,7 +135,7 @@ def execute_schedule(
             raise
         # Free activations first: the drain allocates buffers, and the failure may be an out-of-memory error.
         runner.release_all()
-        # An error of a peer is reported by that peer.
+        # A peer that failed reports its own error, so this rank reports none.
         local = None if isinstance(error, PeerStageFailed) else error
         raise ScheduleFailed(local, actions[at], partial(runner.drain, actions, at)) from local
     return [runner.results[micro] for micro in sorted(runner.results)]
@@ -192,7 +192,7 @@ class _ScheduleRunner:
                 self._backward(stage, micro, is_last_backward, split=action.kind is ActionKind.BACKWARD_INPUT)
             case ActionKind.BACKWARD_WEIGHT:
                 later = self._weight_backwards.pop((stage, micro))
-                # False if the stage has no trainable parameters: nothing is left to do.
+                # `later` is false if the stage has no trainable parameters: nothing is left to do.
                 if later:
                     self._callbacks.run_backward(
                         partial(later.backward_weights, self._callbacks.on_weight_backward), is_last_backward
@@ -300,7 +300,7 @@ class _ScheduleRunner:
         else:
             later = self._weight_backwards[stage, micro_batch] = SplitBackward(edges, seeds, kept.input_leaves)
             if later and kept.input_leaves:
-                # Not the last backward of the step: the backward of the weights follows.
+                # False: not the last backward of the step, because the backward of the weights follows.
                 self._callbacks.run_backward(later.backward_inputs, False)
         if stage == 0:
             # No previous stage, hence no SEND_GRADIENT that would remove the state.

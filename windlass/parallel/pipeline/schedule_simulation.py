@@ -58,7 +58,7 @@ class SimulatedSchedule:
 
 
 def list_dependencies(action: Action, stages: int, has_split_backward: bool) -> list[Action]:
-    """Return the compute actions that must end before `action` can begin, on any rank.
+    """Return the compute actions, of all ranks, that must end before `action` can begin.
 
     Args:
         stages: number of stages of the pipeline.

@@ -1,4 +1,4 @@
-"""Message between stages: tensors, and a layout from which the receiver rebuilds the value."""
+"""Message between pipeline stages: the tensors of a value, and a layout from which the receiver rebuilds the value."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from windlass.base.tensor_tree import iterate_tensors as tensors_of
 
 @dataclass(frozen=True)
 class TensorPlaceholder:
-    """Position of a tensor in a message's skeleton."""
+    """Stand-in for a tensor in a message's skeleton (the value without its tensors), with the index of the tensor."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Description of a tensor that the receiver has before the tensor arrives.
+    """Properties of a tensor, sent ahead so that the receiver can allocate memory for it.
 
     Attributes:
         shape, dtype: shape and dtype of the tensor.
@@ -60,7 +60,7 @@ class MessageLayout:
         return [spec for spec in self.tensor_specs if spec.requires_grad]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Rebuild the value with these tensors."""
+        """Rebuild the value, with `tensors` in place of the placeholders."""
         return _map_instances(self.skeleton, TensorPlaceholder, lambda hole: tensors[hole.index])
 
     def matches(self, other: MessageLayout) -> bool:

@@ -99,7 +99,7 @@ class StageTransfers:
     def __init__(self, axis: MeshAxis, device: torch.device, *, has_dynamic_shapes: bool = False) -> None:
         self._axis, self._device, self.has_dynamic_shapes = axis, device, has_dynamic_shapes
         self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # keys: stage, key (see the class)
-        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # the same keys; pickled skeletons
+        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # the same keys; skeletons are pickled
         # Layouts of unfinished micro-batches. Keys: kind, stage, micro-batch. The kind _ACTIVATION is for the output
         # that the stage sends, _GRADIENT for the input whose gradients the stage returns.
         self._active_layouts: dict[tuple[int, int, int], MessageLayout] = {}

@@ -30,9 +30,10 @@ class StageForwardState:
 
 
 class StubModule(nn.Module):
-    """Base of stubs.
+    """Base class of stubs.
 
-    No hooks run around its call: a parameter in a stub belongs to another module, and the stub does not use it.
+    A call runs no hooks, such as those that all-gather parameters: a parameter registered in a stub belongs to another
+    module, and the stub does not use it.
     """
 
     is_stub = True  # marks a module of another stage, so that sharding along other mesh axes skips it
@@ -42,7 +43,7 @@ class StubModule(nn.Module):
 
 
 class StubLayer(StubModule):
-    """Stub of a layer, which passes hidden states on.
+    """Stub that replaces a layer and passes hidden states on.
 
     A stub before the stage's layers returns the stage's input. A stub after them returns the hidden states that it
     receives; the first such stub records them as the stage's output. Plain attributes of the layer, e.g. the type of

@@ -1,11 +1,11 @@
 """Schedules with transfers: the computations, sends and receives of each rank, in an order that can't deadlock.
 
 [Note: one order of transfers] In a simulation the actions of a schedule end in a total order. Results are transferred
-in that order, and every rank starts its halves of the transfers in that order. So a send may block until its receive
-starts: both ranks of the first unfinished transfer have started their halves, or reach them without waiting for another
-transfer. This holds for NCCL, which runs the transfers of a pair of ranks in order, and for sends that block. If the
-order allows, a receive starts one action before the action that needs it, so that the data arrives while the rank
-computes.
+in that order, and every rank starts its halves of the transfers (sends and receives) in that order. So a send may block
+until its receive starts: both ranks of the first unfinished transfer have started their halves, or reach them without
+waiting for another transfer. This holds for NCCL, which runs the transfers of a pair of ranks in order, and for sends
+that block. If the order allows, a receive starts one action before the action that needs it, so that the data arrives
+while the rank computes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _transfers(simulated: SimulatedSchedule, stages: int) -> list[tuple[Action, 
 
 
 def _merge_transfers(actions: RankActions, halves: list[tuple[Action, Action]]) -> RankActions:
-    """Merge a rank's computations with its halves of transfers, in the order of the halves.
+    """Merge a rank's computations with its halves of transfers (sends and receives), in the order of the halves.
 
     A send directly follows the action whose result it sends. A receive precedes the action before its consumer, or
     comes earlier or directly before its consumer if the order of the halves requires it.
@@ -72,7 +72,7 @@ def _merge_transfers(actions: RankActions, halves: list[tuple[Action, Action]]) 
     for half, action in reversed(halves):
         latest = min(latest, places[action] + half.kind.is_send)
         limits.append(latest)
-    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action; last: after all
+    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action, and after the last
     at = 0
     for (half, action), limit in zip(halves, reversed(limits), strict=True):
         position = places[action] + 1 if half.kind.is_send else places[action] - 1

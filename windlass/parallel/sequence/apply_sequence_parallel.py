@@ -116,7 +116,8 @@ class SequenceParallel:
         share: SequenceShard = batch.pop(SHARD_KEY)
         if module.training and self._has_dropout and share.dropout_seed is None:
             share.dropout_seed = self._shared_seed(batch)
-        if batch.get("attention_mask") is None:  # else transformers would detect packed documents in local positions
+        # Without a mask, transformers would take jumps in this rank's positions for boundaries of packed documents.
+        if batch.get("attention_mask") is None:
             ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
             batch["attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
         if "use_cache" in self._argument_names:
@@ -207,7 +208,7 @@ def apply_sequence_parallel(
             "ulysses+ring" swaps among `ulysses_degree` neighbouring ranks, and such groups form a ring.
         ulysses_degree: a divisor of the number of ranks. Default: all ranks for "ulysses", 1 for "ring", otherwise the
             largest divisor that also divides the key heads.
-        zigzag: on a ring, give each rank a part from either end of the sequence, to balance causal attention. Default:
+        zigzag: on a ring, give each rank one part from each end of the sequence, to balance causal attention. Default:
             True.
         pre_sharded: True if batches contain this rank's tokens only. A batch with `SHARD_KEY` counts as sharded in any
             case.

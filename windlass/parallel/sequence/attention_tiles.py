@@ -11,7 +11,7 @@ from windlass.parallel.sequence.sequence_sharding import TokenRange
 from windlass.parallel.sequence.visible_ranges import BatchMask, iterate_visible_rectangles
 
 TileKind = Literal["full", "causal", "band"]
-"""full: all pairs are visible; causal: a square with a visible lower triangle; band: the mask band decides."""
+"""full: all pairs are visible; causal: a square with a visible lower triangle; band: `MaskBand` decides per pair."""
 
 WINDOW_STRIP = 512
 """Number of queries in a tile at the edge of a sliding window. Such a tile has about the square of this number of

@@ -105,8 +105,8 @@ def mark_sharded_batch(
 ) -> dict[str, Any]:
     """Return `batch`, which contains this rank's tokens only, with its `SequenceShard` under `SHARD_KEY`. Collective.
 
-    The parts of the ranks must be consecutive. The batch needs `position_ids`. Labels must be shifted, as
-    `shift_labels` or `labels`.
+    The parts of the ranks must be consecutive. The batch needs `position_ids`. Labels must be shifted
+    already, whether their key is `shift_labels` or `labels`.
 
     Args:
         derive: function that derives the model's positions. Positions equal to the derived ones do not separate

@@ -32,18 +32,18 @@ def apply_long_context(
     Apply tensor and sequence parallelism before this call.
 
     Args:
-        tiled_mlp: number of tokens that an MLP computes at a time; True: the number of features of a token; False: MLPs
+        tiled_mlp: number of tokens that an MLP computes at a time; True: as many as a token has features; False: MLPs
             are not tiled.
         tiled_loss: number of tokens for which logits and loss are computed at a time, if the model trains on labels;
-            True: the tokens of 256 MiB of fp32 logits; False: the loss is not tiled. With a tiled loss the outputs have
-            no logits.
+            True: as many as fit in 256 MiB of fp32 logits; False: the loss is not tiled. With a tiled loss the outputs
+            have no logits.
         recompute: save only the inputs of each layer, and recompute the layer in the backward.
         activation_tier: tier of the saved inputs, "device", "cpu" or "nvme"; None: the configured tier.
         nvme_path: folders for "nvme".
 
     Raises:
         ModelError: the model is not one of transformers; it has no MLP, or its MLPs gather tokens; it has no layer that
-            computes logits, or a loss function of its own; its layers cannot be recomputed; or `activation_tier` is set
+            computes logits; it has its own loss function; its layers cannot be recomputed; or `activation_tier` is set
             without `recompute`.
         ConfigError: the tier is unknown, "nvme" has no folder, or another tier has one.
         StorageError: no files can be created in the folders.

@@ -37,7 +37,8 @@ class SequenceMask:
         self._tiles: dict[int | None, tuple[tuple[Tile, ...], ...]] = {}
 
     def tiles_by_step(self, max_tile_size: int | None) -> tuple[tuple[Tile, ...], ...]:
-        """Return the visible tiles of this group's queries and of the keys that arrive, for each ring step.
+        """Return, for each ring step, the tiles (rectangles with visible pairs) of this group's queries and the keys
+        that arrive.
 
         In step `i` the keys of the group `i` places before this group arrive. All ranks have the same number of steps.
         """

@@ -1,7 +1,7 @@
 """Attention backends of sequence parallelism: `"ulysses"`, `"ring"` and `"ulysses+ring"`.
 
-`use_shard` makes the backend of a batch's shard active for a forward. If another backend is active
-around `use_shard`, it computes the local heads of Ulysses (`local_backend_attention`).
+`use_shard` makes the backend of a batch's shard active for a forward. If `use_shard` is entered while another
+backend is active, that backend computes the heads that this rank has in Ulysses (`local_backend_attention`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def describe_full_mask(shard: SequenceShard, band: MaskBand, device: torch.devic
     for rows in shard.mask:
         for number, seen in enumerate(rows.visible_ranges):
             padding[rows.start : rows.stop, slice(*seen.keys)] = True
-            if seen.queries == seen.keys:  # one document; otherwise all queries of the row see these keys
+            if seen.queries == seen.keys:  # keys of one document; otherwise all queries of the row see these keys
                 documents[rows.start : rows.stop, slice(*seen.keys)] = number
     has_documents = any(seen.queries != (0, length) for rows in shard.mask for seen in rows.visible_ranges)
     return AttentionMask(
@@ -65,7 +65,7 @@ def local_backend_attention(
 
     Args:
         query: `[samples, heads, local tokens, features]`; key, value: the same with as many heads or fewer.
-        heads: the heads of `query` in the layer.
+        heads: range of the layer's heads that `query` contains.
 
     Returns:
         `[samples, heads, local tokens, features of values]`.
@@ -85,7 +85,7 @@ def local_backend_attention(
             mask.local.backend,
             module,
             query,
-            key.index_select(1, key_heads),  # one per query head: key heads may serve unequal numbers of them
+            key.index_select(1, key_heads),  # one per query head: a key head may serve more of them than another
             value.index_select(1, key_heads),
             mask.local.mask,
             scaling=scaling,
@@ -135,7 +135,7 @@ class SequenceBackend(AttentionBackend):
         return SequenceMask(self.shard, band, self._bind_local_backend(band, mask.device))
 
     def _bind_local_backend(self, band: MaskBand, device: torch.device | str) -> BoundMask | None:
-        """Return the backend active around this one, with its mask for full sequences; None if there is no backend.
+        """Return the backend that was active before this one, with its mask for full sequences; None if there was none.
 
         Raises:
             ModelError: the mode is not "ulysses", or the backend cannot compute local heads.
@@ -195,7 +195,7 @@ def use_shard(shard: SequenceShard | None) -> Iterator[None]:
 
 
 def number_layers(model: nn.Module) -> None:
-    """Number the modules of `model`. The number seeds the dropout of a layer, so that layers drop different weights."""
+    """Number the modules of `model`. The number seeds a layer's dropout: layers drop different attention weights."""
     for number, module in enumerate(model.modules()):
         _layer_numbers[module] = number
 
@@ -212,7 +212,7 @@ def _layer_dropout(module: nn.Module | None, probability: float, mask: SequenceM
 
 
 def _check_local_call(layer: str, local: AttentionBackend, dropout: float, arguments: dict[str, Any]) -> None:
-    """Raise a ModelError if `local` cannot compute local heads of this call exactly."""
+    """Raise a ModelError if `local` does not support an argument or the dropout of a call for this rank's heads."""
     unsupported = sorted(name for name in arguments if name not in local.supported_arguments)
     if unsupported:
         raise ModelError(

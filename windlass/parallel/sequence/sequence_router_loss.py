@@ -27,7 +27,7 @@ def install_sequence_router_loss(model: Any) -> None:
 
 
 def _gather_logits(logits: RouterLogits, mask: torch.Tensor | None) -> tuple[RouterLogits, torch.Tensor | None]:
-    """All-gather logits and mask along sp in a forward on sharded sequences. Collective.
+    """All-gather router logits and mask over the sp ranks, if the forward runs on sharded sequences. Collective.
 
     Raises:
         ModelError: a router's logits are not `[samples x tokens, experts]` of this rank's tokens.

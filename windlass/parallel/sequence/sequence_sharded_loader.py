@@ -14,8 +14,9 @@ from windlass.parallel.sequence.apply_sequence_parallel import SequenceParallel
 class SequenceShardedLoader:
     """Data loader of this rank's part of each batch, with its `SequenceShard`.
 
-    The model does not shard such a batch again. Ranks along sp read the same samples: a sampler counts data-loading
-    ranks, and sp is not among their axes. Labels are returned as `labels` and as `shift_labels`, as by `shard_batch`.
+    The model does not shard such a batch again. Ranks along sp read the same samples, because samplers divide samples
+    among the data-loading axes, and sp is not one of them. Labels are returned as `labels` and as `shift_labels`, as
+    `shard_batch` does.
 
     Args:
         loader: yields dicts, the keyword arguments of the model. With `broadcast_from_first` only the loader of the
@@ -88,7 +89,7 @@ class SequenceShardedLoader:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state into the loader, which continues from there."""
+        """Load a state into the loader, which continues from there; no effect without a method `load_state_dict`."""
         if hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state)
 

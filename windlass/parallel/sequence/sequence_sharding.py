@@ -4,7 +4,7 @@
 `ulysses_degree` neighbouring ranks swap tokens for heads. Each of them then holds all tokens of this group of ranks,
 for some of the heads. The groups form a ring and pass keys and values round. If a causal sequence were split into equal
 parts, the last group would attend to all keys, and the first group only to its own. To balance the work, the sequence
-is split into twice as many parts as there are groups, and each group gets one part from either end (zig-zag, as in
+is split into twice as many parts as there are groups, and each group gets one part from each end (zig-zag, as in
 Llama 3, arXiv 2407.21783, section 3.3.2). Only this file computes the distribution; other files use a
 `SequenceSharding`.
 """
@@ -100,7 +100,8 @@ class SequenceShardPattern:
     Attributes:
         ranks: number of ranks along sp.
         ulysses_degree: number of neighbouring ranks that swap tokens for heads; a divisor of `ranks`.
-        zigzag: True if each ring group gets a part from either end of the sequence.
+        zigzag: True if the sequence is cut into twice as many parts as there are ring groups, and group i gets part i
+            from the start and part i from the end.
     """
 
     ranks: int
@@ -119,7 +120,7 @@ class SequenceShardPattern:
 
 
 def make_sharding_from_sizes(sizes: Sequence[int], ulysses_degree: int) -> SequenceSharding:
-    """Return the distribution of a sequence whose ranks hold `sizes` consecutive tokens."""
+    """Return the distribution of a sequence of which each rank i holds `sizes[i]` consecutive tokens."""
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     return SequenceSharding(tuple(((end - size, end),) for size, end in zip(sizes, ends, strict=True)), ulysses_degree)
 
@@ -143,7 +144,7 @@ def _shard_sequence(pattern: SequenceShardPattern, length: int) -> SequenceShard
 
 
 def count_tokens(ranges: Sequence[TokenRange]) -> int:
-    """Return the number of tokens in all ranges."""
+    """Return the total number of tokens in the ranges."""
     return sum(stop - start for start, stop in ranges)
 
 

@@ -24,7 +24,8 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
     """Return the number of neighbouring ranks that swap tokens for heads.
 
     Raises:
-        ConfigError: the mode is unknown, or the degree does not divide the axis or contradicts the mode.
+        ConfigError: the mode is unknown, or `ulysses_degree` contradicts it or does not divide the number of
+            ranks along `axis`.
     """
     if sp_mode not in SP_MODES:
         raise ConfigError(f'sp_mode = "{sp_mode}" is unknown; write "ulysses", "ring" or "ulysses+ring"')

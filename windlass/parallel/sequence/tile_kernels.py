@@ -1,4 +1,4 @@
-"""Kernels for one tile of attention.
+"""Kernels for one tile of attention, i.e. for a range of queries and a range of keys.
 
 Let `L` be the log-sum-exp of all scores of a query. A tile contributes `exp(scores - L) V` to the output, and its
 contribution to every gradient follows from `L` and the output of all tiles (T. Dao, "FlashAttention-2", arXiv
@@ -17,13 +17,13 @@ from windlass.parallel.sequence.attention_dropout import AttentionDropout
 from windlass.parallel.sequence.attention_tiles import Tile
 
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query, key and value `[samples, heads, tokens, features]`, with as many key heads as query heads; or gradients."""
+"""Query, key and value `[samples, heads, tokens, features]`, with equal numbers of heads; or their gradients."""
 
 Attended = tuple[torch.Tensor, torch.Tensor]
 """Output `[samples, heads, queries, features]` and log-sum-exp of the scores `[samples, heads, queries]`."""
 
 MAX_TILE_SIZE = 1024
-"""Bound of either side of a tile for kernels that hold the scores of all its pairs in memory."""
+"""Largest number of queries, and of keys, in a tile, for kernels that hold all scores of a tile in memory."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ScoreSpec:
     Attributes:
         scale: factor of the scores.
         softcap: bound `c` of the scores, which become `c * tanh(score / c)`; None: no bound.
-        mask_band: visible distances, for tiles of the kind "band" and "causal".
+        mask_band: distances (query minus key position) that are visible, for tiles of the kinds "band" and "causal".
         dropout: dropout of the weights; None: no dropout.
     """
 
@@ -47,7 +47,7 @@ class TileKernel(Protocol):
     """Kernel for tiles.
 
     Attributes:
-        max_tile_size: bound of either side of a tile; None: no bound.
+        max_tile_size: largest number of queries, and of keys, in a tile; None: no limit.
     """
 
     max_tile_size: int | None
@@ -67,7 +67,7 @@ class TileKernel(Protocol):
 
 
 class MatmulTileKernel:
-    """Kernel of matrix products, for any tile on any device. It holds the scores of all pairs, in fp32 or better."""
+    """Kernel of matrix products, for any tile on any device. It holds all scores of the tile, in fp32 or fp64."""
 
     max_tile_size: int | None = MAX_TILE_SIZE
 
@@ -173,7 +173,7 @@ class TileKernels:
 
     @property
     def max_tile_size(self) -> int | None:
-        """Bound of either side of a tile; None: no bound."""
+        """Largest number of queries, and of keys, in a tile; None: no limit."""
         return self._plain.max_tile_size if self._fused is None else self._fused.max_tile_size
 
     def kernel_for(self, tile: Tile) -> TileKernel:

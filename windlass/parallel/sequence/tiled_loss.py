@@ -53,7 +53,7 @@ def tiled_loss(
         hidden: `[..., features]`. Under tensor parallelism, pass it through the input hook of a column-parallel layer
             first.
         weight: `[vocabulary, features]`, or this rank's part of the vocabulary.
-        labels: `[...]`, shifted: the label of each token is at its own index.
+        labels: `[...]`, shifted: index i has the label of token i, which is token i + 1.
         tile_tokens: tokens in a tile; None: `get_default_tile_tokens`.
         bias: `[vocabulary]`.
         ignore_index: label of tokens without a loss.
@@ -225,7 +225,8 @@ class TiledLossHead:
         if not self._is_deferring:
             return self._original_forward(hidden)
         given = hidden if self._raw_hidden is None else self._raw_hidden
-        return DeferredLogits(self, given.view_as(given))  # a new tensor, as the output of a layer is
+        # A new tensor: hooks of modules register different gradient hooks on the input and the output of the head.
+        return DeferredLogits(self, given.view_as(given))
 
     def summed_loss(
         self,
@@ -263,7 +264,7 @@ class TiledLossHead:
         return found
 
     def _record_input(self, head: nn.Module, args: tuple[Any, ...]) -> None:
-        """Record the hidden states before other hooks of the head change them; these hooks run in both calls."""
+        """Record the hidden states before other hooks change them: those hooks run again in the head's second call."""
         self._raw_hidden = args[0] if self._is_deferring and self._compute_sum is None else None
 
     def _pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -280,7 +281,7 @@ class TiledLossHead:
 
 
 def install_tiled_loss(model: Any, tile_tokens: int | None = None) -> None:
-    """Let a causal transformers model compute its loss a tile at a time when it trains on labels, in place.
+    """Change a causal transformers model in place: when it trains on labels, it computes its loss a tile at a time.
 
     The model's loss function has to be a `ModelLoss`. The outputs then have no `logits`.
 

@@ -1,4 +1,6 @@
-"""Tiled MLPs. The activation between the two products of an MLP is several times larger than a hidden state."""
+"""Tiled MLPs, which compute a tile of tokens at a time to save memory: the activation between the two products of an
+MLP is several times larger than a hidden state.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None:
-    """Let `module` compute a tile of tokens at a time, in place. Its class, parameters and hooks stay.
+    """Change `module` in place to compute a tile of tokens at a time. Its class, parameters and hooks stay.
 
     Args:
         module: maps `[..., tokens, features]` to the same shape and treats tokens independently. Dropout draws its
             numbers tile by tile.
-        tile_tokens: tokens of all samples in a tile. Default: the number of features of a token, so that the activation
-            between the products has as many elements as the weight of the first product.
+        tile_tokens: number of tokens in a tile, over all samples. Default: the number of features of a token, so that
+            the activation between the products has as many elements as the weight of the first product.
 
     Raises:
         ModelError: the module has no linear layer, or is tiled already.

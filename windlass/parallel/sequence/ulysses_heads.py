@@ -1,8 +1,8 @@
 """Ulysses all-to-all: swaps some tokens with all heads for all tokens with some heads, and back.
 
-S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 N h / P (P - 1) / P` elements per layer
-for N tokens of h features on P ranks, and as many in the backward. The number of heads need not be a multiple of the
-number of ranks: then the first ranks have one head more, and some ranks may have no head. A rank gets the heads of keys
+S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 (N h / P) (P - 1) / P` elements per layer
+for N tokens of h features on P ranks, and as many in the backward. If the number of heads is not a multiple of the
+number of ranks, the first ranks have one head more, and some ranks may have no head. A rank gets the heads of keys
 and values that its queries use. With fewer key heads than ranks, a key head goes to several ranks, and its gradients
 are summed on the ranks that hold the tokens.
 """

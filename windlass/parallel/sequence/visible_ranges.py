@@ -15,7 +15,10 @@ from windlass.parallel.sequence.sequence_sharding import TokenRange
 
 @dataclass(frozen=True)
 class VisibleRange:
-    """Queries, and the keys that they see as far as the mask band allows; both are ranges of the full sequence."""
+    """Queries, and the keys that they may attend to unless the causal or sliding-window mask (`MaskBand`) forbids it.
+
+    Both are ranges of the full sequence.
+    """
 
     queries: TokenRange
     keys: TokenRange
@@ -40,7 +43,7 @@ def make_full_mask(samples: int, length: int) -> BatchMask:
 
 
 def make_document_mask(position_ids: torch.Tensor, samples: int) -> BatchMask:
-    """Return the mask of packed documents, whose tokens see only their own document.
+    """Return the mask of packed documents, whose tokens attend only to their own document.
 
     A document begins where a position is not its predecessor plus one, as in transformers.
 
@@ -56,7 +59,7 @@ def make_document_mask(position_ids: torch.Tensor, samples: int) -> BatchMask:
 
 
 def make_padding_mask(attention_mask: torch.Tensor) -> BatchMask:
-    """Return the mask in which every query sees the keys where `attention_mask`, `[samples, length]`, is not zero."""
+    """Return the mask in which each query attends to the keys where `attention_mask` (`[samples, length]`) is not 0."""
     length = attention_mask.shape[-1]
     real = (attention_mask != 0).to(torch.int8).cpu()
     edges = torch.nn.functional.pad(real, (1, 1)).diff(dim=-1)

@@ -173,7 +173,7 @@ class _PlanApplier:
             return
         gathered = (
             sequence is not None and shard.chain in self._attention_chains()
-        )  # the hook on the attention module gathers once for all its columns
+        )  # the hook on the attention module gathers the sequence once for all its column-parallel layers
         before = None if gathered else ColumnInputHook(input_hook, sequence)
         (select_needed_rows if shard.style is ShardStyle.COLUMN_SHARED else shard_column)(
             layer, shard, input_hook, before
@@ -218,8 +218,8 @@ class _PlanApplier:
         return {self._output_shard(heads.module_name).chain for heads in self._plan.head_partitions}
 
     def _input_hook(self, chain: str) -> ChainInputHook:
-        """Return the input hook of a chain. The shared random generator is restored when the module that contains the
-        chain returns.
+        """Return the input hook of a chain of column- and row-parallel layers. The shared random generator is restored
+        when the module that contains the chain returns.
         """
         if chain not in self._input_hooks:
             draws = LocalRng(self._axis) if self._has_dropout else None

@@ -91,8 +91,8 @@ def trace_known_layers(name: str, block: nn.Module, covered: Collection[str]) ->
 
 
 def _is_covered(entries: Sequence[PlanEntry], covered: Collection[str]) -> bool:
-    """Return True if there is an entry for the module that holds these layers, or for a module around it or inside
-    it."""
+    """Return True if `covered` names the module that contains the layers of `entries`, or a module around or inside
+    that module."""
     holder = _parent_name(entries[0].name)
     return any(is_inside(one, holder) or one == holder or is_inside(holder, one) for one in covered)
 
@@ -220,7 +220,7 @@ def _trace_chain(
 
 
 def _find_row(layers: Sequence[LinearLayer], hidden_size: int | None) -> LinearLayer | None:
-    """Return the layer that takes the outputs of all others, or None if the layers form no such chain."""
+    """Return the layer that takes the outputs of all other layers, or None if no layer's sizes fit."""
     for row in reversed(layers):
         columns = [layer for layer in layers if layer is not row]
         if hidden_size is not None and row.out_features != hidden_size:
@@ -234,8 +234,8 @@ def _find_row(layers: Sequence[LinearLayer], hidden_size: int | None) -> LinearL
 
 
 def _norm_between(module_name: str, modules: dict[str, nn.Module], features: int, outside: int) -> str:
-    """Return the name of a module in `module_name` with a parameter for each feature between the layers, or "" if there
-    is none.
+    """Return the name of a module inside `module_name` that has a parameter of shape `[features]`, such as a norm
+    between the layers, or "" if there is none, or if `outside` is equal to `features`.
     """
     if features == outside:
         return ""

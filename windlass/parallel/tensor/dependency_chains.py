@@ -44,7 +44,7 @@ class DependencyChain:
 
 def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyChain]:
     """Assign to each row layer its column layers: those that name the row layer, otherwise those in the nearest module
-    that contains both. A gathered column that remains is a chain of its own.
+    that contains both. A gathered column layer without a row layer is a chain of its own.
 
     Raises:
         ModelError: a `COLUMN` layer has no row layer, or a `ROW` layer has no column layer.

@@ -18,12 +18,12 @@ def fit_experts_to_local_features(
 ) -> None:
     """Hook a module of experts with sharded weights so that it sums the outputs over the ranks.
 
-    Inputs pass through `copy_to_parallel_region`: the hidden states, and the weights of each token's experts, whose
+    Inputs pass through `copy_to_parallel_region`: the hidden states, and the router's weights of each token, whose
     gradient is a sum over features too. The hooks wrap all other hooks of the module, such as a dispatch of tokens to
     other ranks.
 
     Args:
-        full_size, local_size: features of one expert in total, and on this rank.
+        full_size, local_size: number of features of one expert in total, and on this rank.
         bias: name of the output bias, which only the first rank adds; None: no bias.
     """
     for name in _SIZE_ATTRIBUTES:
@@ -69,8 +69,8 @@ class ExpertsReduceHook:
 
 
 class FirstRankBias:
-    """Hooks around experts that replace the output bias by zeros, on all ranks but the first. An instance attribute
-    shadows the parameter.
+    """Hooks that replace the experts' output bias by zeros during the forward, on all ranks but the first. An instance
+    attribute shadows the bias parameter during this time.
     """
 
     def __init__(self, name: str) -> None:

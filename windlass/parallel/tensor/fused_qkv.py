@@ -2,7 +2,7 @@
 
 The layout does not follow from the sizes: the same matrix may hold all queries, then all keys, then all values, or
 alternate head by head. Only known modules are therefore sharded automatically; others need an entry in the user's
-table.
+table of layers to shard.
 """
 
 from __future__ import annotations

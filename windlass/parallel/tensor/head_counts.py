@@ -22,7 +22,7 @@ HEAD_DIM_ATTRIBUTES = ("head_dim", "head_size", "attention_head_size", "d_head",
 
 
 def is_attention(module: nn.Module, columns: Sequence[LinearLayer]) -> bool:
-    """Return True if the module has a head count, or a layer named like queries, keys, values or all three."""
+    """Return True if the module has a head count, or a layer named like a query, key, value or fused projection."""
     known = {*QUERY_NAMES, *KEY_NAMES, *VALUE_NAMES, *FUSED_NAMES}
     return find_positive_int(module, QUERY_COUNT_ATTRIBUTES) is not None or any(
         column.leaf_name in known for column in columns
@@ -30,7 +30,7 @@ def is_attention(module: nn.Module, columns: Sequence[LinearLayer]) -> bool:
 
 
 def find_positive_int(module: Any, names: Sequence[str]) -> int | None:
-    """Return the first positive integer among these attributes, or None."""
+    """Return the first positive integer among the attributes `names` of a module, or None."""
     for name in names:
         value = getattr(module, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

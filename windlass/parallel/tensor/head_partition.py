@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from windlass.base.errors import ModelError
 from windlass.parallel.placement import compute_shard_range
 
-# Limit on the largest share, relative to an even share, of a partition that keeps query heads with a common key head
-# on one rank.
+# Query heads with a common key head stay on one rank if the largest number of heads on a rank is at most this multiple
+# of an even share.
 _MAX_IMBALANCE = 1.25
 
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """Partition of the heads of one attention module over the ranks of the axis.
+    """Partition of the heads of one attention module over the ranks of the tensor-parallel axis.
 
     Query head `h` attends to key and value head `h // queries_per_key`, as in all models of transformers.
 
@@ -58,8 +58,8 @@ class HeadPartition:
         return stop - start, last - first if order is None else len(order)
 
     def repeated_keys(self, rank: int) -> tuple[int, ...] | None:
-        """Return, for each key head in this rank's attention, its index in `key_range`, or None if no key head is
-        repeated.
+        """Return None if no key head is repeated, else for each key head in this rank's attention its index in
+        `key_range`.
         """
         start, stop = self.query_ranges[rank]
         first, last = self.key_range(rank)
@@ -74,9 +74,9 @@ def partition_heads(
 ) -> HeadPartition:
     """Distribute query heads over the ranks. The first ranks have more heads if they cannot be distributed evenly.
 
-    Query heads with a common key head stay on one rank if there are enough groups, and if `keep_groups` is set or the
-    largest share grows by at most a quarter. Keys and values are then sharded too. Otherwise neighbouring ranks share
-    key heads.
+    Query heads with a common key head stay on one rank if there are at least as many key heads as ranks, and if
+    `keep_groups` is set or the largest share grows by at most a quarter. Keys and values are then sharded too.
+    Otherwise neighbouring ranks share key heads.
 
     Args:
         keep_groups: True if query heads cannot be separated from their key head.

@@ -1,4 +1,4 @@
-"""Entry of replicated activations into sharded layers."""
+"""Input hook that several sharded layers share: it copies or all-gathers their common input once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from windlass.parallel.tensor.local_rng import LocalRng
 
 
 class ChainInputHook:
-    """Common input of a chain's column layers.
+    """Hook that provides the common input of a chain's column layers (`DependencyChain`).
 
     Queries, keys and values are computed from the same hidden states. A separate `copy_to_parallel_region` in each
     layer would cost three all-reduces in backward. The first layer called therefore applies it, and the other layers
     reuse the result if they receive the same tensor.
 
     Attributes:
-        gathered_sizes: tokens of each rank along dim -2 in the last all-gather, if activations are sharded along the
-            sequence.
+        gathered_sizes: numbers of tokens of the ranks along dim -2 in the last all-gather, if activations are sharded
+            along the sequence.
         local_rng: random generator of the chain, or None if the model has no dropout.
     """
 

@@ -19,8 +19,8 @@ class LayerStack:
     Attributes:
         layers: names of the layers.
         full_sequence_modules: modules in these layers that receive full sequences and compute the same on all ranks.
-        chains: names of chains of column layers and a row layer; the columns all-gather the sequence, and the row
-            reduce-scatters it.
+        chains: names of chains; each is one or more column-parallel layers, which all-gather the sequence, and a
+            row-parallel layer, which reduce-scatters it.
         partial_parameters: parameters that are applied to a part of the sequence only.
     """
 
@@ -31,7 +31,7 @@ class LayerStack:
 
 
 def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerStack]:
-    """Return the layer stacks of a model in which the plan shards a module.
+    """Return the layer stacks of a model. The plan shards a module in each of their layers.
 
     A layer without shards ends a stack: it needs full sequences, or it is a stub for a layer of another pipeline stage.
 
@@ -105,8 +105,8 @@ def _chains_in(name: str, plan: TensorParallelPlan) -> set[str]:
 
 
 def _is_token_wise(name: str, child: nn.Module, plan: TensorParallelPlan) -> bool:
-    """Return True if all layers of the module are sharded, so that it can gather and scatter the sequence, or if it has
-    only norms.
+    """Return True if a module can receive a part of the sequence: it has only norms and sharded layers, which gather
+    and scatter the sequence.
     """
     here = [shard for shard in plan.shards if shard.name == name or is_inside(shard.name, name)]
     if any(

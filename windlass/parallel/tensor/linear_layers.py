@@ -86,7 +86,7 @@ def get_adapter_base_layer(module: nn.Module) -> nn.Module | None:
 
 
 def has_plain_lora(adapter_module: nn.Module) -> bool:
-    """Return True if the adapters only add products: no norms of full rows (DoRA), no other tuners."""
+    """Return True if the adapters only add matrix products: no variant of LoRA, such as DoRA with its row norms."""
     return not getattr(adapter_module, "lora_variant", None) and not len(
         getattr(adapter_module, "lora_magnitude_vector", ())
     )

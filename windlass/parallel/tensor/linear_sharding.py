@@ -1,5 +1,7 @@
 """In-place sharding of linear layers, by hooks around a module's own forward, or by a new forward if it must be
 computed in parts.
+
+A chain consists of column-parallel layers and the row-parallel layer that takes their outputs.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def shard_column(
     """Shard the output features of a layer.
 
     Args:
-        input_hook: the input hook of the chain.
+        input_hook: input hook of the layer's chain, shared by its column layers.
         column_hook: hook that applies `input_hook` to the layer's input; None if the input already passed it.
     """
     axis = input_hook.axis
@@ -131,7 +133,7 @@ def shard_row(
     """Shard the input features of a layer.
 
     Args:
-        input_hook: the input hook of the chain, which ends here.
+        input_hook: input hook of the layer's chain, which ends with this layer.
         sequence_sharding: shards the layer's output along the sequence; None: the output is replicated.
         tp_overlap_chunks: see `row_parallel_linear`.
     """
@@ -277,7 +279,7 @@ class RowParallelForward:
 
 
 class TailInputHook:
-    """Forward hook of a replicated layer: pass the last output features through `copy_to_parallel_region`."""
+    """Forward hook of a replicated layer: sum the gradient of the last output features over ranks in the backward."""
 
     def __init__(self, axis: MeshAxis, features: int) -> None:
         self._axis, self._features = axis, features

@@ -29,7 +29,7 @@ def fit_attention_to_local_heads(
     """Set the head counts of the module to those of this rank.
 
     Args:
-        query_features: features of all query heads of the layer, over all ranks.
+        query_features: number of features of all query heads of the layer, over all ranks.
     """
     query, key = head_partition.local_counts(rank)
     size = query_features // head_partition.num_query_heads
@@ -50,8 +50,8 @@ def set_head_counts(module: nn.Module, before: tuple[int, int], after: tuple[int
     """Set the attributes of an attention module that count its heads or their features.
 
     Args:
-        before, after: numbers of query heads and of key heads.
-        size: features of one query head.
+        before, after: numbers of query heads and of key heads, before and after the change.
+        size: number of features of one query head.
     """
     (query, key), (new_query, new_key) = before, after
     numbers = {

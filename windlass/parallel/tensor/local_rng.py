@@ -6,11 +6,13 @@ replicated parameters diverge. Dropout on sharded activations (heads, features o
 between blocks under `tp_sequence_norms`) must drop different elements; otherwise all ranks use the same pattern.
 Therefore:
 
-- All ranks of the axis use generators in the same state. `sync_rng_states` copies the first rank's state, for every
-  model, because no attribute shows that a router draws random numbers. Seeds of ranks along other axes may differ.
-- Between the first column layer of a chain and the chain's row layer, numbers come from a generator seeded with one
-  number of the shared generator and the rank's index. A caller that restores the shared generator (activation
-  checkpointing before a recomputation) thus gets the same numbers again. No other state is saved.
+- All ranks of the tensor-parallel axis use generators in the same state. `sync_rng_states` copies the first rank's
+  state, for every model, because no attribute shows that a router draws random numbers. Seeds of ranks along other
+  axes may differ.
+- Between the first column-parallel layer of a chain and the row-parallel layer at its end, numbers come from a
+  generator seeded with one number drawn from the shared generator, plus an offset for the rank's index. A caller that
+  restores the shared generator (activation checkpointing before a recomputation) thus gets the same numbers again. No
+  other state is saved.
 - If a module between sequence-sharded layers receives full sequences, the shared number is recovered from the rank's
   own seed (`compute_shared_seed`), also in a recomputation.
 - A user's own layers draw inside `windlass.parallel.rng_tracker.rng_tracker.fork()`, after `seed_rng_tracker`.

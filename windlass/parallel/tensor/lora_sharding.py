@@ -35,7 +35,7 @@ def shard_adapters(
     """Shard the adapters of a layer in the same way as the layer. No effect without adapters.
 
     Args:
-        input_hook: the input hook of the chain.
+        input_hook: input hook of the dependency chain (column layers, then a row layer) that the layer belongs to.
         sequence_sharding: sequence sharding of the output of a row layer; None: the output is replicated.
         tp_overlap_chunks: see `linear_sharding.row_parallel_linear`.
     """
@@ -45,7 +45,7 @@ def shard_adapters(
     for down, up in _lora_pairs(layer.name, layer.adapter_module):
         if row:
             shard_row(down, shard, input_hook, sequence_sharding, tp_overlap_chunks)
-            if sequence_sharding is not None:  # each rank applies B to its own tokens only
+            if sequence_sharding is not None:  # each rank applies B to its own tokens only: partial gradients
                 _mark_partial_gradients(up.module, input_hook)
             continue
         _mark_partial_gradients(down.module, input_hook)
@@ -76,7 +76,10 @@ def _mark_partial_gradients(module: nn.Module, input_hook: ChainInputHook) -> No
 
 
 class _SharedRngHook:
-    """Hooks around dropout of a replicated activation, inside a chain that draws rank-specific numbers."""
+    """Hooks around dropout of a replicated activation, inside a chain that draws rank-specific random numbers.
+
+    They switch to the random numbers that all ranks share, so that all ranks drop the same elements.
+    """
 
     def __init__(self, input_hook: ChainInputHook) -> None:
         assert input_hook.local_rng is not None
@@ -92,7 +95,10 @@ class _SharedRngHook:
 
 
 class _LocalRngHook:
-    """Hooks around dropout of a sharded activation, after its chain has ended."""
+    """Hooks around dropout of a sharded activation, after its chain has ended.
+
+    In training they switch to rank-specific random numbers, so that each rank drops elements of its own part.
+    """
 
     def __init__(self, input_hook: ChainInputHook) -> None:
         assert input_hook.local_rng is not None

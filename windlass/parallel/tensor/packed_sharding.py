@@ -32,7 +32,7 @@ _MANY = 64
 
 
 def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis: str) -> None:
-    """Keep only `ranges` of a packed matrix along `dim`: 0, outputs, or 1, inputs. See [Note: parts of packed weights].
+    """Keep only `ranges` of a packed matrix along `dim` (0: outputs, 1: inputs). See [Note: parts of packed weights].
 
     Raises:
         ModelError: see `plan_packed_part`.
@@ -85,7 +85,7 @@ def _find_cuts(
     """Yield `(packed tensor, dimension, ranges that are kept)` for each tensor that is divided."""
     for part, whole in form.file_form(*sizes).items():
         if part == _WHOLE or _try_shape(form, sizes, part, dim, 1) == whole.shape:
-            continue  # one scale for all of the dimension
+            continue  # replicated, e.g. one scale for the full dimension
         double = _shape(form, sizes, part, dim, 2 * sizes[dim])
         grown = [place for place, size in enumerate(whole.shape) if double[place] != size]
         if not grown:
@@ -99,7 +99,7 @@ def _find_cuts(
 
 
 def _place(form: WeightFormat, sizes: tuple[int, int], part: str, dim: int, along: int, edge: int) -> int:
-    """Return the position of the boundary between two ranks in a packed tensor: the index along dimension `along`."""
+    """Convert `edge`, a boundary between ranks in features, to an index along dimension `along` of a packed tensor."""
     size = sizes[dim]
     if edge in (0, size):
         return 0 if edge == 0 else _shape(form, sizes, part, dim, size)[along]

@@ -1,5 +1,5 @@
-"""Construction of a model's plan from its own `tp_plan`, by tracing, and from the user's table, which takes
-precedence."""
+"""Construction of a model's tensor-parallel plan from the model's own `tp_plan`, by tracing, and from the user's table,
+which takes precedence."""
 
 from __future__ import annotations
 

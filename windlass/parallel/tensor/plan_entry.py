@@ -16,7 +16,7 @@ class PlanEntry:
         style: sharding style.
         sections: sizes of fused sections along the sharded dimension, in order; empty: one section.
         heads: number of heads in each section, or in total; empty: deduced from the module.
-        chain: name of the row layer that ends the chain; empty: unknown.
+        chain: name of the row-parallel layer that ends this module's chain of sharded layers; empty: unknown.
         is_from_user: True if the entry comes from the user's table.
     """
 

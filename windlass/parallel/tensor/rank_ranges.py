@@ -9,7 +9,8 @@ from windlass.parallel.placement import Ranges, compute_shard_range
 RankRanges = tuple[Ranges, ...]
 """For each rank of the axis, its ranges `[start, stop)` of a dimension."""
 
-# Grains of features if the ranks do not divide a size: matrix units are efficient at multiples of these.
+# Candidates for the number of features that stay together if `ranks` does not divide `size`: matrix units are
+# efficient at multiples of these.
 _GRAINS = (128, 64, 32, 16, 8)
 
 

@@ -34,7 +34,7 @@ class StackSequenceSharding:
         self.axis = axis
         self._rank_sizes: list[int] = []  # tokens of each rank in the current forward
         self._num_samples = 0  # samples in the current forward
-        # True once the first layer ran on this rank; True once it received a length that does not divide evenly.
+        # flags: the first layer ran on this rank; it received a length that does not divide evenly
         self._has_first_layer, self._is_uneven = (False, False)
 
     def shard_input(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class StackOutputHook:
 
 
 class AttentionGatherHook:
-    """Pre-forward hook of attention: all-gather the hidden states once for all columns of the chain."""
+    """Pre-forward hook of attention: all-gather the hidden states once for all of its column-parallel layers."""
 
     def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding) -> None:
         self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
@@ -116,7 +116,8 @@ class AttentionGatherHook:
 
 
 class FullSequenceHook:
-    """Hooks around a module that needs full sequences and computes the same on all ranks.
+    """Hooks around a module that needs full sequences and computes the same on all ranks: all-gather its input, and
+    return only this rank's part of its output. In training, its random numbers are equal on all ranks.
 
     Args:
         salt: a number unique to the module if it may draw random numbers, else None.

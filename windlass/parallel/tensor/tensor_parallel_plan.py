@@ -19,13 +19,13 @@ class ShardStyle(StrEnum):
     COLUMN = "column"
     """Linear layer with sharded output features and a replicated input."""
     COLUMN_GATHERED = "column, gathered"
-    """As COLUMN, with the output all-gathered."""
+    """Like COLUMN, but the output is all-gathered."""
     COLUMN_SHARED = "column, shared"
     """Linear layer with a replicated weight. Each rank uses only the rows that it needs; ranks may share rows."""
     ROW = "row"
     """Linear layer with sharded input features; the outputs are summed over the ranks."""
     ROW_SPLIT = "row, split"
-    """As ROW, with a replicated input: each rank takes its part of the input."""
+    """Like ROW, but the input is replicated, and each rank takes its part of it."""
     VOCABULARY = "vocabulary"
     """Embedding or output head, sharded along the vocabulary."""
     EXPERTS = "experts"
@@ -49,8 +49,8 @@ class ModuleShard:
     Attributes:
         name: name of the module, or of the parameter (`PARAMETER`).
         style: sharding style.
-        sharded_size: elements along the sharded dimension.
-        rank_ranges: for each rank, the ranges of these elements that the rank holds, or needs (`COLUMN_SHARED`); empty
+        sharded_size: size of the sharded dimension.
+        rank_ranges: for each rank, the ranges of this dimension that the rank holds, or needs (`COLUMN_SHARED`); empty
             if nothing is sharded.
         description: the sharding in words.
         chain: chain of dependent layers that the shard belongs to, by the name of its last layer, whose outputs are
@@ -75,9 +75,9 @@ class TensorParallelPlan:
     """Sharding of a model over `ranks` ranks. `str(plan)` is a table.
 
     Attributes:
-        ranks: size of the axis.
+        ranks: size of the tensor-parallel axis.
         source: description of the plan's origin.
-        shards: shards by module, in the order of the model.
+        shards: one entry for each sharded module or parameter, in the order of the model.
         head_partitions: partitions of the heads of sharded attention modules.
         replicated: linear layers and embeddings that stay replicated on every rank.
     """
@@ -110,7 +110,7 @@ class TensorParallelPlan:
 
 
 def make_cannot_shard_error(name: str, reason: str, *lines: tuple[str, str]) -> ModelError:
-    """Build the error for a module that cannot be sharded, with the reason and an example of table entries."""
+    """Build the error for a module that cannot be sharded, with the reason and examples for `parallel.tensor_table`."""
     shown = ", ".join(f'"{make_name_pattern(module)}": "{style}"' for module, style in lines or ((name, "replicated"),))
     return ModelError(
         f"tensor parallelism can't shard {name}: {reason}. Set its style in parallel.tensor_table, which maps "

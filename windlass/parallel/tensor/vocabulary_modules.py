@@ -16,7 +16,7 @@ from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, make_canno
 
 
 def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:
-    """Return the entries of the modules that are sharded along the vocabulary.
+    """Return the entries of the sharding plan, by module name, for modules that are sharded along the vocabulary.
 
     These are the input and output embeddings of a transformers model, and modules with a `VOCABULARY` entry. Modules
     that share a weight are sharded together or not at all.

@@ -48,7 +48,8 @@ def _message_text(message: Any) -> str:
 
 
 def block_hashes(text: str) -> list[int]:
-    """Return the hash of each prefix of `text` that consists of full blocks, from short to long; at most 4096."""
+    """Return the hash of each prefix of `text` that consists of full blocks, from short to long; at most
+    4096 hashes."""
     hashes: list[int] = []
     known = 0
     for start in range(0, min(len(text) // BLOCK_CHARACTERS, _MAX_BLOCKS) * BLOCK_CHARACTERS, BLOCK_CHARACTERS):
@@ -58,7 +59,7 @@ def block_hashes(text: str) -> list[int]:
 
 
 class ReplicaLoad:
-    """Prefixes that one replica has computed, and its work.
+    """Prefixes that one replica has computed, and its current load.
 
     A set of hashes represents the trie of known prefixes, because the hash of a prefix depends on all of its blocks.
 

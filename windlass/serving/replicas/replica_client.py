@@ -11,7 +11,7 @@ _MAX_HEAD_BYTES = 2**16
 
 
 class ReplicaConnectionError(Exception):
-    """Connection to a replica that could not be made or that ended before the answer."""
+    """Failure to connect to a replica, or end of the connection before the end of the answer."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class ReplicaResponse:
             ReplicaConnectionError: the connection ended before the end of the body.
         """
         if not self._has_body:
-            return  # the answer to HEAD has no body; its length is that of the body for GET
+            return  # the answer to HEAD has no body; its content-length is that of GET
         try:
             if self.headers.get("transfer-encoding", "").lower() != "chunked":
                 left = int(self.headers.get("content-length", "0"))

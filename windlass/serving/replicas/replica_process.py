@@ -22,7 +22,7 @@ from windlass.serving.engine_server import serve_engine
 from windlass.serving.server_settings import ServerSettings
 
 _MAX_ERROR_CHARACTERS = 2**16
-"""Largest length of an error in an answer. The router reads an answer as one line of at most 1 MiB."""
+"""Largest number of characters of an error in an answer. The router reads an answer as one line of at most 1 MiB."""
 
 
 @dataclass(frozen=True)

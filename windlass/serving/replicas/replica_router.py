@@ -87,7 +87,7 @@ class ReplicaRouter:
 
     def _task(self, source: EngineSource, index: int) -> ReplicaTask:
         settings = self.settings
-        # The router checks keys and origins itself, and drains before it stops the replicas.
+        # No keys and origins: the router checks them. No drain time: the router drains before it stops replicas.
         inner = {
             "model_names": list(settings.model_names),
             "max_body_bytes": settings.max_body_bytes,

@@ -45,9 +45,9 @@ def serve_replicas(
 
 
 def replica_environments(source: EngineSource, count: int, num_devices: int) -> list[dict[str, str]]:
-    """Return the environment variables of each replica: those of this process, the replica's GPUs, one for each rank,
-    and OMP_NUM_THREADS, unless it is set, as the number of cores for each rank. With fewer GPUs than a replica has
-    ranks, no GPUs are assigned.
+    """Return the environment variables of each replica: those of this process; the replica's GPUs, one for each rank;
+    and, unless it is set, OMP_NUM_THREADS: the number of cores for each rank. With fewer GPUs than a replica has ranks,
+    no GPUs are assigned.
 
     Args:
         num_devices: number of GPUs that are visible to this process. Replicas share GPUs if there are too few.

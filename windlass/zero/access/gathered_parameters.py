@@ -215,8 +215,9 @@ class GatheredParameters:
                 mark_sharded(parameter, init_shard)
         for parameter, place in self._copied:
             place.unit.privately_held.discard(place.index)
-            place.model.masters.accept_version(parameter)  # changes are discarded, or set in the masters afterwards
-            put_data(parameter, place.unit.views()[place.index])  # a sharded parameter keeps its shape
+            # Changes are discarded, or set in the masters afterwards, so they are not to be detected as edits.
+            place.model.masters.accept_version(parameter)
+            put_data(parameter, place.unit.views()[place.index])  # also restores the shape of a resized one
             if place.unit.shard_state is ShardState.SHARDED:
                 mark_sharded(parameter, place.unit)
         self._copied = []

@@ -58,7 +58,7 @@ class ExponentialMovingAverage:
         self.decay, self.updates, self.name = decay, 0, name
         self._model: ShardedModel = place.model
         self._slots: dict[int, Slot] = {}
-        self._begun: set[int] = set()  # indices of the units whose slots have values
+        self._begun: set[int] = set()  # indices of the units that have an average
         self._applied = False
         place.model.averages[name] = self
 
@@ -180,7 +180,7 @@ class ExponentialMovingAverage:
             )
 
     def pieces(self, *, every: bool = False) -> Iterator[tuple[Unit, Slot]]:
-        """Yield the units to save, with the slot of this rank's span of their averages.
+        """Yield each unit to save, and the slot (memory) that holds this rank's span of its average.
 
         Args:
             every: Include trainable units without an average, for a load that sets all averages.
@@ -211,7 +211,7 @@ class ExponentialMovingAverage:
                 slot.write(average)
 
     def _units(self) -> list[tuple[Unit, Slot]]:
-        """Return the trainable units, each with the slot of this rank's span of its average. Create missing slots."""
+        """Return each trainable unit with the slot (memory) of this rank's span of its average. Create missing ones."""
         averages = []
         for unit in self._model.units:
             chunks = self._model.masters.chunks_of(unit)

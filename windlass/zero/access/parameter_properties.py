@@ -55,7 +55,7 @@ class GradientStore(Protocol):
         ...
 
     def drop(self, place: ParameterLocation, *, zero: bool) -> None:
-        """Drop the parameter's gradient, or set it to zero."""
+        """Drop the parameter's gradient, or set it to zero if `zero`."""
         ...
 
     def refuse(self, place: ParameterLocation, parameter: nn.Parameter) -> None:
@@ -154,7 +154,7 @@ def _set_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         place.model.script_gradients.drop(place, zero=False)
     elif place is not None:
         if isinstance(value, ShardedGradient) and value.place == place:
-            return  # `p.grad = p.grad`
+            return  # the script wrote `p.grad = p.grad`, which changes nothing
         place.model.script_gradients.refuse(place, parameter)
     if isinstance(value, ShardedGradient):
         raise value._error("assignment to another parameter")

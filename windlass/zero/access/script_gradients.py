@@ -19,7 +19,7 @@ class ScriptGradientCallbacks:
 
     Attributes:
         hides_gradients: Returns True if `.grad` reads as None, as in DeepSpeed at stages 1 to 3. Functions named
-            `zero_grad` still read the placeholder.
+            `zero_grad` still read a `ShardedGradient`.
         refuses_external_gradients: Returns True if setting a gradient raises at once.
         keeps_accumulated: Returns True if drops are ignored now, because the engine accumulates gradients of
             micro-batches.

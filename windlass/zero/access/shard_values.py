@@ -103,7 +103,7 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
     """Return the optimizer states of the part that this rank computes with, by name. Collective.
 
     Args:
-        wanted: Names of states. None given: all states that any rank has.
+        wanted: Names of states. No names: all states that any rank has.
 
     Returns:
         Tensors, or other values that the optimizer keeps (a number, a string, a list). Empty before the first step.
@@ -152,7 +152,7 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
     if first.dim() == 0:
         return first
     if not _steps_segments(place.model.update):  # the owner rank keeps the state for all elements
-        is_single = not shape and first.shape == (1,)  # see `OwnedParameter.stepped_shape`
+        is_single = not shape and first.shape == (1,)  # a 0-d parameter, see `OwnedParameter.stepped_shape`
         return (first.view(()) if is_single else first).to(place.model.device)
     if not place.model.policy.state:  # every rank has the state for all elements
         parts = of_ranks[0]
@@ -415,7 +415,8 @@ def _updated(parameter: nn.Parameter) -> ParameterLocation:
 
 
 def _joined(place: ParameterLocation, pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate adjacent pieces. Return a single piece itself, unless it is only a temporary copy from NVMe."""
+    """Concatenate adjacent pieces. A single piece is returned itself, unless it is a temporary copy from NVMe, which is
+    copied."""
     if not pieces:
         return torch.empty(0, device=_step_device(place))
     stays = len(pieces) == 1 and place.unit.state_tier is not Tier.NVME
@@ -438,7 +439,7 @@ def _number(place: ParameterLocation, key: str, value: torch.Tensor) -> torch.Te
     update, parameter = place.model.update, place.unit.parameters[place.index]
     groups = update.optimizer.param_groups if update is not None and key == "step" else ()
     group = next((group for group in groups if any(one is parameter for one in group["params"])), {})
-    if group.get("fused") or group.get("capturable"):  # as in torch's `load_state_dict`
+    if group.get("fused") or group.get("capturable"):  # torch's `load_state_dict` moves the same steps to the device
         return value.detach().to(_step_device(place), torch.float32, copy=True)
     return value.detach().clone()
 
@@ -505,7 +506,7 @@ def assemble(place: ParameterLocation, span: torch.Tensor) -> torch.Tensor:
     """Assemble a tensor of the parameter's shape, on the model's device, from the spans of all ranks. Collective.
 
     Args:
-        span: This rank's state span of a flat tensor over the unit, on any device.
+        span: This rank's shard of a flat tensor of the unit, or the full flat tensor; on any device.
     """
     model, unit = place.model, place.unit
     layout, group = unit.layout, unit.dp_group.group

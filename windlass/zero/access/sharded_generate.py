@@ -89,7 +89,8 @@ def unsharded_for_generation(sharded: ShardedModel) -> Iterator[bool]:
         yield False
         return
     with sharded.runtime.unsharded(units):
-        before, sharded.scheduler.paused = sharded.scheduler.paused, True  # ranks run different numbers of forwards
+        # No agreement on collectives during the context, because ranks run different numbers of forwards.
+        before, sharded.scheduler.paused = sharded.scheduler.paused, True
         try:
             yield True
         finally:

@@ -66,7 +66,7 @@ class SyncPoint(Enum):
 
 
 _SYNC_POINTS = tuple(SyncPoint)
-_REMEMBERED = 64  # phases of a kind in a step that have separate lists; later phases share one list
+_REMEMBERED = 64  # number of phases per step and kind that have separate lists; later phases share one list
 _LATEST = -1
 
 
@@ -141,7 +141,7 @@ class CollectiveScheduler:
         self._gathered_for_peers: deque[Unit] = deque()
 
     def use_board(self, board: AgreementBoard) -> None:
-        """Use `board` to reach agreement with the peers."""
+        """Exchange messages through `board` to reach agreement with the peers."""
         # With peers, collectives must also finish in the agreed order.
         self._board, self._completion.is_active = board, True
         self._has_gathers = any(unit.frees_memory for unit in self._units)
@@ -296,7 +296,7 @@ class CollectiveScheduler:
             self.unshard_synced(unit)
 
     def unshard_synced(self, unit: Unit) -> None:
-        """Start to unshard one unit. All ranks have synced before."""
+        """Start to unshard one unit. The caller ensures that all ranks have synced."""
         if unit.frees_memory and self._board is not None:
             unit.join_unshard()
             unit.unsharded_for_peers = False

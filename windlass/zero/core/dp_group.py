@@ -1,4 +1,5 @@
-"""Data-parallel groups: ranks over which units are sharded and reduced. Experts may have smaller groups."""
+"""Data-parallel groups: ranks over which units are sharded and their gradients reduced. Experts may have
+smaller groups."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from windlass.parallel.placement import PlacementKey
 
 @dataclass(eq=False)
 class DataParallelGroup:
-    """Ranks over which certain units are sharded and reduced.
+    """Ranks over which certain units are sharded and their gradients reduced.
 
     Attributes:
         mesh: Groups of the data ranks. Gradients are reduced over `mesh.data`.

@@ -44,7 +44,7 @@ class StepStatus:
 
 
 class NormVector:
-    """Layout of the flags of units and parameters in the reduced vector.
+    """Layout of the flags of units and parameters in the vector that `reduce_step_status` sums over ranks.
 
     Experts that are separate modules differ between ranks along ep, also in number, so each expert has separate flags.
     Experts that are slices of one parameter share a flag: the parameter is used if any of them is.
@@ -86,7 +86,7 @@ class NormVector:
 
 
 def local_norm_squares(slot: GradientSlot, policy: ShardingPolicy) -> tuple[int, int]:
-    """Return the range `[start, stop)` of a slot's shard whose squares this rank adds.
+    """Return the range `[start, stop)` of a slot's shard whose squares this rank adds to the gradient norm.
 
     Over the data ranks of the slot's group, each element counts once.
     """
@@ -181,7 +181,7 @@ def _values_differ(total: float, squares: float, ranks: int) -> bool:
 def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> None:
     """Sum the first `common` numbers over all ranks, and the others over the dense data ranks."""
     data = mesh.dense.data
-    # Without other axes one all-reduce is sufficient.
+    # If all ranks are data ranks, one all-reduce is sufficient.
     if data.size == mesh.world.size:
         if data.size > 1:
             data.all_reduce(vector)

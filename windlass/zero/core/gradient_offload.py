@@ -22,7 +22,8 @@ class GradientOffloadCallbacks:
 
     Attributes:
         tier_of: Returns the tier of a unit's gradient.
-        make_slot: Makes the slot of an offloaded gradient from name, elements, dtype and tier.
+        make_slot: Allocates host memory or a file range for an offloaded gradient. Arguments: name, number of elements,
+            dtype and tier.
     """
 
     tier_of: Callable[[GradientSlot], Tier]
@@ -76,7 +77,7 @@ class GradientOffload:
         self._ledger.set_held_bytes(f"gradient of {slot.unit.names[0]}", numel * self._dtype.itemsize)
 
     def output_buffer(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the output of a reduction, and True if the sum is added to its content.
+        """Return the buffer that receives a reduction's sum, and True if the sum must be added to the buffer's content.
 
         Args:
             own: This rank's shard of the unit's buffer.
@@ -114,7 +115,7 @@ class GradientOffload:
         if device_has_own_memory(self._device):
             staged = empty_host_tensor(out.numel(), out.dtype, pin=True)
             arrival = copy_to_host(staged, out)
-        slot.norm_squares = None  # squares of this sum alone; the step computes those of the total gradient
+        slot.norm_squares = None  # the old value is for this sum only; the step computes that of the total
         self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(storage, staged)), out))
 
     def finish(self) -> None:

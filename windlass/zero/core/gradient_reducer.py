@@ -64,7 +64,7 @@ class ReducerCallbacks:
     Attributes:
         gradient_weight: Returns the factor of gradients of the running backward, usually 1 / accumulation steps.
         reduces_this_backward: Returns True if the running backward reduces gradients.
-        on_gradient: Called with unit, index and gradient as each gradient arrives; None: not called.
+        on_gradient: Called with unit, index in the unit and gradient as each gradient arrives; None: not called.
         on_reduced: Called with each slot whose reduction has finished. The transfer of the sum to its tier may still be
             in flight.
         on_drop: Called with the name of each parameter whose gradient a script drops, and True if it is only zeroed.
@@ -78,7 +78,7 @@ class ReducerCallbacks:
 
 
 class GradientReducer:
-    """Gradients of all trainable units of one model.
+    """Accumulates, reduces and drops the gradients of all trainable units of one model.
 
     Args:
         units: Trainable units, in model order.
@@ -87,7 +87,7 @@ class GradientReducer:
         callbacks: Callables of the engine and the model.
         accumulation_dtype: Dtype in which gradients are accumulated.
         reduce_dtype: Dtype in which gradients are sent.
-        lowered_reduce_dtype: Dtype in which gradients of lowered units are sent; None: `reduce_dtype`.
+        lowered_reduce_dtype: Dtype in which gradients of units with `Unit.lowered` are sent; None: `reduce_dtype`.
         overlap: Let reductions run during the rest of the backward.
         predivide_factor: Factor of a gradient before the sum over ranks.
         postdivide_factor: Factor of the sum over ranks.
@@ -99,7 +99,7 @@ class GradientReducer:
     Attributes:
         slots: Gradient slots of the trainable units; a slot's index is the number of its unit.
         backward_count: Number of outermost backwards with gradients since the last step.
-        keeps_local_gradients: Reduce nothing; each rank keeps its own full gradients, see [Note: local gradients].
+        keeps_local_gradients: True: reduce nothing; each rank keeps its full gradients, see [Note: local gradients].
         dropped_names: Names of parameters whose reduced gradient was dropped since the last step, in order.
         history_hash: Hash of the order of reductions and drops since the last step, without those of experts.
     """
@@ -151,7 +151,7 @@ class GradientReducer:
         self.dropped_names: list[str] = []
 
     def buffer_requests(self, dp_group: DataParallelGroup) -> list[BufferRequest]:
-        """Return the buffers to allocate for a group.
+        """Return the buffers to allocate for a data-parallel group.
 
         These are two ring buffers if gradients are sharded, else one buffer for each unit.
         """
@@ -338,7 +338,7 @@ class GradientReducer:
         return [bool(slot.written) for slot in self.slots]
 
     def reduce_units(self, wanted: list[bool]) -> None:
-        """Reduce the units marked in `wanted`, equal on all data ranks, and wait for them. Collective."""
+        """Reduce the units marked in `wanted`, and wait for them. Collective; `wanted` is equal on all data ranks."""
         for number, wants in enumerate(wanted):
             if wants:
                 self.start_reduction(number)

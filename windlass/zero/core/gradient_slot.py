@@ -18,13 +18,14 @@ class GradientSlot:
     """Gradient of one unit.
 
     Attributes:
-        buffer: `[padded]`, target of gradients: the unit's own, or borrowed from the ring; None: not borrowed yet.
+        buffer: `[padded]`, target of gradients: the unit's own, or borrowed from the ring of buffers that
+            units share; None: not borrowed yet.
         ring_index: Index of the borrowed buffer in the ring; None if none is borrowed.
         unreduced_copy: `[padded]`, private memory for gradients that cannot stay in the ring: under `no_sync`, or if
             all ring buffers are lent.
         shard: `[state span]`, reduced, on the device; `[padded]` while gradients stay local. If `buffer` is the unit's
             own, a view of it, or a copy once the buffer is written again.
-        storage: Slot of the reduced shard, if that is offloaded to host or NVMe; `shard` is None then.
+        storage: Host memory or file range of the reduced shard, if it is offloaded; `shard` is None then.
         spare_storage: Second storage, for the gradient that a delayed update uses.
         handed_over: True if `spare_storage` has a gradient that a running update uses, False if the running update has
             no gradient of the unit; None if no update runs.

@@ -110,8 +110,8 @@ def register_block_hooks(
 ) -> list[RemovableHandle | ObservedModules]:
     """Unshard the units of `block` before its forward and its backward, and reshard them afterwards.
 
-    In the backward of the model, torch calls no hook on tensors inside a transform of torch.func. So the units of a
-    block that runs inside a transform stay unsharded until the step.
+    In the backward of the model, torch does not call hooks that were registered on tensors inside a transform of
+    torch.func. So the units of a block that runs inside a transform stay unsharded until the step.
 
     Args:
         inner: Modules of the block that belong to no other block inside it.

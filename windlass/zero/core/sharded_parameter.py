@@ -11,7 +11,8 @@ functions (e.g. C++ that received the data) reads NaN. torch itself rejects in-p
 [Note: version of freed values] Autograd saves aliases of a parameter's values, which are freed while its unit is
 sharded. A backward whose start no hook detects (e.g. the block stored an output in a closure) would read freed memory:
 zeros, garbage, or a crash. So the version counter of a parameter is raised by `FREED` when its values are freed, and
-lowered when they are gathered again, and torch refuses to read an alias in between. `version_of` leaves this mark out.
+lowered when they are gathered again, and torch refuses to read an alias in between. `version_of` does not count
+`FREED`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ raw_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
 put_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
 
 FREED = 1 << 30
-"""Mark in the version counter of a parameter whose values are freed."""
+"""Number added to the version counter of a parameter while its values are freed."""
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STATE_DICT = nn.Module._save_to_state_dict.__code__
@@ -152,7 +153,7 @@ class ShardedParameter(nn.Parameter):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = call_name(function)
-        # E.g. `module.to(device)` of a model with sharded parameters: the configuration sets the tier of the shards.
+        # E.g. `module.to(device)` leaves sharded parameters unchanged: the configuration sets the tier of the shards.
         if args and isinstance(args[0], ShardedParameter) and _is_no_op(name, args, kwargs or {}):
             return args[0]
         if _callbacks is not None and name in _SHAPE_CALLS:
@@ -247,7 +248,7 @@ class _StandIn(torch.Tensor):
     """Stand-in for the values of a sharded parameter. Metadata calls return results; all other calls go to `_use`."""
 
     _parameter: nn.Parameter
-    _comes_from = ""  # name of the call in errors of pickle and deepcopy; empty: "pickle" and "deepcopy" themselves
+    _comes_from = ""  # call that errors of pickle and deepcopy name; empty: "pickle" or "deepcopy"
 
     @classmethod
     def __torch_function__(
@@ -271,12 +272,12 @@ class _StandIn(torch.Tensor):
 
 
 class ShardedParameterCopy(_StandIn):
-    """Copy of a sharded parameter in another dtype or normalized by `weight_norm`, without values.
+    """Placeholder for the result of a cast or of `weight_norm` on a sharded parameter that cannot be gathered.
 
-    A cast or `weight_norm` returns this copy if the parameter cannot be gathered. An initializer overwrites the copy
-    without reading it, and the copy then becomes an ordinary tensor. Examples, whose callers drop the result:
+    It has a shape and a dtype, but no values. An initializer that overwrites all values makes it an ordinary tensor; a
+    call that reads values raises ShardedParameterError. It exists for initializers whose results are dropped:
     `init.normal_(weight.float())` in transformers 5.8, and `init.normal_(conv.weight)` of a convolution with
-    weight_norm. A call that reads values raises the error of the parameter.
+    weight_norm.
     """
 
     @classmethod
@@ -353,7 +354,7 @@ class StateDictStub(_StandIn):
 
 
 def version_of(parameter: nn.Parameter) -> int:
-    """Return the version of a parameter's values, which an in-place change increments, without the mark `FREED`."""
+    """Return the version of a parameter's values without `FREED`. In-place changes increment it."""
     return parameter._version & (FREED - 1)
 
 

@@ -1,4 +1,4 @@
-"""Sharding policy: the kinds of slots that a ZeRO stage shards."""
+"""Sharding policy: the kinds of tensors (parameters, gradients, states) that a ZeRO stage shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """Kinds of slots that are sharded over the data-parallel group of their unit.
+    """Kinds of tensors that are sharded over the data-parallel group.
 
     Attributes:
         stage: Configured ZeRO stage. On one rank without offload the other attributes are False at any stage.
@@ -24,7 +24,7 @@ class ShardingPolicy:
 
     @property
     def can_keep_local_gradients(self) -> bool:
-        """Return True if each rank can keep its local gradients until the step, as at stages 0 and 1.
+        """Return True at stages 0 and 1, where each rank can keep its local gradients until the step.
 
         The result does not depend on the number of ranks, so that no configuration is valid only on some numbers of
         ranks.

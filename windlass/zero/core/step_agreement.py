@@ -26,7 +26,8 @@ T = TypeVar("T")
 class StepAgreement:
     """Agreement of all ranks before a step, in one exchange of the step status.
 
-    A second exchange follows if some ranks still have unreduced gradients, or if replicas of a parameter are summed.
+    A second exchange follows if some ranks still have unreduced gradients, or if gradients are summed over
+    replicas of a parameter.
     The constructor is collective over all ranks.
 
     Args:
@@ -66,7 +67,7 @@ class StepAgreement:
             flags: Numbers to sum over ranks in the same exchange. `StepStatus.flags` has their sums, then the number of
                 ranks for which `has_local_failure` returned 1.
         """
-        # The norm needs the final sums.
+        # Finish the reductions in flight: the norm needs the summed gradients.
         self._gradients.finish()
         self._replicas_summed = False
         status = self._reduce_status(flags)
@@ -105,8 +106,8 @@ class StepAgreement:
         """Raise an error for `StepStatus.diverged`. Collective over the data ranks, whose status is equal.
 
         Raises:
-            ModelError: always. The message distinguishes gradients that the script dropped from a step that raised on
-                some ranks only.
+            ModelError: always. The message names the cause: the script dropped gradients on some ranks only, or a step
+                raised on some ranks only.
         """
         ranks, drops = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.dropped_names)
         if not any(drops):

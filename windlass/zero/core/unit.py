@@ -47,7 +47,8 @@ class UnitCallbacks:
     Attributes:
         unshard_for_current_block: Unshards a unit until the end of the running block. Returns False if no block runs
             forward.
-        enqueue: Returns an all-gather that was just started, wrapped to finish after all earlier collectives.
+        enqueue: Takes an all-gather that was just started, and wraps it so that it finishes after all earlier
+            collectives.
     """
 
     unshard_for_current_block: Callable[[Unit], bool]
@@ -62,13 +63,13 @@ class Unit:
     waits until the owners have published their updates. On other transports, or if the parameters are offloaded, the
     memory of `full` is freed and allocated again under the same tensor object. Views that autograd saved alias `full`,
     so they hold the right values again after the gather before their backward. No other unit uses the tensor `full`. A
-    sharded parameter keeps its shape, but all its elements are one NaN (see sharded_parameter.py), so that every
-    accidental use is visible.
+    sharded parameter keeps its shape, but all its elements are the same NaN in memory (see sharded_parameter.py), so
+    that every accidental use is visible.
 
     Attributes:
         full: `[layout.padded]` in `dtype`. Parameters are views of it while the unit is unsharded.
         frees_memory: Resharding frees the memory of `full`. If False, resharding only marks the parameters as sharded.
-        lowered: Gradients are sent in the lowered reduce dtype of the settings.
+        lowered: Gradients are sent in `ZeroSettings.lowered_reduce_dtype`.
         unstepped: No parameter is in a group of the optimizer now, so a step leaves the gradient: see [Note: gradients
             that stay].
         dp_group: Ranks over which the unit is sharded and reduced.
@@ -76,7 +77,7 @@ class Unit:
         extra_reduce_groups: Further groups over which the reduced gradient shard is summed.
         is_primary_replica: True on the first of the tensor-parallel ranks and pipeline stages that hold the unit; only
             its copy is saved and hashed.
-        norm_weight: Factor for the squares of the unit's elements in the norm.
+        norm_weight: Factor for the squares of the unit's gradient elements in the gradient norm.
         state_start, state_stop: State span: range of `full` whose master weights and optimizer states this rank keeps.
         shard_slot: This rank's shard of the parameters if `frees_memory`; else None, and the shard is part of `full`.
         tier: Tier of the parameters while they are sharded.
@@ -113,7 +114,7 @@ class Unit:
         self.reshards = reshards
         self.shard_state = ShardState.UNSHARDED
         self.users = 0  # number of running block calls and contexts that keep the unit unsharded
-        self.keep_unsharded = False  # a later backward may use the parameters at any time
+        self.keep_unsharded = False  # True if a later backward may use the parameters at any time
         self.state_start, self.state_stop = 0, layout.padded
         self.tier, self.state_tier, self.gather_codec = tier, state_tier, gather_codec
         self.gradient_tier = Tier.DEVICE
@@ -124,9 +125,9 @@ class Unit:
         self.lost_edit_name = ""  # first parameter that a script changed through `.data` before its reshard
         self.privately_held: set[int] = set()  # indices of parameters with a private copy inside GatheredParameters
         self._freed: set[int] = set()  # indices of parameters marked `FREED`, see [Note: version of freed values]
-        self.unsharded_for_peers = False  # gathered for peers before this rank needed it
+        self.unsharded_for_peers = False  # True if gathered for peers before this rank needed the unit
         self._pending: Pending = DONE
-        self._secondary_valid = False  # `secondary_shard` equals the current values
+        self._secondary_valid = False  # True if `secondary_shard` equals the current values
         self._all_ranks_gathered = True  # all ranks have gathered since the values changed
         self.update_count = 0  # number of updates of the local shard
 
@@ -176,8 +177,8 @@ class Unit:
         """Use `buffer` as `full`. The caller then stores the values and calls `finish_init`.
 
         Args:
-            make_shard_slot: Returns a slot for the local shard of a unit that frees `full`. Called with the unit and
-                the number of elements.
+            make_shard_slot: Returns the storage of the local shard, for a unit that frees `full`. Called with the unit
+                and the number of elements.
         """
         self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees_memory = self.reshards and not buffer.shared
@@ -216,7 +217,8 @@ class Unit:
         return local_shard(self.full, self.transport.group.index, self.transport.group.size)
 
     def read_local_shard(self) -> torch.Tensor:
-        """Return this rank's shard of the parameters: a view of `full`, the tensor of the slot, or a copy from NVMe.
+        """Return this rank's shard of the parameters: a view of `full`, the tensor of `shard_slot`, or a copy of
+        values on NVMe.
 
         Pass the shard to `write_local_shard` after a change.
         """
@@ -232,7 +234,10 @@ class Unit:
         return self._views
 
     def store_local_shard(self, values: torch.Tensor) -> None:
-        """Store this rank's shard, given in the parameter dtype on the device, in its slot. Only if `frees_memory`."""
+        """Store `values`, this rank's shard in the parameter dtype on the device, in `shard_slot`.
+
+        Called only if `frees_memory`.
+        """
         assert self.shard_slot is not None
         self.shard_slot.put(values).wait()
 
@@ -268,7 +273,7 @@ class Unit:
                 self._account_memory(self.nbytes)
                 self.transport.allocate_memory(self.buffer)
             transport, ready = self._choose_gather(self.shard_slot, here, backward=backward)
-            # The secondary shard has rounded values already.
+            # The secondary shard has values that the codec rounded already, so it is gathered without the codec.
             buffer = self.buffer if transport is self.transport else replace(self.buffer, codec=None)
             with WaitScope("gather", self.names):
                 gather = transport.all_gather(buffer, elements=self.numel, ready=ready)
@@ -279,7 +284,7 @@ class Unit:
             self.shard_state = ShardState.UNSHARDING
 
     def gather_exact(self) -> list[torch.Tensor]:
-        """All-gather the shards without a codec, into new memory. All ranks have synced before.
+        """All-gather the shards without a codec, into new memory. The caller syncs the ranks first, so that all join.
 
         `full` keeps the rounded values, with which a forward or a backward may still compute.
 
@@ -387,7 +392,7 @@ class Unit:
         return next((n for n, p in zip(self.names, self.parameters, strict=True) if p is parameter), "?")
 
     def point(self) -> None:
-        """Make the parameters without private copies views of `full`, and mark the unit unsharded."""
+        """Make each parameter that has no private copy a view of `full`, and mark the unit unsharded."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if index in self.privately_held:
                 continue
@@ -475,7 +480,7 @@ class Unit:
 
 
 def recapture_parameters(units: Sequence[Unit]) -> None:
-    """Copy parameters that were given other memory into `full`, and make them views of it again.
+    """Copy the values of parameters that have other memory into `full`, and make the parameters views of it again.
 
     Args:
         units: All units of a model that are never resharded.

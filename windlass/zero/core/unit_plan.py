@@ -1,4 +1,4 @@
-"""Plan of a model's units: blocks, and the parameters of each unit."""
+"""Plan of a model's units (groups of parameters that are gathered together): the blocks and parameters of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UnitPlan:
     Attributes:
         blocks: Blocks that use at least one of the parameters.
         persistent: The parameters are never resharded.
-        lowered: Gradients are sent in the lowered reduce dtype of the settings.
+        lowered: Gradients are sent in `ZeroSettings.lowered_reduce_dtype`.
         unstepped: The parameters are trainable, but in no group of the optimizer.
     """
 

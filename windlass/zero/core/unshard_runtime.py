@@ -29,8 +29,8 @@ class BlockCall:
     block: Block
     units: list[Unit] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
-    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (view passed, leaf it replaces)
-    given: Any = None  # (args, kwargs) as passed by the caller, if they have leaves; else None
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (view, input leaf it replaces)
+    given: Any = None  # the caller's (args, kwargs), if `leaves` is not empty; else None
     range_token: int | None = None  # token of the forward's range in a trace; None: not recorded
 
 
@@ -296,7 +296,7 @@ class UnshardRuntime:
     ) -> Iterator[list[torch.Tensor]]:
         """Yield the exact values of a unit's parameters, in their shapes, even if its codec is lossy. Collective.
 
-        The values may be views of `full`, valid only inside the context.
+        The values may be views of the unit's buffer `full`, valid only inside the context.
 
         Args:
             experts_only, names: See `unsharded`.

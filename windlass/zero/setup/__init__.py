@@ -1,1 +1,1 @@
-"""Choices and checks before the first step: units, their tiers and buffers, and equality of the model on all ranks."""
+"""Preparation of the first step: choice of units, tiers and buffers, and a check that all ranks have equal models."""

@@ -1,4 +1,4 @@
-"""Optimizer states from before `initialize`, for parameters that tp or ep has sharded after the states were made."""
+"""Sharding of optimizer states that were made before `initialize` sharded their parameters over tp or ep."""
 
 from __future__ import annotations
 

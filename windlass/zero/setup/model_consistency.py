@@ -53,9 +53,10 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 
 def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
-    """Check that all data ranks have the same number of units, of the same kinds in the same order. Collective.
+    """Check that all data ranks have the same number of units, and that units with the same index agree in dtype and
+    in whether they hold experts, are trainable and are persistent. Collective.
 
-    Ranks identify units by number. The number of experts in a unit may differ.
+    Ranks identify units by index. The number of experts in a unit may differ.
 
     Raises:
         ModelError: the units differ. Raised on all ranks.

@@ -14,10 +14,10 @@ _STAGES = {
 
 
 def sharding_policy(stage: int, shards: int, *, has_offload: bool = False) -> ShardingPolicy:
-    """Return the policy of a stage over `shards` ranks. On one rank nothing is sharded, unless slots are offloaded.
+    """Return the policy of a stage over `shards` ranks. On one rank nothing is sharded without offload.
 
     Args:
-        has_offload: Some slots are offloaded to another tier than the device.
+        has_offload: Parameters, or master weights and optimizer states, are offloaded to host memory or NVMe.
 
     Raises:
         ConfigError: the stage does not exist.

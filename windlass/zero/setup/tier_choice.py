@@ -1,11 +1,12 @@
 """Choice of a tier for the parameters, the gradients and the optimizer states of each unit. Pure arithmetic.
 
 [Note: choice of tiers] In model order, the first units are on NVMe, the next ones in host memory and the last ones on
-the device, with one pair of bounds for parameters and one for master weights and states. A unit's gradients are on the
-tier of its states; if that is NVMe, they may be in host memory instead. All placements of that form, including all
-uniform ones, are compared. So the result is the fastest one that fits, and more memory never makes a step slower. A
-model of many units is divided into at most `_MOST_GROUPS` groups of neighbours, and all units of a group have the same
-tiers. Placements with a single bound, such as a `ratio` of the states, are compared with the bound at every unit.
+the device. The two units at which the tier changes are a pair of bounds: one pair for parameters, another for master
+weights and states. A unit's gradients are on the tier of its states; if that is NVMe, they may be in host memory
+instead. All placements of that form, including all uniform ones, are compared. So the result is the fastest one that
+fits, and more memory never makes a step slower. A model of many units is divided into at most `_MOST_GROUPS` groups of
+neighbours, and all units of a group have the same tiers. A placement with a single bound, such as a `ratio` of the
+states, is not restricted to these groups: its bound is tried at every unit.
 
 The time of a placement is computed from the measured rates: the slowest of the transfers during forward and backward,
 plus the update on the device, plus the slowest other part of the update. A share of every transfer is added, because no
@@ -62,7 +63,8 @@ class FixedBytes:
         device: Units that are never resharded, gradient buffers, and units that are unsharded at the same time, unless
             ranks share the memory of unsharded units.
         device_if_params_offloaded: Units that are unsharded at the same time, if ranks share the memory of unsharded
-            units: only units whose shards are off the device are then unsharded into memory of each rank.
+            units. They share it only for shards on the device: units with shards on other tiers take memory on each
+            rank.
         device_if_offloaded: Buffers of gradients and of reduction errors in transfer to or from another tier, once the
             states of a unit are off the device.
         host_if_offloaded: Buffers of an update on the host, once the states of a unit are off the device.
@@ -140,7 +142,8 @@ def choose_tiers(
     """Return the placement whose step is the shortest of those that fit, see [Note: choice of tiers].
 
     Raises:
-        ConfigError: no placement fits. The message has the nearest one, and the bytes that it lacks on each tier.
+        ConfigError: no placement fits. The message shows the placement that lacks the fewest bytes, and how many it
+            lacks on each tier.
     """
     groups = _Groups(units)
     compared = [_Compared(groups, groups.all_bounds(memory), rates, memory, fixed, traffic)]
@@ -255,7 +258,7 @@ class _Groups:
         return _Bounds(torch.cat([rows, moves_gradients]))
 
     def single_bounds(self, memory: TierMemory) -> _Bounds:
-        """Return the placements with all parameters on one tier and one bound between the states of two tiers."""
+        """Return the placements with all parameters on one tier, and states on at most two tiers with one bound."""
         count = len(self._ends)
         whole = [(0, 0)]
         whole += [(0, count)] if memory.host is not None else []
@@ -274,7 +277,7 @@ class _Groups:
         return _Bounds(torch.tensor(rows, dtype=torch.int64))
 
     def bytes_used(self, at: _Bounds, fixed: FixedBytes, memory: TierMemory) -> dict[Tier, torch.Tensor]:
-        """Return the bytes on each tier, `[n]`."""
+        """Return, by tier, the bytes of each of the `n` placements, `[n]`."""
         end = len(self._ends)
         both = torch.maximum(at.param_host, at.state_host)
         near, far = torch.minimum(at.param_host, at.state_host), torch.maximum(at.param_disk, at.state_disk)

@@ -1,4 +1,4 @@
-"""Bytes of the units of one rank, as the choice of tiers counts them."""
+"""Bytes of the units (parameters that are sharded together) of one rank, for the choice of their tiers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TierSizes:
     block: int
 
     def max_live_numel(self, choice: TierChoice, itemsize: int) -> int:
-        """Return the number of unsharded elements that a placement leaves room for."""
+        """Return the number of elements that may be unsharded at once, in device memory that `choice` leaves free."""
         left = max(0, choice.memory.device - choice.used[Tier.DEVICE])
         return (_LIVE * self.block + left) // itemsize
 

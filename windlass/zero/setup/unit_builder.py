@@ -133,9 +133,9 @@ class UnitBuilder:
         """Give every unit its buffer and its initial values. Collective.
 
         Yields:
-            Each unit with its values in place, and this rank's state span of these values
-            `[state_stop - state_start]`, in the dtype before the cast to `param_dtype`. The span is valid until the
-            next iteration, which reshards the unit.
+            Each unit with its values in place, and this rank's state span of these values (the range whose optimizer
+            states it keeps) `[state_stop - state_start]`, in the dtype before the cast to `param_dtype`. The span is
+            valid until the next iteration, which reshards the unit.
         """
         policy = self._settings.policy
         if not policy.param:
@@ -169,7 +169,7 @@ class UnitBuilder:
         gradients.bind_buffers()
 
     def _place(self, unit: Unit, plan: UnitPlan) -> torch.Tensor:
-        """Store a unit's initial values, and return this rank's state span of them. Collective.
+        """Store a unit's initial values, and return this rank's state span of them, see `fill`. Collective.
 
         Parameters constructed under `zero.Init` are exchanged in shards if possible, else gathered. Other values come
         from the first rank of the data-parallel group.

@@ -1,4 +1,5 @@
-"""Partition of a model into blocks and units."""
+"""Partition of a model into blocks (modules whose parameters are unsharded together) and units (parameters that are
+sharded in one buffer)."""
 
 from __future__ import annotations
 

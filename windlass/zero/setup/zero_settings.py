@@ -88,7 +88,7 @@ class ZeroSettings:
         lowered_reduce_dtype: Dtype in which gradients of `UnitRules.lowered` are sent; None: `reduce_dtype`.
         master_dtype: Dtype of master weights; None: float32, or float64 for float64 parameters.
         state_dtype: Dtype in which the optimizer computes and stores its states; None: that of the master weights.
-        predivide_factor, postdivide_factor: Factors of a gradient before and after the sum over ranks.
+        predivide_factor, postdivide_factor: Factors that multiply a gradient before and after the sum over ranks.
         overlap_comm: Reductions run during the rest of the backward; else the backward waits for each.
         wire_options: Options of wire transports.
         contiguous_gradients: Each gradient is moved from `.grad` to the unit's buffer as it arrives; else all gradients

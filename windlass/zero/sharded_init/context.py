@@ -181,7 +181,7 @@ class Init:
         ]
 
     def _shard_now(self) -> list[nn.Module]:
-        """Shard all unsharded parameters, also those added without a hook. Return the context's modules. Collective."""
+        """Shard all unsharded parameters, also those that no hook registered. Return their modules. Collective."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
         if self._site is not None:
             for module in modules:
@@ -272,9 +272,9 @@ class Init:
                 pack_fitting(module, form)
 
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
-        """Return a parameter for a deferred tensor. If the context shards, get only this rank's shard of the values.
+        """Return a parameter with the values of a deferred tensor, or this rank's shard of them if the context shards.
 
-        Collective if the tensor has no source.
+        Collective if only rank 0 has the values.
         """
         if self._site is None:
             created = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)

@@ -89,7 +89,7 @@ def deferred_tensor(
 
 @dataclass(frozen=True)
 class _CastSource:
-    """Source of another source's values in a dtype to which they were cast."""
+    """Source that reads another source and casts its values to `dtype`."""
 
     source: DeferredSource
     dtype: torch.dtype

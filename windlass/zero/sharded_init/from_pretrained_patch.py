@@ -29,7 +29,7 @@ class FromPretrainedPatch:
     """Replacement of functions of transformers while a model is constructed. `undo` restores them.
 
     Args:
-        computes: True on the rank that converts tensors with full values (rank 0).
+        computes: True on rank 0, which reads tensors in full and converts them.
     """
 
     def __init__(self, *, computes: bool) -> None:
@@ -69,7 +69,7 @@ class FromPretrainedPatch:
             result = original(model, given, checkpoint_files, load_config, *more, **named)
             _refuse_mismatch(
                 result[0] if isinstance(result, tuple) else result, load_config
-            )  # transformers 5.0 returns no tuple
+            )  # transformers 5.0 returns only the first element
             return result
 
         def move(model: Any, missing_keys: Any, *more: Any, **named: Any) -> Any:

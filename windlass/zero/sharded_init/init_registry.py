@@ -51,7 +51,7 @@ class InitRegistry:
         self._labels: dict[int, str] = {}
         self._whole: dict[int, ReferenceType[nn.Parameter]] = {}  # unsharded parameters by number, oldest first
         self._limit = _FLOOR
-        self._kept = self._added = 0  # bytes that were unsharded at the last agreement; bytes unsharded since then
+        self._kept = self._added = 0  # bytes still unsharded after rank 0's last decision; bytes unsharded since then
         self._alone = _uses(torch.empty(1))
 
     def register(self, parameter: nn.Parameter, label: str) -> None:

@@ -113,7 +113,7 @@ class ShardedInit:
         """
         flat = None
         if self.group.index == source:
-            if values.dtype != self.dtype or values.stride() != self.stride:  # shards are in memory order
+            if values.dtype != self.dtype or values.stride() != self.stride:  # shards are in the order of `stride`
                 own = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
                 values = own.copy_(values)
             flat = flat_of(values)
@@ -211,7 +211,7 @@ def scatter(
     Args:
         group: Ranks over which the tensors are sharded.
         source: Index in `group` of the rank that sends.
-        items: `(flat tensor, elements, dtype)`; on the other ranks the tensor is ignored and may be None.
+        items: `(flat tensor, number of elements, dtype)`; on the other ranks the tensor is ignored and may be None.
         device: Device on which the shards are received.
     """
     parts, sends, receives = [], [], []
@@ -250,9 +250,9 @@ def span(numel: int, index: int, count: int) -> tuple[int, int]:
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `tensor` flat, in memory order: a view if they are contiguous in memory.
+    """Return the elements of `tensor` flat.
 
-    Otherwise return a copy in the order of their indices.
+    This is a view in memory order if they are contiguous in memory, else a copy in the order of their indices.
     """
     plain = tensor.detach()
     return plain.as_strided((plain.numel(),), (1,)) if is_dense(plain) else plain.contiguous().view(-1)

@@ -69,7 +69,7 @@ def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, D
 
     Args:
         files: safetensors files. If several have a tensor of the same name, the last one is used.
-        computes: True on the rank that computes with full values (rank 0).
+        computes: True on rank 0, where operations on deferred tensors use the full values.
 
     Raises:
         CheckpointError: see `header`.

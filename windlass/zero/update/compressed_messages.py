@@ -62,7 +62,7 @@ class CompressedMessages:
     """Compressed exchanges over the data-parallel ranks. The first exchange creates the channel.
 
     Args:
-        dp_group: ranks of the exchanges, and the transport whose kind the channel has.
+        dp_group: ranks of the exchanges. The channel is of the same kind as its transport.
         codec: registered name of the codec.
         timeout: maximum wait for a peer in shared memory.
     """
@@ -120,7 +120,7 @@ class CompressedMessages:
             for rank in range(size)
         ]
         wait = self.lists(messages[0].flat.device).start_reduce_scatter(parts, owed, factor=1.0 / size)
-        return lambda: _ignore(wait())  # the means have replaced this rank's parts
+        return lambda: _ignore(wait())  # no result: the means have replaced this rank's parts in place
 
     def start_send(
         self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor] | None = None
@@ -151,10 +151,11 @@ Batch = list[UnitMessage]
 
 
 def in_flight(started: Iterable[tuple[Batch, Callable[[], None]]]) -> Iterator[Batch]:
-    """Yield each batch once its transfer has ended. Start the transfer of the next batch before waiting for it.
+    """Yield each batch once its transfer has ended. The transfer of the next batch starts before the wait for this one.
 
     Args:
-        started: starts the transfer of a batch when it is iterated; yields the batch and a function that waits.
+        started: iterator whose every step starts the transfer of a batch, and yields the batch and a function that
+            waits for the transfer.
     """
     previous: tuple[Batch, Callable[[], None]] | None = None
     for item in started:
@@ -193,7 +194,7 @@ def in_kinds(units: Sequence[Unit]) -> list[Unit]:
 
 def batches_of(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     """Divide units into batches, one message each. All units of a batch have the same `kind`. A batch has at most
-    `_BATCH_NUMEL` elements, or one unit. Equal on all ranks.
+    `_BATCH_NUMEL` elements, or one unit. The batches are equal on all ranks.
     """
     batch: list[Unit] = []
     for unit in units:

@@ -33,7 +33,7 @@ _UNSENT = (WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE, SUMMED)
 Options = dict[int, dict[str, Any]]
 """Hyper-parameters by id of the parameter."""
 Fragments = Callable[[Unit], Iterable[tuple[int, int, torch.Tensor, float]]]
-"""Returns fragments of a unit's parameters: index of the parameter, first element, flat values and their factor."""
+"""Returns fragments of a unit's parameters: parameter index, first element, flat values and a factor for them."""
 
 
 def error_keys(shards_states: bool) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class CompressedPhase:
         chunks: chunks of the update. The caller may append to the list.
         keys: names of the per-rank states.
         codec: registered name of the codec of messages; None: `sign` at stage 0; at stages 1 and 2 `fine_sign`, with
-            smaller blocks, because messages contain gradients there, whose magnitudes differ more than momenta do.
+            smaller blocks, because messages contain gradients there, whose magnitudes vary more than those of momenta.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class CompressedPhase:
 
     @torch.no_grad()
     def send_changes(self, units: list[Unit], changes: dict[int, torch.Tensor]) -> None:
-        """Move the parameters of all ranks by the decoded changes of their owners. Collective.
+        """Send this rank's changes to all ranks, and add all ranks' decoded changes to the parameters. Collective.
 
         Args:
             changes: new values of this rank's span minus the parameters, by unit index. Entries that are sent are
@@ -277,7 +277,7 @@ class CompressedPhase:
                             yield RankState(unit, index, key, values, mean_of_ranks, tier=unit.state_tier)
 
     def _owned_state(self, unit: Unit, index: int) -> OwnedRankState:
-        """Return the error feedback of this rank as an owner of elements of a parameter."""
+        """Return the error feedback that this rank stores as owner of elements of a parameter."""
         span = self.state(SERVER_ERROR, unit)
         pieces = [piece for piece in unit.layout.pieces(*self._owned_range(unit)) if piece.index == index]
         owned = tuple((piece.start, span.narrow(0, piece.offset, piece.numel)) for piece in pieces)

@@ -12,8 +12,8 @@ and the outer step is taken with their mean after step s + T; inner steps contin
 all-reduce ends after step s + T // 2 (s + T if T is 1), at the same step on all ranks. Messages use a separate process
 group: the all-reduce of a step's gradient norm would wait behind them otherwise. After the outer step, parameters are
 `mixing` times the local ones plus `1 - mixing` times the new master weights, so the next message contains a part of the
-changes of the steps in between. A save completes the transfer and contains the mean as a per-rank state, so that a
-resumed run is exact.
+changes of the steps in between. A save completes the transfer and contains the mean change as a per-rank state, so
+that a resumed run is exact.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     States: `step` and `outer_momentum`, and for each rank `local_exp_avg`, `local_exp_avg_sq`, `local_change` and the
     error feedback. With overlapped outer steps also `sent`, 1 from the send of a parameter's change to its outer step,
-    and for each rank `mean_change`, the memory of the message.
+    and for each rank `mean_change`: the buffer of the message, and after its transfer the mean change.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
@@ -99,12 +99,13 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         """See `Update.run`. Collective in steps that send or receive changes; with `overlap_steps` also in the first
         call.
         """
-        # A load may have changed these options since the construction.
+        # Loading a checkpoint may have changed `overlap_steps` and `codec`.
         self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
         if self._overlap:
             self._phase.use_group(self._second_group())
         self._phase.use_codec(self.codec_of(self.optimizer))
-        self._phase.begin()  # also in averaged steps, which use the states of local steps
+        # Steps before `start_step` use the per-rank states too, so checkpoints must contain them.
+        self._phase.begin()
         run = self._run_compressed if self.takes_local_gradients else self._run_reduced
         return self._counted(run(used, divisor, self._phase.options()))
 
@@ -135,7 +136,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                 for segment, mean in self._chosen(messages):
                     self._outer_step(segment, mean, options)
         for batch in self.state_offload.iterate_batches(self._batches):
-            for chunk in batch:  # an outer step also changes units that have no gradient in this step
+            for chunk in batch:  # also units without a gradient have changed: set one, so that they count as updated
                 if chunk.gradient is None and chunk.unit.index in outer:
                     chunk.gradient = outer[chunk.unit.index][chunk.start : chunk.stop]
             yield batch
@@ -164,7 +165,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         return [unit for unit in units if outer_step_due(step, unit, group)]
 
     def _moved(self, messages: Batch, options: Options) -> Batch:
-        """Take an inner step with each gradient."""
+        """Take an inner step with each gradient in `messages`. Return `messages`, whose memory is reused."""
         for segment, gradient in self._chosen(messages):
             self._inner_step(segment, gradient, options)
         return messages
@@ -251,15 +252,15 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
         self.finish_transfers()  # collective; every rank loads a checkpoint, so all ranks get here
-        self._phase.set_key(IN_FLIGHT, kept=IN_FLIGHT in saved)  # `overlap_steps` itself is loaded later
+        self._phase.set_key(IN_FLIGHT, kept=IN_FLIGHT in saved)  # the saved `overlap_steps` is not loaded yet
         return super().open_rank_states(saved)
 
     def _changed(self, unit: Unit, flat: torch.Tensor, options: Options) -> UnitMessage:
-        """Return the message of a unit's changes since its last outer step, of all parameters that took a step. Reset
-        these changes to zero, or mark them as sent if outer steps overlap.
+        """Return a message with the changes of a unit's parameters since the unit's last outer step. Reset the changes
+        to zero, or mark them as sent if outer steps overlap. Parameters without an inner step are left out.
 
         Args:
-            flat: `[padded]` in float32, the memory of the message.
+            flat: `[padded]` in float32, memory into which the changes are written.
         """
         chosen = [False] * len(unit.parameters)
         for segment in self._segments_of(unit):
@@ -275,7 +276,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         return UnitMessage(unit, flat, chosen)
 
     def _outer_step(self, segment: ParameterSegment, mean: torch.Tensor, options: Options) -> None:
-        """Move the master weights by SGD with Nesterov momentum."""
+        """Step the master weights by SGD with Nesterov momentum, with the mean change as gradient."""
         given, momentum = options[id(segment.parameter)], self._inner.state[segment.tensor][OUTER]
         momentum.mul_(given["outer_momentum"]).add_(mean)
         move = mean + momentum.float() * given["outer_momentum"]
@@ -285,6 +286,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 def outer_step_due(step: int, unit: Unit, group: dict[str, Any]) -> bool:
     """Return True if a unit's changes are sent after step `step`.
 
-    A parameter that several pipeline stages hold is in units of different indices, so it follows the steps of unit 0.
+    The unit of a parameter that several pipeline stages share has a different index on each stage. It is therefore sent
+    in the steps of unit 0, on all these stages.
     """
     return fragment_due(step, 0 if unit.kind.shared_stages else unit.index, group)

@@ -1,4 +1,4 @@
-"""Health of the NVMe data of a model, agreed over all ranks. See [Note: a disk that fails]."""
+"""Record of disk failures and failed updates of a model, combined over all ranks. See [Note: a disk that fails]."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class DiskHealth:
         self.update_changed_nothing = False
 
     def has_local_failure(self) -> float:
-        """Return 1 if this rank has lost data, or if not all ranks have received the error of its failed transfer or
-        partial update yet; else 0.
+        """Return 1 if this rank has lost data, or has a failed transfer or partial update whose error has not been sent
+        to all ranks yet; else 0.
         """
         if self.update_error is not None and not self.update_changed_nothing:
             return 1.0
@@ -72,8 +72,8 @@ class DiskHealth:
         Args:
             what: Operation that failed or cannot run, for the message.
             then: Consequence for the model, for the message.
-            loses: The failure damages the state. This is always so if states or parameters were not written, or were
-                damaged on disk.
+            loses: Count every failure as damage to the state. Otherwise only states or parameters that were not
+                written, or were damaged on disk, count as damage.
             among: Exchange only over these ranks, e.g. those of one pipeline stage; None: all ranks.
 
         Raises:
@@ -90,7 +90,9 @@ class DiskHealth:
     def raise_failures(
         self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None
     ) -> None:
-        """Exchange the failures and raise them, as `check` does once any rank has a failure. Collective.
+        """Exchange the failures of all ranks and raise them as one error. Collective.
+
+        `check` calls this once any rank has a failure.
 
         Raises:
             StorageError: a transfer failed. Raised on all ranks.
@@ -133,7 +135,7 @@ class DiskHealth:
             raise StorageError(f"{what}: {error}. State of the model: {LOST if loses else UNTOUCHED}") from error
 
     def raise_local_failure(self) -> None:
-        """Raise StorageError if a transfer of this rank failed and not all ranks have received that yet.
+        """Raise StorageError if a transfer of this rank failed and its error has not been sent to all ranks yet.
 
         The failure stays recorded, so that a later `check` sends it to all ranks.
         """

@@ -109,13 +109,13 @@ class ElementwiseUpdate(OrdinaryUpdate):
         self._page_sums: list[PageSums] = []
         self.add_chunks(chunks)
         for chunk in chunks:
-            # `resident` writes a chunk on NVMe back, with the states that are added here.
+            # `resident` also writes a chunk back to NVMe, with the states that are added here.
             with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
-        """Update these chunks, too. They must be in `masters.chunks` already."""
+        """Include these chunks in all later updates. They must be in `masters.chunks` already."""
         for chunk in chunks:
             segments = self._of_chunk[id(chunk)] = [ParameterSegment(chunk, piece) for piece in chunk.pieces()]
             chunk.state_keys = [segment.tensor for segment in segments]
@@ -137,7 +137,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
                 yield StateEntry(chunk, segment.tensor, piece.index, piece.start, piece.stop, shape)
 
     def rank_states(self) -> Iterator[RankState]:
-        """Yield nothing, because ranks keep equal states, or shards of them."""
+        """Yield nothing, because no state is particular to a rank: ranks keep equal states, or shards of them."""
         return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
@@ -162,7 +162,8 @@ class ElementwiseUpdate(OrdinaryUpdate):
         session = OptimizerStepSession(self.optimizer)
         session.keep_options()
         group_of = self._groups()
-        # Check the user's optimizer: its groups may have changed, and a clone has none before the first part.
+        # Examined in every step, because groups may change. A clone has no groups before its first call, so examine the
+        # user's optimizer.
         self._scales = {
             id(inner): supports_grad_scale(inner if isinstance(inner, CPUOptimizer) else self.optimizer)
             for inner in (self._inner, self._on_device)

@@ -28,7 +28,7 @@ from windlass.zero.update.disk_health import DiskHealth
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload, StateOffloadCallbacks
 from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 
-_KEPT = 0.5  # fraction of the staging memory that stays free if new parameters are kept there for the next forward
+_KEPT = 0.5  # fraction of the staging memory that must be free for new parameters to stay there until the next forward
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class MasterWeights:
     Args:
         slots: gradients of the trainable units.
         limit: maximum elements of a chunk.
-        tiers: tiers, disk and staging pool. The tier of a unit's master weights is `Unit.state_tier`.
+        tiers: disk tier, staging pool, and page-locking. The tier of a unit's master weights is `Unit.state_tier`.
         device: device of the model.
         ledger: receives the bytes of separate master weights on the device.
         health: health of the disk.
-        stage_ranks: ranks that have the same units, where pipeline stages have different ones; None: all ranks.
+        stage_ranks: ranks that have the same units as this rank, if pipeline stages differ; None: all ranks.
         dtype, state_dtype: see `ZeroSettings.master_dtype` and `ZeroSettings.state_dtype`.
         delayed: updates may be delayed; see [Note: delayed update].
         separate: parameters never serve as master weights.
@@ -94,8 +94,8 @@ class MasterWeights:
         self.add_slots(slots)
         self._versions: dict[int, int] = {}
         self._refuses_edits = False  # see `follow_edits`
-        # Parameters whose `.data` a script has read, by id. Changes through `.data` do not increment the version, so
-        # values are compared: by `copy_edits` with the master weights, by `first_edited` with this copy.
+        # Copy of each parameter whose `.data` a script has read, by id. Changes through `.data` do not increment the
+        # version, so values are compared: by `copy_edits` with the master weights, by `first_edited` with this copy.
         # The copy is made by `copy_all_edits`, `follow_edits`, or a late `track_data_edits`; None: there is no copy.
         self._data_snapshots: dict[int, torch.Tensor | None] = {}
         # Master weights of each unit that are neither its parameters nor on NVMe.
@@ -212,7 +212,7 @@ class MasterWeights:
         """Return the master weights of this rank's state span `[state_stop - state_start]`.
 
         The caller must not change them: the result may be the master weights themselves or a copy. Collective if the
-        model keeps data on NVMe, over all ranks that have the unit or the ranks `among`.
+        model keeps data on NVMe: over the ranks `among`, by default over all ranks that have the unit.
 
         Raises:
             StorageError: the master weights cannot be read on some rank, or training cannot continue from the model's
@@ -415,8 +415,8 @@ class MasterWeights:
         """Set the treatment of in-place changes of parameters from now on.
 
         Args:
-            refuses: True: `first_edited` detects them, in `.data` by comparison with the current values. False:
-                `copy_edits` copies them to the master weights.
+            refuses: True: `first_edited` detects changes; it finds those through `.data` by comparison with a copy that
+                is made here. False: `copy_edits` copies changes to the master weights.
         """
         self._refuses_edits = refuses
         for unit in units if self._data_snapshots else ():
@@ -462,7 +462,7 @@ class MasterWeights:
         return next((n for n, p in named if version_of(p) != self._versions.get(id(p))), None)
 
     def remember_versions(self, units: list[Unit]) -> None:
-        """Record the current versions of all parameters of `units`, whose master weights have the same values."""
+        """Record the current versions of all parameters of `units`. Their master weights must have the same values."""
         self._versions.update({id(p): version_of(p) for unit in units for p in unit.parameters})
 
     def _device_span(self, unit: Unit) -> torch.Tensor:
@@ -491,7 +491,7 @@ class MasterWeights:
 
 
 def _copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values` to `masters`, except where `masters` are equal to `values` after rounding to their dtype."""
+    """Copy `values` to `masters`, except where a master weight, rounded to the dtype of `values`, equals its value."""
     wide = values.to(masters.device, masters.dtype)
     torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)
 

@@ -112,9 +112,9 @@ class StateOffloader:
         self._offloaded = []
 
     def _of(self, kind: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield ledger entry and tensors of each slot of this kind that has device memory of its own."""
+        """Yield the tensors of `kind` whose device memory can be freed, with their names in the memory ledger."""
         if kind == "parameters":
-            # Units without a shard slot keep their shard inside the full buffer, which stays on the device.
+            # A unit without a separate shard tensor keeps its shard inside the full buffer, which stays on the device.
             for unit in self._units:
                 shard_slot = unit.shard_slot
                 if shard_slot is None or shard_slot.tensor is None or shard_slot.tier is not Tier.DEVICE:

@@ -136,7 +136,10 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         yield from self._step_chunks(used, options)
 
     def _step_chunks(self, used: dict[int, list[bool]], options: Options) -> Iterator[list[UpdateChunk]]:
-        """Update each batch with the gradient slots (reduced gradients, or results of an exchange), and yield it."""
+        """Update each batch of chunks with the values in the gradient slots, and yield it.
+
+        These values are reduced gradients, or results of an exchange of compressed messages.
+        """
         self._changes = {}
         for batch in self.state_offload.iterate_batches(self._batches):
             for chunk in batch:
@@ -292,7 +295,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
             yield from self._of_chunk[id(chunk)]
 
     def _view(self, flat: torch.Tensor, segment: ParameterSegment) -> torch.Tensor:
-        """Return a fragment of a flat tensor of its unit."""
+        """Return the view of a fragment in `flat`, a flat tensor of the fragment's unit."""
         layout, piece = segment.chunk.unit.layout, segment.piece
         return flat.narrow(0, layout.offsets[piece.index] + piece.start, piece.numel)
 

@@ -89,7 +89,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
 
     @torch.no_grad()
     def _step_batch(self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options) -> None:
-        """Update the parameters of a batch in two passes, with `combine_parts` between them."""
+        """Update the parameters in a list of chunks in two passes, with `combine_parts` between them."""
         # Parameters that are not stepped have a row too, so that all ranks exchange equal numbers of rows.
         parts = [owned for chunk in batch for owned in self._of_chunk[id(chunk)]]
         numbers = torch.zeros(len(parts), 3, dtype=torch.float64, device=batch[0].device)

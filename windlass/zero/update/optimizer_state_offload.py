@@ -66,7 +66,7 @@ class _RecordEntry:
     nbytes: int
 
     def view_in(self, record: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of its record, a uint8 tensor."""
+        """Return the tensor as a view of `record`, the bytes of its record (uint8)."""
         return record[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -154,8 +154,8 @@ class StateOffloadCallbacks:
     """Callables of the model that the transfer of optimizer states calls.
 
     Attributes:
-        state_bytes: Returns the bytes per element of future states for a dtype of master weights. Space for them is
-            allocated with the first write of a chunk, so that a full disk raises before a step begins.
+        state_bytes: Returns the bytes of optimizer states that an element will have, for a dtype of master weights.
+            Space for them is allocated with the first write of a chunk, so that a full disk raises before a step.
         on_fetched: Called with each chunk when its tensors are in memory, also for chunks that always are.
         state_name_of: Returns the parameter name of a state key of a chunk, for messages.
     """
@@ -238,7 +238,7 @@ class OptimizerStateOffload:
                 self._start_store(chunk)
         self._account([chunk for batch in batches for chunk in batch])
         if self._staging is not None and self._record_bytes(batches) != before:
-            self._staging.free_returned()  # the first step creates states, and later ones need larger buffers
+            self._staging.free_returned()  # records grew, e.g. in the first step: free the smaller buffers
 
     def _record_bytes(self, batches: list[list[UpdateChunk]]) -> int:
         """Return the bytes of the records of these batches on NVMe."""
@@ -311,7 +311,7 @@ class OptimizerStateOffload:
             yield
 
     def page_sums(self, chunk: UpdateChunk) -> PageSums | None:
-        """Return the checksums of a chunk's record in memory that are not compared yet; None if there are none."""
+        """Return the checksums of a chunk's record in memory if they have not been compared yet, else None."""
         fetched = self._fetched.get(id(chunk))
         return None if fetched is None else fetched.sums
 
@@ -369,7 +369,7 @@ class OptimizerStateOffload:
         Records that are only being read, e.g. ahead of this step, equal the contents on NVMe and stay in flight.
         """
         for visit in list(self._fetched.values()):
-            if visit.chunk.tier is Tier.NVME and visit.chunk.master is None:  # not unpacked, so unchanged
+            if visit.chunk.tier is Tier.NVME and visit.chunk.master is None:  # record not unpacked, so unchanged
                 self._drop_gradient(visit)
             else:
                 self._start_store(visit.chunk)
@@ -430,7 +430,7 @@ class OptimizerStateOffload:
             visit.gradient_pending = full.load(visit.gradient, chunk.start)
             return
         visit.gradient = source[chunk.start : chunk.stop]
-        # Gradient on the device, update in host memory.
+        # The gradient is on the device and the update in host memory: copy the gradient.
         if not is_stored and chunk.tier is not Tier.DEVICE and device_has_own_memory(self._device):
             on_device, visit.gradient = visit.gradient, empty_host_tensor(chunk.numel, source.dtype, pin=self._pin)
             visit.gradient_pending = copy_to_host(visit.gradient, on_device)

@@ -49,8 +49,8 @@ class OptimizerStepSession:
         self._own = _without(optimizer.__dict__, _NOT_SHARED)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
-        # Plain values after the first part that had parameters, and the keys whose values a part changed. Both have an
-        # entry for each group, and a last entry for the optimizer's attributes.
+        # Plain values (int, float, str) after the first part that had parameters, and the keys whose values a part
+        # changed. Both have an entry for each group, and a last entry for the optimizer's attributes.
         self._after: list[dict[str, Any]] = [{} for _ in range(len(self._options) + 1)]
         self._moved: list[set[str]] = [set() for _ in self._after]
 

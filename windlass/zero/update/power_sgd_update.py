@@ -99,13 +99,13 @@ class PowerSGDUpdate(ElementwiseUpdate):
         for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
             if self._phase.group.size > 1:
                 self._average(messages, groups)
-            else:  # no message: only add errors that a checkpoint of several ranks may contain
+            else:  # one rank sends no message: only add errors that a checkpoint of several ranks may contain
                 add_errors(messages, [self._phase.state(WORKER_ERROR, one.unit) for one in messages])
         yield from batches  # the update reads the approximations in the gradient slots
 
     @torch.no_grad()
     def _average(self, messages: list[UnitMessage], groups: dict[int, dict[str, Any]]) -> None:
-        """Replace local gradients by their mean, approximated for matrices that shrink. Collective."""
+        """Replace local gradients by their mean, approximated for matrices that P and Q make smaller. Collective."""
         size, matrices, whole = self._phase.group.size, list[_Matrix](), list[torch.Tensor]()
         for message in messages:
             for index in (index for index, chosen in enumerate(message.chosen) if chosen):

@@ -2,8 +2,8 @@
 
 See [Note: per-rank states] and [Note: quantized messages]. A checkpoint holds the errors of each parameter, and the
 number of its reductions, which decides when the errors are set to zero. Parameters of a unit may have different numbers
-if the saved run had other units. If the number of ranks has changed, each rank gets an equal share of the sum of the
-saved errors. Errors contain the loss scale, as gradients do.
+of reductions if the saved run had other units. If the number of ranks has changed, each rank gets an equal share of the
+sum of the saved errors. Errors are multiplied by the loss scale, as gradients are.
 
 Errors are on the tier of the unit's optimizer states ([Note: offloaded per-rank states]): a reduction fetches the
 errors of its unit when it starts, and stores them when its last message is encoded.
@@ -73,7 +73,7 @@ class QuantizationErrors:
     def open(self, saved: Collection[str]) -> frozenset[str]:
         """Prepare for the load of a checkpoint that has the per-rank states `saved`: set all errors to zero.
 
-        Return the names of the saved errors and reduction counts if this model does not need them.
+        Return the names in `saved` that belong to quantization errors, if this model has none.
         """
         found = frozenset(saved) & {ERROR, REDUCTIONS}
         self.forget()

@@ -1,11 +1,12 @@
-"""Memory of per-rank states: float32 tensors of units, or slots on the tier of the unit's optimizer states.
+"""Memory of per-rank states: float32 tensors, or slots (storage of one tensor) on the tier of the unit's
+optimizer states.
 
 [Note: offloaded per-rank states] If `offload_optimizer` moves a unit's optimizer states, its per-rank states are on the
-same tier. An exchange fetches the states of the units in one batch of messages, and stores them when the messages have
-arrived. Space on disk is allocated when the update is constructed, so that a full disk raises before the first step. A
-state is zero until it is stored for the first time, and is not transferred before. If a state cannot be read, the
-exchange continues with zeros, because other ranks wait for its message, and does not replace the contents on disk. All
-ranks raise at their next check ([Note: a disk that fails]).
+same tier. An exchange fetches the states of the units whose messages form one batch, and stores them when the messages
+have arrived. Space on disk is allocated when the update is constructed, so that a full disk raises before the first
+step. A state is zero until it is stored for the first time, and is not transferred before. If a state cannot be read,
+the exchange continues with zeros, because other ranks wait for its message, and does not replace the contents on disk.
+All ranks raise at their next check ([Note: a disk that fails]).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _IN_FLIGHT = 2  # number of stores that may be in flight after a `put`
 
 @dataclass(eq=False)
 class _Store:
-    """Transfer of `values`, which must stay alive until its end, to the slot of `state`: a name and a unit index."""
+    """Transfer of `values` to the slot of `state` (a name and a unit index).
+
+    The reference to `values` keeps the memory alive until the transfer has ended.
+    """
 
     pending: Pending
     values: torch.Tensor
@@ -44,7 +48,7 @@ class RankStateMemory:
         self._slots: dict[tuple[str, int], Slot] = {}
         self._stored: set[tuple[str, int]] = set()  # slots that have contents; the others are zeros
         self._stores: list[_Store] = []
-        # count of failed reads of each slot that `fetch` must not report again
+        # by state, the number of failed reads of its slot that `fetch` must not report again
         self._failed_reads: dict[tuple[str, int], int] = {}
         self._unread: set[tuple[str, int]] = set()  # states whose last fetch failed, until their `put`
         self._factors: dict[tuple[str, int], list[float]] = {}  # pending `rescale` factors by state, oldest first

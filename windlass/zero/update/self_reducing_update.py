@@ -63,10 +63,10 @@ class LocalParameter:
 
 
 class RankStates(Mapping[str, torch.Tensor]):
-    """Per-rank states of one parameter by name. Their values are changed in place, `rank_states["error"] += x` too.
+    """Per-rank states of one parameter by name. Change their values in place, e.g. by `rank_states["error"] += x`.
 
     Raises:
-        ModelError: a state that the update does not declare is read, or any state is assigned (`+=` assigns, too).
+        ModelError: `rank_states[key]` is used for a state that the update does not declare, or is given another tensor.
     """
 
     def __init__(self, update: str, parameter: str, states: Mapping[str, torch.Tensor]) -> None:

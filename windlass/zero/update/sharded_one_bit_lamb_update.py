@@ -152,7 +152,9 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
         state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _largest_ratio(self, segment: ParameterSegment, options: Options) -> float:
-        """Return the largest ratio of frozen to current denominator in a fragment."""
+        """Return the largest ratio, in a fragment, of the update's denominator from the frozen variance to that from
+        the current variance.
+        """
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         frozen, current = (lamb_denominator(state[key], given) for key in ("exp_avg_sq", FRESH))
         return float((frozen / current).max())
@@ -162,7 +164,8 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     ) -> torch.Tensor:
         """Return the update without weight decay, for a slice of a fragment."""
         plain = momentum / lamb_denominator(variance, options[id(segment.parameter)])
-        if self.takes_local_gradients:  # a frozen variance of 0: no gradient before the freeze
+        # in compressed steps, do not move elements that had no gradient before the freeze: their frozen variance is 0
+        if self.takes_local_gradients:
             plain.masked_fill_(variance == 0, 0.0)
         return plain
 

@@ -22,7 +22,7 @@ class UpdateChunk:
     """Elements `[start, stop)` of this rank's state span of a unit, which are updated together.
 
     Attributes:
-        slot: gradient slot of the unit.
+        slot: gradient of the unit, with its buffers.
         start, stop: range of elements, counted from the start of the unit's state span.
         tier: tier of master weights and states between steps.
         dtype: dtype of the master weights.
@@ -104,7 +104,7 @@ class StateEntry:
 
 
 def make_chunks(slots: list[GradientSlot], limit: int) -> list[UpdateChunk]:
-    """Divide the state spans of `slots` into chunks, in the order of `slots`.
+    """Divide the state spans of units into chunks, in the order of `slots` (one gradient slot per unit).
 
     A chunk has at most `limit` elements, rounded up to a multiple of 16 (a cache line of float32). The chunks of a unit
     have nearly equal sizes, so that a buffer for one fits the others.

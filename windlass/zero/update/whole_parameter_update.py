@@ -1,4 +1,5 @@
-"""Update with an optimizer that needs full parameters: for norms (LAMB), for matrices (Muon), or for an unknown rule.
+"""Update with an optimizer that needs full parameters: for norms (LAMB), for matrices (Muon), or because its rule is
+unknown.
 
 Each parameter has one owner rank. In a step, the owner receives the fragments of master weight and gradient, runs the
 user's optimizer class on the parameter in its full shape, and sends the fragments of the new weight back. The state
@@ -291,7 +292,8 @@ class WholeParameterUpdate(OrdinaryUpdate):
         return spans
 
     def _collect(self, todo: list[OwnedParameter], *, gradient: bool) -> dict[int, torch.Tensor]:
-        """Send fragments of `todo` to their owners, and return the flat tensors of this rank's parameters. Collective.
+        """Send fragments of `todo` to their owners, and return the flat tensors of the parameters that this
+        rank owns. Collective.
 
         Args:
             gradient: collect gradients instead of master weights.
@@ -326,7 +328,8 @@ class WholeParameterUpdate(OrdinaryUpdate):
         moves = [_PointToPointMoves(dp_group) for dp_group in self._dp_groups]
         for owned in todo:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
-            # Not from `values`: the optimizer may have replaced the tensor's data instead of writing to it.
+            # Read from `owned.tensor`, not from `values`: the optimizer may have replaced the tensor's data instead of
+            # writing to it.
             full = owned.tensor.detach().reshape(-1) if id(owned) in values else None
             for rank, start, stop, offset in self._spans(owned):
                 if rank == me and full is not None:

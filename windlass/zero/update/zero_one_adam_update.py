@@ -127,7 +127,10 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     @torch.no_grad()
     def _added(self, messages: Batch, steps: int) -> Batch:
-        """Add local gradients to their sums. If `steps` is not 0, write means to the messages and reset the sums."""
+        """Add local gradients to their sums.
+
+        If `steps` is not 0, write the means over `steps` steps to the messages and reset the sums.
+        """
         for message in messages:
             summed = self._phase.fetch(SUMMED, message.unit)
             for index in (index for index, chosen in enumerate(message.chosen) if chosen):

@@ -181,7 +181,7 @@ def GatheredParameters(
     yield
     if enabled and modifier_rank is not None:
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            if isinstance(parameter, nn.Parameter):  # DeepSpeed leaves values of a state dict alone too
+            if isinstance(parameter, nn.Parameter):  # as in DeepSpeed, values of a state dict are skipped
                 dist.broadcast(parameter.detach(), modifier_rank)
 
 
@@ -190,7 +190,7 @@ def Init(config_dict_or_path: Any) -> Iterator[None]:
     """Convert the parameters of modules built in this context to the configuration's dtype.
 
     transformers loads models in this context if the script's configuration has stage 3, and then draws other random
-    numbers.
+    numbers than outside of it.
     """
     init_distributed()
     built: list[nn.Parameter] = []

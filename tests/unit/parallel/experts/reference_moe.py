@@ -103,7 +103,7 @@ def _chosen(
 def _kept(
     chosen: list[list[int]], scores: list[list[Tensor]], number: int, count: int, words: Words
 ) -> list[list[int]]:
-    """Return the choices of each token without those over the capacity of an expert."""
+    """Return the experts that each token chose, without choices beyond an expert's capacity."""
     if words.factor is None:
         return chosen
     room = max(-(-round(number * words.factor * words.k * 1000) // (count * 1000)), words.minimum)

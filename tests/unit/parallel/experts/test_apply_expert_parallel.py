@@ -26,7 +26,7 @@ from windlass.parallel.placement import get_placement, has_placement
 
 
 def axis(ranks: int, index: int = 0) -> MeshAxis:
-    """Return one rank's position along an axis that sends nothing."""
+    """Return an axis of `ranks` ranks as rank `index` has it, without a process group to send by."""
     return MeshAxis("ep", RankGroup(None, tuple(range(ranks)), index))  # type: ignore[arg-type]
 
 

@@ -213,7 +213,7 @@ def test_empty_input() -> None:
 
 
 def test_residual_and_shared_experts() -> None:
-    """As in PR-MoE, a learned softmax weights the module itself and its routed copies. A shared expert is added."""
+    """As in PR-MoE, a learned softmax weights the dense module and the routed experts. A shared expert is added."""
     torch.manual_seed(0)
     own, shared = expert(), expert()
     layer = MixtureOfExperts(HIDDEN, own, EXPERTS, k=1, drop_tokens=False, use_residual=True, shared_expert=shared)

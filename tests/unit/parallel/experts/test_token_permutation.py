@@ -101,6 +101,6 @@ def test_experts_keep_tokens_of_first_priority(
 
 def test_capacity_is_rounded_up() -> None:
     assert compute_expert_capacity(10, 4, 1, 1.0, 0) == 3
-    assert compute_expert_capacity(100, 10, 1, 1.1, 0) == 11  # floats give 11.000000000000002
+    assert compute_expert_capacity(100, 10, 1, 1.1, 0) == 11  # 100 * 1.1 / 10 is 11.000000000000002 in floats
     assert compute_expert_capacity(10, 4, 2, 1.25, 0) == 7
     assert compute_expert_capacity(3, 8, 1, 1.0, 4) == 4

@@ -1,4 +1,4 @@
-"""Tests of layer partitions: none of all partitions, tried one by one, has a lighter heaviest part."""
+"""Tests of layer partitions: the heaviest part is as light as in the best of all partitions, tried one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a layer sequence built in stages has the values and names of one built whole."""
+"""Tests that a layer sequence built in stages has the values and names of a sequence built in full."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_seed_layers_builds_only_local_layers(at: Any) -> None:
         at(rank, 3)
         seen: list[int] = []
         PipelineSequential([LayerSpec(Noisy, seen) for _ in range(6)], 3, seed_layers=True, partition_method="uniform")
-        assert len(seen) == 6 + 2  # once on the meta device, to count parameters, and the local layers again
+        assert len(seen) == 6 + 2  # all 6 on the meta device, to count parameters, then the 2 local ones
 
 
 def test_full_module_can_be_partitioned_later(at: Any) -> None:

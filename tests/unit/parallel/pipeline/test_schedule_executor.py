@@ -146,7 +146,7 @@ def test_stage_output_is_freed_after_it_is_sent() -> None:
 
     model = PipelineSequential([Counts() for _ in range(4)], loss_fn=lambda out, _: out.sum(), virtual_stages=4)
     _run(model, "gpipe", [(torch.zeros(1 << 20), torch.zeros(()))])
-    assert len(alive) == 4 and max(alive) <= 2  # the batch's tensor, and the output that was sent last
+    assert len(alive) == 4 and max(alive) <= 2  # the batch's input, and the last stage output
 
 
 def test_without_gradients_outputs_can_be_kept() -> None:

@@ -1,4 +1,4 @@
-"""Tests that a split backward gives the gradients of a full one: bit by bit for inputs, up to rounding for weights."""
+"""Tests that a split backward gives the gradients of a full one: bitwise for inputs, up to rounding for weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Model that uses one weight three times in a row and another one beside it."""
+    """Model that applies a weight and a linear layer three times, and uses the weight once more for another output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ MODELS: list[Callable[[], nn.Module]] = [Mlp, Repeated, Beside, Checkpointed, Ho
 
 def _made(build: Callable[[], nn.Module], learns: tuple[bool, bool]) -> tuple[nn.Module, list[Tensor], Any]:
     torch.manual_seed(0)
-    model = build().double()  # sums in another order differ by less than the tolerance
+    model = build().double()  # fp64: other orders of sums differ by less than the tolerance
     given = [torch.randn(2, 4, dtype=torch.float64).requires_grad_(learns[number]) for number in range(2)]
     return model, given, model(*given)
 
@@ -161,6 +161,6 @@ def test_second_part_does_not_repeat_the_first() -> None:
     later.backward_inputs()
     assert len(counted) == 3
     later.backward_weights()
-    assert len(counted) == 6  # each node once more, for its own weight
+    assert len(counted) == 6  # each product's backward ran once more, for its weight
     plain = torch.autograd.grad((x @ weights[0] @ weights[1] @ weights[2]).sum(), weights)
     assert all(torch.allclose(weight.grad, want) for weight, want in zip(weights, plain, strict=True))

@@ -78,7 +78,7 @@ def test_error_after_the_header_sends_no_second_header(dynamic: bool) -> None:
 def test_output_that_cannot_be_unpickled_leaves_both_ranks_in_step() -> None:
     sender, receiver = _pair()
     form, tensors = pack_message((torch.ones(2).requires_grad_(), Unreadable()))
-    for micro_batch in range(2):  # the second one needs no header
+    for micro_batch in range(2):  # the second micro-batch sends no header
         sender.send_activation(0, micro_batch, "key", form, [tensor.detach() for tensor in tensors])
         receiver.receive_activation(1, micro_batch, "key")
         with pytest.raises(ValueError, match="no number"):

@@ -22,7 +22,7 @@ def test_drop_rate_is_as_requested(probability: float) -> None:
     assert factors.unique().tolist() == pytest.approx([0.0, 1 / (1 - probability)])
     dropped = (factors == 0).double()
     assert float(dropped.mean()) == pytest.approx(probability, abs=0.006)
-    for dim in range(4):  # along each sample, head, query and key
+    for dim in range(4):  # in each sample, head, query row and key column
         rest = tuple(other for other in range(4) if other != dim)
         assert float((dropped.mean(rest) - probability).abs().max()) < 0.05
 

@@ -19,7 +19,7 @@ BANDS = st.one_of(
 
 
 def packed(ends: list[set[int]], length: int) -> torch.Tensor:
-    """Return positions that restart at each of `ends`, for each sample."""
+    """Return the positions of each sample, which restart at 0 at each of the document ends in `ends`."""
     rows = []
     for row in ends:
         marks = [0, *sorted(end for end in row if 0 < end < length), length]
@@ -43,7 +43,7 @@ def sights(draw: st.DrawFn, length: int) -> tuple[BatchMask, torch.Tensor]:
 
 
 def drawn(found: list[Tile], band: MaskBand, queries: int, keys: int) -> torch.Tensor:
-    """Count how often each pair is visible in a tile, [samples, queries, keys]."""
+    """Return the number of tiles in which each pair is visible, `[samples, queries, keys]`."""
     counts = torch.zeros(2, queries, keys, dtype=torch.int)
     for tile in found:
         (r0, r1), (q0, q1), (k0, k1) = tile.samples, tile.queries, tile.keys

@@ -34,7 +34,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: 
 
 
 def sight_and_mask(kind: str) -> tuple[BatchMask, Tensor]:
-    """Return the mask description of a batch of this kind, without the band, and the dense mask."""
+    """Return the mask description and the dense mask of a batch of this kind, both without a causal or window band."""
     if kind == "packed":
         number = (POSITIONS == 0).cumsum(1).expand(SAMPLES, -1)
         return make_document_mask(POSITIONS, SAMPLES), number[:, :, None] == number[:, None, :]

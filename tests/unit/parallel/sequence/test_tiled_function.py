@@ -98,7 +98,7 @@ def test_autocast_is_the_same_in_the_backward_and_leaves_no_casts_behind() -> No
         own = hidden.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             output = mlp(own)
-            beside = nn.functional.linear(own, mlp.up.weight)  # the cached cast of this weight must have a graph
+            beside = nn.functional.linear(own, mlp.up.weight)  # needs the weight's cached cast with its autograd graph
         (output * gradient).sum().backward(retain_graph=True)
         beside.sum().backward()
         results.append((output.detach(), own.grad, [p.grad for p in mlp.parameters()]))

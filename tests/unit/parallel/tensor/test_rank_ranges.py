@@ -59,7 +59,7 @@ def test_query_heads_have_their_key_heads(key: int, group: int, ranks: int) -> N
         assert seen_query == stop - start and seen_query % seen_key == 0
         order = heads.repeated_keys(rank) or tuple(range(last - first))
         assert len(order) == seen_key
-        for local in range(seen_query):  # this rank pairs heads as the whole attention does
+        for local in range(seen_query):  # each local query head has the key head of the full attention
             assert first + order[local // (seen_query // seen_key)] == (start + local) // group
         for item in range(first, last):
             owners[item] += 1
@@ -74,8 +74,8 @@ def test_key_heads_are_sharded_if_the_largest_share_stays_small() -> None:
         (0, 12),
         (12, 24),
         (24, 32),
-    )  # 12 instead of 11: key heads are sharded
-    assert partition_heads("a", 12, 3, 2).query_ranges == ((0, 6), (6, 12))  # 8 instead of 6 would be too many
+    )  # 12 instead of 11 query heads: whole groups of 4, no shared key head
+    assert partition_heads("a", 12, 3, 2).query_ranges == ((0, 6), (6, 12))  # not 8 and 4: a key head is shared
     assert partition_heads("a", 12, 3, 2, keep_groups=True).query_ranges == ((0, 8), (8, 12))
     with pytest.raises(ModelError, match="2 key heads are too few for 4 ranks"):
         partition_heads("a", 8, 2, 4, keep_groups=True)

@@ -96,7 +96,7 @@ def linears(**sizes: tuple[int, int]) -> nn.Module:
 
 
 def beside(block: nn.Module, **more: Any) -> nn.Module:
-    """Return the block with more attributes set."""
+    """Set further attributes of the block, and return it."""
     for name, value in more.items():
         setattr(block, name, value)
     return block

@@ -1,4 +1,4 @@
-"""Package `mii` of the stand-in: the functions of DeepSpeed-MII over windlass's inference engine."""
+"""Stand-in for package `mii`: the functions of DeepSpeed-MII over windlass's inference engine."""
 
 from typing import Any
 
