@@ -106,7 +106,7 @@ def main(
 
 
 def _run_child(folder: Path, work: dict[str, Any]) -> dict[str, Any]:
-    """Run this script in a process of its own, which has its own limit; return its measurements."""
+    """Run this script in a child process with its own memory limit. Return its measurements."""
     (folder / "work.json").write_text(json.dumps(work))
     environment = {**os.environ, **_MALLOC_ENVIRONMENT}
     done = subprocess.run([sys.executable, __file__, "--measure", str(folder)], check=False, env=environment)

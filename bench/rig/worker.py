@@ -72,7 +72,7 @@ class Worker:
         return results
 
     def memory(self) -> dict[str, Any]:
-        """Stop sampling. Return the peak bytes since `build`, the baseline below them, and the kind of the counter."""
+        """Stop sampling. Return the name of the counter, the baseline in bytes, and the peak since `build` above it."""
         assert self._watch is not None
         return {"kind": self._watch.counter_name, "base": self._watch.baseline_bytes, "peak": self._watch.stop()}
 

@@ -159,7 +159,7 @@ def test_steps_name_layers_by_the_numbers_of_the_whole_model(monkeypatch: pytest
 
 
 def test_merged_layers_are_the_weighted_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([1.0, 0.9, 0.5, 0.5])  # layer 1 removed, merged into each neighbour, and the check
+    losses = iter([1.0, 0.9, 0.5, 0.5])  # without layer 1, with it merged into 0, into 2; final loss
     monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [1])
     monkeypatch.setattr(layer_importance, "mean_loss", lambda *_: next(losses))
     model = deep(layers=3)

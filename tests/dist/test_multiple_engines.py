@@ -80,7 +80,7 @@ def in_one_process(ranks: int, accumulation: int) -> dict[str, Any]:
     return {"losses": losses, "actor": named[0], "critic": named[1]}
 
 
-# Every pair of values of two parameters is in a quick row.
+# The rows not marked slow contain every pair of values of any two of `stages`, `plain` and `steps`.
 JOINT = [
     pytest.param(stages, plain, steps, marks=[pytest.mark.slow] if (number + plain + (steps == 1)) % 2 else [])
     for number, stages in enumerate([(0, 0, 0), (1, 2, 3), (2, 3, 0), (3, 3, 3)])

@@ -61,8 +61,9 @@ def train_exactly(case: Case) -> Found:
 
 @pytest.mark.parametrize("case", _MATRIX_CASES, ids=str)
 def test_muon_on_parts_equals_one_process(case: Case) -> None:
-    """The iteration is in float64 on both sides. In bf16 its quintic, of slope 3.4445 at 0, multiplies the rounding of
-    products by up to 485 in five steps, and CPUs round products differently. The unit test of Muon covers bf16."""
+    """Both sides orthogonalize in float64. In bf16, CPUs round matrix products differently, and the five iterations
+    amplify these differences up to 485 times (3.4445^5; 3.4445 is the slope of Muon's polynomial at 0). The unit test
+    of Muon covers bf16."""
     actual = run_ranks(train_exactly, case.ranks, case)
     with patch("windlass.optim.muon.orthogonalize", exact):
         hold_all(case, actual, plain.__wrapped__, 2)

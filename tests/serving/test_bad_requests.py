@@ -557,7 +557,7 @@ def test_a_request_that_is_not_parsed_gets_an_error_of_the_usual_form() -> None:
 
 
 def test_a_body_that_is_not_read_is_not_taken_for_a_head() -> None:
-    """The answer to a request without a key comes before its body has arrived."""
+    """A request without an API key is answered before its body has arrived."""
     body = b"a" * 2**18
     with server_on_thread(FakeEngine(), api_keys=ApiKeys(["key"])) as address:
         place = ("127.0.0.1", int(address.rpartition(":")[2]))

@@ -107,8 +107,8 @@ class StreamedFingerprint:
     def __init__(self, model: ShardedModel, units: Iterable[Unit], excluded: Collection[str]) -> None:
         self._hashes = _HashPair(TensorHash(), TensorHash())
         of = _hashed_shards(model, units, lambda chunk: ChunkSaveStorage(model.masters, chunk), self._hashes, excluded)
-        # Iterating over the shards hashes plain values. Tensors are hashed when they are written, by the rank that
-        # writes them; this rank may hold a replica that `compute_fingerprint` does not count.
+        # Iterating over `_hashed_shards` also adds plain values to the hashes. Tensors are added in `add`, on the rank
+        # that writes them. So `is_counted` is ignored: that rank may hold a replica that is not counted.
         self._hash_of = {part.shard.name: part.target_hash for part in of}
         self._has_coded_states = has_coded_states(model)
 

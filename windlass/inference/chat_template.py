@@ -114,7 +114,8 @@ class TemplateForms:
     """Forms in which a template reads messages.
 
     Attributes:
-        content: form of contents. If the template has a case for a text, the form is a text.
+        content: form in which contents are passed. TEXT if the template tests the type of contents (e.g. `content is
+            string`), because it then accepts plain strings.
         indexes_parts: the template reads parts by their number.
         arguments_are_text: the template writes arguments of tool calls as they are, so that they must be texts.
     """

@@ -54,7 +54,8 @@ class Detokenizer:
         self._decoder = decoder
         self._ids = list(prompt[-_CONTEXT:])
         self._prefix, self._read = 0, len(self._ids)
-        self._before: str | None = None  # text of the tail without the newest tokens; None: not decoded yet
+        # text of `_ids[_prefix:_read]`, which precedes the tokens whose text is not returned yet; None: not decoded yet
+        self._before: str | None = None
         self.text = ""
 
     def append(self, token: int) -> str:

@@ -115,7 +115,7 @@ class WarmupCosineLR(LRSchedule):
         return [base * ratio for base in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of the initial rates at `last_batch_iteration`."""
+        """Return the ratio of the rates at `last_batch_iteration` to the initial rates."""
         if self.last_batch_iteration < self.warmup_num_steps:
             iteration = max(0, self.last_batch_iteration)
             warmth = _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)

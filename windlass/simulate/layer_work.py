@@ -131,7 +131,8 @@ def layer_sizes(
 
 
 def product(m: float, k: float, n: float, style: ComputeStyle, *, weights: int = 1, linear: bool = True) -> Operation:
-    """Return the product `[m, k] x [k, n]`. The rows are spread over `weights` matrices, e.g. those of experts."""
+    """Return the operation of a product `[m, k] x [k, n]`, whose m input rows are divided among `weights` matrices
+    `[k, n]`, e.g. those of experts."""
     flops, size = 2.0 * m * k * n, style.itemsize
     dtype = (style.linear_dtype or style.dtype) if linear else style.dtype
     nbytes = size * (m * k + weights * k * n + m * n)

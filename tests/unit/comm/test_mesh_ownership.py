@@ -19,7 +19,7 @@ from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.parallel.placement import Placement, Ranges, compute_shard_range, make_full_ranges, make_ranges_along
 from windlass.zero.core.unit_layout import layout_of
 
-HEADS, WIDTH, HIDDEN = 9, 4, 24  # no tp size above 1 of `THOUSAND` divides the heads
+HEADS, WIDTH, HIDDEN = 9, 4, 24  # the tp sizes in `THOUSAND`, except 1, do not divide the heads
 FUSED = (3 * HEADS * WIDTH, HIDDEN)
 EXPERTS = (128, 12, 6)
 

@@ -105,7 +105,7 @@ def test_one_connection_is_looked_up_as_the_table_lists_it(address: str) -> None
         theirs.close()
         assert not have_own_peers(opened)
         ours.close()
-        assert not have_own_peers(opened)  # a closed descriptor proves no owner: `read_connections` decides
+        assert not have_own_peers(opened)  # the peer of a closed descriptor is unknown
 
 
 @LINUX

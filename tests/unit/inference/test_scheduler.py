@@ -469,7 +469,7 @@ def test_requests_that_are_accepted_by_lateness_keep_the_bound() -> None:
     waits = [simulation.first[one] - arrival for one, arrival in accepted.items()]
     assert len(accepted) < 300
     assert max(waits) <= 3.0 + 1.5 * COST.prefill_seconds(1000)
-    assert max(waits) > 2.0  # requests are not refused early
+    assert max(waits) > 2.0  # accepted requests wait nearly as long as the bound, so none is refused without need
 
 
 def test_short_prompts_pass_long_ones_that_press() -> None:

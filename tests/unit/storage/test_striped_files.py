@@ -26,18 +26,18 @@ def test_stripes_map_every_byte_once_without_trailing_space(tmp_path: Path, coun
     try:
         stripes.resize(end * PAGE, "all")
         sizes = [os.fstat(file).st_size for file in stripes.descriptors]
-        places = set()
+        places: dict[int, tuple[int, int]] = {}  # file and offset of each page of the full range
         for piece in stripes.locate(0, end * PAGE):
             assert piece.nbytes <= block * PAGE
-            pages = {(piece.file, piece.offset + i) for i in range(0, piece.nbytes, PAGE)}
-            assert not places & pages
+            pages = {piece.start + i: (piece.file, piece.offset + i) for i in range(0, piece.nbytes, PAGE)}
+            assert not {*places.values()} & {*pages.values()}
             assert piece.offset + piece.nbytes <= sizes[piece.file]
             places |= pages
-        assert len(places) == end == sum(sizes) // PAGE
+        assert sorted(places) == list(range(0, end * PAGE, PAGE)) and end == sum(sizes) // PAGE
         assert max(sizes) - min(sizes) <= block * PAGE
-        for first in range(end):  # a single page is in one of the full range's places
+        for first in range(end):  # a single page is at its place in the full range
             piece = stripes.locate(first * PAGE, (first + 1) * PAGE)
-            assert len(piece) == 1 and (piece[0].file, piece[0].offset) in places and piece[0].start == 0
+            assert len(piece) == 1 and (piece[0].file, piece[0].offset) == places[first * PAGE] and piece[0].start == 0
     finally:
         stripes.close()
 

@@ -17,17 +17,18 @@ ends: it gathers and reshards the unit, or it reduces zeros.
 then requests the collective in an agreement round. In a round every rank sends a request, the start of a phase, a sync
 point (e.g. a step), or a request to share failures, and all ranks join every requested collective, in rank order. A
 rank that begins a phase repeats rounds until each other rank begins a phase or is at a sync point. A rank at a sync
-point repeats rounds until all ranks are at one, and joins the phases of other ranks meanwhile. Ranks wait for peers
-only in rounds and in collectives that all ranks start. So a rank waits forever only if another rank never arrives.
+point repeats rounds until all ranks are at the same one, and joins the phases of other ranks meanwhile. Ranks wait for
+peers only in rounds and in collectives that all ranks start. So a rank waits forever only if another rank never
+arrives.
 
 *Experts.* Ranks along `ep` hold different experts, and may hold different numbers of them. An access to an expert's
 parameters needs only the ranks that hold the same expert. All ranks sync at the first such access after a step or the
 start of a phase, to ensure that no rank is inside a phase. Later accesses do not sync.
 
-*Flat calls.* Only public methods start collectives. The methods that choose the collectives are generators, which yield
-the codes of collectives (see `_code`): a generator is not on the stack while its caller starts a collective. So the
-number of calls between a hook and a collective is equal in an agreement round and on the agreed list
-(tests/dist/test_call_depth.py).
+*Call depth.* Only public methods start collectives. The methods that choose the collectives are generators, which yield
+the codes of collectives (see `_code`): a generator has no frame on the stack while its caller starts a collective. So
+the stack between a hook and its collective is equally deep whether an agreement round or the agreed list requires the
+collective (tests/dist/test_call_depth.py).
 
 *Completion order.* A rank that waits for a collective first finishes all collectives that it started earlier. So no
 rank waits for a later collective while a peer waits for this rank in an earlier one.

@@ -376,8 +376,8 @@ class _PointToPointMoves:
     """Point-to-point transfers between the ranks of a group, all started together.
 
     Attributes:
-        sends: destination, as index in the group, and tensor of each message.
-        receives: source, as index in the group, and tensor to receive into of each message.
+        sends: for each message, its destination (an index in the group) and the tensor to send.
+        receives: for each message, its source (an index in the group) and the tensor to receive into.
     """
 
     dp_group: DataParallelGroup

@@ -97,7 +97,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if kind is StepKind.COMPRESSED:
             return self._counted(self._run_compressed(used, divisor, options))
         if applied_steps(self.optimizer) == self.optimizer.param_groups[0]["var_freeze_step"]:
-            # At stage 0 these are errors of gradients, but messages contain changes from now on.
+            # At stage 0 the stored compression errors are of gradients; from now on messages contain parameter changes.
             self._phase.forget(WORKER_ERROR, SERVER_ERROR)
         if self._lacks_changes and not self._shards:
             self._begin_changes()
