@@ -25,7 +25,6 @@ from windlass.comm.addresses import is_loopback
 from windlass.comm.group_creation import init_default_group
 from windlass.comm.loopback import bind_gloo_to_loopback, loopback_store
 from windlass.comm.mpi_backend import mpi_rank_environment, register_mpi, store_over_mpi
-from windlass.comm.mpi_library import place_on_host
 from windlass.comm.peer_owners import require_own_peers
 from windlass.comm.rank_environment import HERE, RankEnvironment, half, rank_environment
 
@@ -122,8 +121,7 @@ def discover(port: int = DEFAULT_PORT) -> None:
     """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from the launcher's variables.
 
     Without a launcher, the values are those of a single process. If the launcher of several processes gives no local
-    rank, mpi4py provides it. Without mpi4py `LOCAL_RANK` stays unset until `init_distributed` finds it: with 0, all
-    ranks of a host would use one GPU.
+    rank, `LOCAL_RANK` stays unset until `init_distributed` finds it: with 0, all ranks of a host would use one GPU.
 
     Args:
         port: Value of `MASTER_PORT` if the environment has none.
@@ -133,10 +131,8 @@ def discover(port: int = DEFAULT_PORT) -> None:
     """
     place = _rank_environment(True, None, -1, -1) or RankEnvironment("nobody", 0, 1, 0)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
-    if not os.environ.get("LOCAL_RANK"):
-        local_rank = 0 if place.world == 1 else _local_rank_by_mpi(place)
-        if local_rank is not None:
-            os.environ["LOCAL_RANK"] = str(local_rank)
+    if place.world == 1 and not os.environ.get("LOCAL_RANK"):
+        os.environ["LOCAL_RANK"] = "0"
     if place.world == 1 and place.master is None:
         place = replace(place, master=HERE)
     _with_master(place, port)
@@ -216,20 +212,6 @@ def _master_by_mpi(place: RankEnvironment) -> str:
             f"{world.Get_size()}: mpi4py was built for another MPI; set MASTER_ADDR instead"
         )
     return str(world.bcast(_own_address() if place.rank == 0 else None, root=0))
-
-
-def _local_rank_by_mpi(place: RankEnvironment) -> int | None:
-    """Return this process's rank among those on its host; None if MPI has not started the ranks. Collective in MPI."""
-    if place.source == "the environment":
-        return None
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):  # RuntimeError: mpi4py is installed, the MPI library is not
-        return None
-    world = MPI.COMM_WORLD
-    if (world.Get_rank(), world.Get_size()) != (place.rank, place.world):  # mpi4py was built for another MPI
-        return None
-    return place_on_host(MPI)[0]
 
 
 def _own_address() -> str:

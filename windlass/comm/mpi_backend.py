@@ -20,7 +20,6 @@ from windlass.comm.mpi_library import (
     abort_on_exception,
     check_world,
     load_mpi,
-    place_on_host,
 )
 from windlass.comm.mpi_process_group import MpiProcessGroup
 from windlass.comm.rank_environment import HERE, RankEnvironment
@@ -62,8 +61,10 @@ def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | Non
         place = RankEnvironment(f"MPI ({mpi_library_name(mpi)})", world.Get_rank(), world.Get_size())
     check_world(mpi, place.source, place.rank, place.world)
     if place.local_rank is None or place.local_world is None:
-        local_rank, local_world = place_on_host(mpi)
-        place = replace(place, local_rank=local_rank, local_world=local_world)
+        with MPI_LOCK:
+            host = world.Split_type(mpi.COMM_TYPE_SHARED)
+            place = replace(place, local_rank=host.Get_rank(), local_world=host.Get_size())
+            host.Free()
     return place
 
 

@@ -65,15 +65,6 @@ def check_world(mpi: Any, source: str, rank: int, world: int) -> None:
         )
 
 
-def place_on_host(mpi: Any) -> tuple[int, int]:
-    """Return this process's rank on its host, and the number of ranks there. Collective over the MPI job."""
-    with MPI_LOCK:
-        host = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-        place = host.Get_rank(), host.Get_size()
-        host.Free()
-    return place
-
-
 def abort_on_exception(mpi: Any) -> None:
     """Install a hook that aborts the MPI job when an uncaught exception ends this process.
 

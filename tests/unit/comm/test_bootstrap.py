@@ -106,20 +106,6 @@ def test_unknown_local_rank_is_left_to_the_rendezvous(monkeypatch: pytest.Monkey
     assert "LOCAL_RANK" not in os.environ, "all ranks of a host would use GPU 0"
 
 
-@pytest.mark.parametrize(("world", "expected"), [(3, "1"), (1, None)])
-def test_local_rank_is_found_by_mpi(world: int, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher may set only rank and number of ranks; an mpi4py of another MPI has one rank."""
-    for name, value in {"PMI_RANK": "2", "PMI_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    freed: list[bool] = []
-    host = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, Free=lambda: freed.append(True))
-    place = SimpleNamespace(Get_rank=lambda: world - 1, Get_size=lambda: world, Split_type=lambda kind: host)
-    mpi = SimpleNamespace(COMM_WORLD=place, COMM_TYPE_SHARED=1)
-    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
-    discover()
-    assert os.environ.get("LOCAL_RANK") == expected and freed == [True] * (expected is not None)
-
-
 @pytest.mark.parametrize(("count", "lines"), [("4", 1), ("1", 0)])
 def test_process_not_started_by_srun_is_warned_that_it_trains_alone(
     count: str, lines: int, monkeypatch: pytest.MonkeyPatch, warned: list[str]

@@ -54,8 +54,7 @@ def in_dlts() -> bool:
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` for any known launcher.
 
-    If the launcher of several processes gives no local rank, mpi4py provides it; without mpi4py, `init_distributed`
-    sets `LOCAL_RANK`.
+    If the launcher of several processes gives no local rank, `init_distributed` sets `LOCAL_RANK`.
 
     Raises:
         CommunicationError: the environment is incomplete or invalid, or it lacks the address of rank 0 and there is no
