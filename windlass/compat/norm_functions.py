@@ -304,7 +304,10 @@ def _all_reduce_over(total: torch.Tensor, group: Any, how: Any) -> None:
     if group is None:
         return
     # The total of a rank without tensors is a CPU scalar, which NCCL does not reduce: move it to a device of the group.
-    devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
+    try:
+        devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
+    except (ValueError, TypeError):  # this rank is not in the group, or the group was made without torch's registry
+        devices = [total.device.type]
     moved = total if total.device.type in devices else total.to(devices[0])
     dist.all_reduce(moved, op=how, group=group)
     total.copy_(moved)

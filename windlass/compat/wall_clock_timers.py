@@ -262,9 +262,12 @@ class ThroughputTimer:
             f"MaxMemAllocated={device.max_memory_allocated() / _GIB:.2f}GB"
         )
         if self.monitor_memory and _MEMINFO.exists():
-            kib = {line.split(":")[0]: int(line.split()[1]) for line in _MEMINFO.read_text().splitlines()}
-            memory = _percent_used(kib["MemTotal"], kib["MemAvailable"])
-            self.logging(f"{place}, vm %: {memory}, swap %: {_percent_used(kib['SwapTotal'], kib['SwapFree'])}")
+            lines = [line.split() for line in _MEMINFO.read_text().splitlines()]
+            kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+            memory = _percent_used(kib.get("MemTotal", 0), kib.get("MemAvailable", 0))
+            self.logging(
+                f"{place}, vm %: {memory}, swap %: {_percent_used(kib.get('SwapTotal', 0), kib.get('SwapFree', 0))}"
+            )
 
 
 def _percent_used(total: int, free: int) -> float:

@@ -42,7 +42,7 @@ class RngTracker:
         Raises:
             ModelError: the name or the seed is already in use. Equal seeds would give equal numbers.
         """
-        state = _generator().manual_seed(seed).get_state()
+        state = _generator().manual_seed(int(seed)).get_state()
         seeds = {_initial_seed(other) for other in self._states.values()}
         if name in self._states or _initial_seed(state) in seeds:
             known = f"name {name!r}" if name in self._states else f"seed {seed}"
@@ -85,9 +85,12 @@ def _generator() -> torch.Generator:
     return torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _initial_seed(state: torch.Tensor) -> int:
-    """Return the seed of the generator that had this state."""
-    return _generator().set_state(state).initial_seed()
+def _initial_seed(state: torch.Tensor) -> int | None:
+    """Return the seed of the generator that had this state; None for the state of another kind of device."""
+    try:
+        return _generator().set_state(state).initial_seed()
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _get_rng_state() -> torch.Tensor:

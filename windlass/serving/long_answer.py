@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from windlass.inference.outputs import RequestOutput
@@ -12,6 +13,9 @@ Result = TypeVar("Result")
 
 # The event loop formats 50 to 200 entries a millisecond; above this number, it would delay tokens of other requests.
 _MAX_ENTRIES = 2**11
+
+# One thread: several would compete with the engine's thread for the interpreter lock.
+_thread = ThreadPoolExecutor(1, "long-answers")
 
 
 def count_entries(outputs: Iterable[RequestOutput], *, copies: int = 1) -> int:
@@ -34,4 +38,6 @@ async def build_answer(entries: int, build: Callable[[bool], Result]) -> Result:
         entries: number of log-probabilities that `build` formats.
         build: function whose argument is True in a thread; see `is_long` of `encode_json`.
     """
-    return await asyncio.to_thread(build, True) if entries > _MAX_ENTRIES else build(False)
+    if entries <= _MAX_ENTRIES:
+        return build(False)
+    return await asyncio.get_running_loop().run_in_executor(_thread, build, True)

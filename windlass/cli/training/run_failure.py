@@ -31,12 +31,12 @@ def record_failure(path: Path, message: str) -> bool:
     True if the message was written."""
     is_created = False
     try:
-        with open(path, "x") as stream:
+        with open(path, "x", encoding="utf-8", errors="backslashreplace") as stream:
             is_created = True
             stream.write(message)
     except OSError:  # the file exists, or the disk is full: the exit code alone then signals the failure
         if is_created:  # an empty file would keep other ranks from recording their failures
-            path.unlink()
+            path.unlink(missing_ok=True)
         return False
     return True
 
