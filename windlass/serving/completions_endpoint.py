@@ -171,9 +171,9 @@ class _Completion:
                         continue
                     is_first = index not in begun
                     begun.add(index)
-                    entries = count_entries([output]) if is_first else 0  # only the first event can have the prompt
                     build = partial(self._event, head, output, index, piece, is_first=is_first)
-                    yield await build_answer(entries, build)
+                    # only the first event can have the prompt
+                    yield await build_answer(count_entries([output]), build) if is_first else build(False)
         if self.fields.wants_usage_event:
             yield encode_event({**head, "choices": [], "usage": self._usage()})
         yield DONE
