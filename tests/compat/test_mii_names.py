@@ -180,10 +180,34 @@ def test_every_call_ends_before_its_deployment() -> None:
 
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
-    begun.wait()
+    assert begun.wait(30)
     deployment.terminate_server()
     caller.join(5)
     assert [type(error) for error in errors] == [EngineStoppedError]
+
+
+def test_an_old_client_does_not_end_the_deployment_that_has_its_name_now() -> None:
+    class Idle:
+        """Engine whose shutdown may fail."""
+
+        fails = False
+
+        async def start(self) -> None: ...
+
+        async def shutdown(self) -> None:
+            if self.fails:
+                raise RuntimeError("of the shutdown")
+
+    old = _deployments["again"] = MiiClient("again", Idle())  # type: ignore[arg-type]
+    old.terminate_server()
+    new = _deployments["again"] = MiiClient("again", Idle())  # type: ignore[arg-type]
+    old.terminate_server()
+    assert client("again") is new
+    new._engine.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="of the shutdown"):
+        new.terminate_server()
+    assert "again" not in _deployments
+    assert new._loop.is_closed()
 
 
 def test_defaults_are_those_of_mii(directory: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import windlass
 from tests.causal_models import VOCABULARY, build
@@ -19,7 +22,7 @@ from windlass.inference.llm import LLM
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.step_cost import StepCost
-from windlass.inference.streamed_modules import DiskUnits, StreamedModules
+from windlass.inference.streamed_modules import DiskUnits, StackedParameters, StreamedModules
 from windlass.inference.weight_file import StoredUnit
 from windlass.inference.weight_stream import WeightStream
 from windlass.storage.extent_allocator import page_up
@@ -396,3 +399,45 @@ def test_a_forward_after_an_interrupted_start_opens_the_file_again(tmp_path: Pat
                 assert bool((memory == unit).all())
     stream.close()
     source.close()
+
+
+def test_a_file_that_was_replaced_is_not_read_after_an_interrupt(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4096))
+    source = DiskUnits(path, [StoredUnit(("layer",), 0, 4096, {})])
+    source.close()
+    (tmp_path / "other").write_bytes(bytes([1]) * 4096)
+    (tmp_path / "other").replace(path)
+    with pytest.raises(StorageError, match=r"weights was replaced .*build the engine again"):
+        source.reopen()
+
+
+def test_experts_of_an_interrupted_forward_are_given_back_before_the_next_one() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.empty(2, 3, 4, device="meta"), requires_grad=False)
+
+        def forward(self, *, interrupted: bool) -> torch.Tensor:
+            if interrupted:
+                raise KeyboardInterrupt
+            return self.up.sum()
+
+    lent: list[str] = []
+
+    @contextmanager
+    def lend() -> Iterator[dict[str, torch.Tensor]]:
+        assert not lent, "the memory of an earlier forward is still lent"
+        lent.append("up")
+        yield {"up": torch.ones(2, 3, 4)}
+        lent.remove("up")
+
+    experts = Experts()
+    StackedParameters(experts, ["up"], lend)
+    with pytest.raises(KeyboardInterrupt):
+        experts(interrupted=True)
+    assert lent
+    for _ in range(2):
+        assert experts(interrupted=False) == 24
+        assert not lent
+        assert experts.up.is_meta

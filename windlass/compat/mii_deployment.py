@@ -33,6 +33,7 @@ _IGNORED = frozenset(
 )  # settings of MII's servers
 
 _deployments: dict[str, MiiClient] = {}
+_unregistering = threading.RLock()
 
 
 def serve(
@@ -166,18 +167,25 @@ class MiiClient:
 
     def terminate_server(self) -> None:
         """End the deployment. Answers that are being generated end with an error."""
-        if _deployments.pop(self._name, None) is not None:
-            ending = self._start(self._end(), is_last=True)
+        with _unregistering:  # another deployment may have the name by now
+            if _deployments.get(self._name) is not self:
+                return
+            del _deployments[self._name]
+        ending = self._start(self._end(), is_last=True)
+        try:
             ending.result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        finally:
+            if ending.done():  # not so if this thread is interrupted: the loop then ends the requests by itself
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
 
     async def _end(self) -> None:
         """Shut the engine down and wait for the calls of all threads: a stopped loop would never answer them."""
         await self._engine.shutdown()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
     async def _answer_all(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Return the last output of each prompt. An error of one prompt cancels all other prompts."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +15,8 @@ from windlass.base.errors import ModelError
 from windlass.parallel.full_parameters import select_local_shard
 from windlass.parallel.placement import get_placement
 from windlass.zero.sharded_init import initial_shard
-from windlass.zero.sharded_init.initial_shard import ShardedInit
+
+T = TypeVar("T")
 
 
 class ShardedInitPartitioner:
@@ -32,7 +35,7 @@ class ShardedInitPartitioner:
         sharded = {
             id(p): (p, init_shard) for p in model.parameters() if (init_shard := initial_shard.find(p)) is not None
         }
-        self._sharded_parameters = _interleave(
+        self._sharded_parameters = interleave(
             sorted(sharded.values(), key=lambda pair: pair[1].number)
         )  # the same order on every rank
 
@@ -60,12 +63,14 @@ class ShardedInitPartitioner:
         with WaitScope("the gathering of parameters at the end of partitioning"), torch.no_grad():
             while self._sharded_parameters:
                 parameter, init_shard = self._sharded_parameters.pop(0)
-                full = init_shard.full_value()
                 if id(parameter) in kept:
-                    _keep_local_part(parameter, full)
+                    _keep_local_part(parameter, init_shard.full_value())
+                else:
+                    init_shard.full_value()  # collective: other ranks keep a part of it
+                del init_shard  # its shard would stay allocated while the next parameter is gathered
 
 
-def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tuple[nn.Parameter, ShardedInit]]:
+def interleave(parameters: Sequence[T]) -> list[T]:
     """Interleave parameters from all over the model, so that memory use of each pipeline stage grows evenly.
 
     In model order, the first stage would receive its full part while most of the shards are still allocated.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, StorageError
 from windlass.inference.packed_modules import (
     LinearGroup,
     PackedModules,
@@ -55,16 +55,33 @@ class WeightLender(Protocol):
         ...
 
 
+def _file_identity(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class DiskUnits:
     """Units of a weight file, read by direct I/O. A `WeightSource`."""
 
     def __init__(self, path: Path, units: Sequence[StoredUnit]) -> None:
         self._path, self._units = path, units
-        self.reopen()
+        self.reader = DirectFileReader(path, advice=_ADVICE)
+        self._identity = _file_identity(path)
 
     def reopen(self) -> None:
-        """Open the file again after `close`. Staging memory stays valid."""
-        self.reader = DirectFileReader(self._path, advice=_ADVICE)
+        """Open the file again after `close`. Staging memory stays valid.
+
+        Raises:
+            StorageError: the file cannot be opened, or it is not the one that was opened first.
+        """
+        reader = DirectFileReader(self._path, advice=_ADVICE)
+        if _file_identity(self._path) != self._identity:
+            reader.close()
+            raise StorageError(
+                f"{self._path} was replaced or changed while this engine ran, so its weights may be those of another "
+                "model; build the engine again"
+            )
+        self.reader = reader
 
     def allocate_buffer(self, nbytes: int) -> torch.Tensor:
         """Return `[nbytes]` uint8 staging memory."""
@@ -118,20 +135,27 @@ class StackedParameters:
     ) -> None:
         self._lend = lend
         self._absent = {name: module.get_parameter(name) for name in names}
-        self._running: list[LentTensors] = []
+        self._lent: LentTensors | None = None
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: object) -> None:
+        self.release()
         lent = self._lend()
-        for name, tensor in lent.__enter__().items():
+        tensors = lent.__enter__()
+        self._lent = lent
+        for name, tensor in tensors.items():
             module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-        self._running.append(lent)
 
     def _after(self, module: nn.Module, args: object, output: object) -> None:
-        if self._running:
-            module._parameters.update(self._absent)
-            self._running.pop().__exit__(None, None, None)
+        module._parameters.update(self._absent)
+        self.release()
+
+    def release(self) -> None:
+        """Give back the memory of the matrices. torch does not call the hook after a forward that Ctrl-C ends."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.__exit__(None, None, None)
 
 
 class StreamedModules(PackedModules):
@@ -154,7 +178,8 @@ class StreamedModules(PackedModules):
             else:
                 self.stacked.append(StackedParameters(modules[0], list(unit.tensors), self._lend_tensors(number)))
         super().__init__(groups, permanent=True)
-        model.register_forward_pre_hook(lambda module, args: lender.begin_forward())
+        stacked = self.stacked  # not `self`, whose life the model must not prolong
+        model.register_forward_pre_hook(lambda module, args: _begin_forward(stacked, lender))
 
     @property
     def stats(self) -> StreamStats:
@@ -168,7 +193,7 @@ class StreamedModules(PackedModules):
 
     def begin_forward(self) -> None:
         """Prepare for the next forward of the model."""
-        self.lender.begin_forward()
+        _begin_forward(self.stacked, self.lender)
 
     def without_values(self) -> AbstractContextManager[None]:
         """Allow undefined weights inside the `with` block, so that a `WeightStream` does not read the file."""
@@ -199,6 +224,12 @@ class StreamedModules(PackedModules):
                 yield unit.views(memory)
 
         return lend
+
+
+def _begin_forward(stacked: Sequence[StackedParameters], lender: WeightLender) -> None:
+    for one in stacked:
+        one.release()
+    lender.begin_forward()
 
 
 def store_units(

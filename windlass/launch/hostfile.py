@@ -192,7 +192,8 @@ def _split_filter(text: str, known: Container[str]) -> list[str]:
     found: list[str] = []
     for part in text.split("@"):
         joined = f"{found[-1]}@{part}" if found else part
-        if any("@" in name and name in known for name in (joined, joined.rpartition(":")[0])):
+        host, _, slots = joined.rpartition(":")
+        if any("@" in name and name in known for name in (joined, "" if "@" in slots else host)):
             found[-1] = joined
         else:
             found.append(part)

@@ -18,6 +18,7 @@ from torch import nn
 
 from windlass.comm.gather_windows import WINDOWS
 from windlass.config import Config
+from windlass.engine.sharded_init_partition import interleave
 from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace
 from windlass.plan.heap_model import HeapModel
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, SLACK, Amounts, MemoryPlan, MomentMemory
@@ -171,9 +172,26 @@ class MemoryPlanner:
         """Return the bytes that a rank holds of the model as it is built: all of them; with sharded init, the rank's
         shards and one full unit, or the largest parameter of the full model if that is more."""
         layout = self._layout
+        parameters = [one.nbytes for one in layout.built]
         if not self._sharded_init:
-            return layout.built_bytes
-        return max(self._largest_unit(), layout.built_parameter) + layout.built_bytes // layout.mesh.grid.world
+            return sum(parameters) + layout.built_buffers
+        shards = sum(parameters) // layout.mesh.grid.world
+        return max(self._largest_unit(), *parameters, 0) + shards + layout.built_buffers
+
+    def _partitioning_bytes(self) -> int:
+        """Return the most bytes that a rank holds while a model from sharded init is partitioned along pp, ep or tp.
+
+        The parameters are gathered one after the other (`ShardedInitPartitioner`). The rank keeps its part of each, and
+        its shards of the ones that are still to come.
+        """
+        layout, world = self._layout, self._layout.mesh.grid.world
+        held = sum(-(-one.nbytes // world) for one in layout.built)
+        most = held
+        for one in interleave(layout.built):
+            # The shard stays until the part is copied; a parameter that is not split is its own part.
+            most = max(most, held + one.nbytes + (one.local_nbytes if one.is_split else 0))
+            held += one.local_nbytes - -(-one.nbytes // world)
+        return most + layout.built_buffers
 
     def _largest_unit(self) -> int:
         return max((unit.numel * plan.dtype.itemsize for unit, plan in self._pairs()), default=0)
@@ -184,11 +202,11 @@ class MemoryPlanner:
     def _load(self) -> MomentMemory:
         """Return the peak memory of `initialize`, which fills units in turn and frees their original parameters."""
         layout = self._layout
-        local = sum(p.numel() * p.element_size() for p in self._model.parameters()) + self._module_buffers
-        waiting, parts = local, layout.mesh.grid.size("pp", "ep", "tp")
+        local = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        waiting, parts = local + self._module_buffers, layout.mesh.grid.size("pp", "ep", "tp")
         stays_sharded = self._sharded_init and parts == 1
         if stays_sharded:
-            waiting = self._largest_unit() + local // layout.mesh.grid.world
+            waiting = self._largest_unit() + local // layout.mesh.grid.world + self._module_buffers
         done: Held = defaultdict(int)
         if layout.target.has_own_memory:  # on a CPU, pages of buffers are allocated once they are written
             for (place, kind), nbytes in self._held().items():
@@ -196,8 +214,7 @@ class MemoryPlanner:
                     done[place, kind] += nbytes
         worst, peak, on_disk = MomentMemory(), -1, 0
         if self._sharded_init and not stays_sharded:
-            # Partitioning gathers one parameter after the other, and the rank keeps its part of each.
-            worst = self._moment({**done, (HOST, "model as built"): local + layout.built_parameter})
+            worst = self._moment({**done, (HOST, "model as built"): self._partitioning_bytes()})
             peak = worst.total(DEVICE) + worst.total(HOST)
         for unit, plan in self._pairs():
             filled = [

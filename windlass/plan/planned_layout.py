@@ -72,6 +72,21 @@ class Target:
 
 
 @dataclass(frozen=True)
+class BuiltParameter:
+    """Parameter of the full model, as the script builds it.
+
+    Attributes:
+        nbytes: Bytes of the full parameter.
+        local_nbytes: Bytes of this rank's part along pp, ep and tp; 0: the rank has none of it.
+        is_split: The part is a copy of a slice of the full parameter.
+    """
+
+    nbytes: int
+    local_nbytes: int
+    is_split: bool
+
+
+@dataclass(frozen=True)
 class PlannedLayout:
     """Parts of one rank's sharded model.
 
@@ -91,8 +106,8 @@ class PlannedLayout:
         choice: Placement that `offload` chose; None: the configuration sets the tiers.
         mesh: The rank's mesh. Its groups cannot communicate.
         built_numel: Number of elements of all parameters of the full model.
-        built_bytes: Bytes of the parameters and buffers of the full model, as the script builds it.
-        built_parameter: Bytes of the largest parameter of the full model.
+        built: Parameters of the full model, as the script builds it.
+        built_buffers: Bytes of the buffers of the full model.
         unshards_per_step: A pipeline keeps parameters and gradients unsharded from its first forward to its last
             backward.
     """
@@ -113,8 +128,8 @@ class PlannedLayout:
     staging: int
     mesh: Mesh
     built_numel: int
-    built_bytes: int
-    built_parameter: int
+    built: list[BuiltParameter]
+    built_buffers: int
     unshards_per_step: bool
     choice: TierChoice | None = None
 
@@ -188,11 +203,9 @@ def plan_layout(
     axes = config.axes(world_size, "--world-size")
     grid = MeshShape(**axes.sizes)
     mesh = _planned_mesh(grid, rank, axes.secondary_size)
-    built = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
-    built_bytes = sum(tensor.numel() * tensor.element_size() for tensor in built)
+    built_buffers = sum(_nbytes(buffer) for buffer in {id(buffer): buffer for buffer in model.buffers()}.values())
     built_numel = sum(parameter.numel() for parameter in model.parameters())
-    built_parameter = max((tensor.numel() * tensor.element_size() for tensor in model.parameters()), default=0)
-    model = _local_model(model, mesh, config)
+    model, built = _local_model(model, mesh, config)
     _add_stage_axes(model, mesh)
     is_on_disk = any(
         section is not None and section.device == "nvme"
@@ -245,8 +258,8 @@ def plan_layout(
         staging=staging,
         mesh=mesh,
         built_numel=built_numel,
-        built_bytes=built_bytes,
-        built_parameter=built_parameter,
+        built=built,
+        built_buffers=built_buffers,
         unshards_per_step=grid.pp > 1 and config.pipeline.unshard_per == "step",
         choice=choice,
     )
@@ -314,21 +327,34 @@ def _owned_parameters(units: list[Unit], *, shards_states: bool) -> dict[int, li
     }
 
 
-def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
-    """Return the part of `model` on one rank: `model` itself, or a changed copy on the meta device."""
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> tuple[nn.Module, list[BuiltParameter]]:
+    """Return the part of `model` on one rank, and the parameters of the full model.
+
+    The part is `model` itself, or a changed copy on the meta device.
+    """
     axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     section = config.parallel
     if not axes and not (section.tiled_mlp or section.tiled_loss or section.recompute):
-        return model
+        return model, [BuiltParameter(_nbytes(one), _nbytes(one), is_split=False) for one in model.parameters()]
     if "pp" in axes and config.pipeline.partition_method == "time":
         raise ConfigError(
             "pipeline.partition is 'time', and the times of layers are measured when a run starts; write 'parameters' "
             "to plan its memory"
         )
     local = copy.deepcopy(model).to("meta")
+    full = [(parameter, _nbytes(parameter)) for parameter in local.parameters()]
     partition_axes(local, mesh, config, axes)
+    kept = {id(parameter) for parameter in local.parameters()}
+    built = [
+        BuiltParameter(nbytes, _nbytes(one) if id(one) in kept else 0, is_split=not get_placement(one).is_full)
+        for one, nbytes in full
+    ]
     apply_memory_savings(local, config)
-    return local
+    return local, built
 
 
 def _add_stage_axes(model: nn.Module, mesh: Mesh) -> None:

@@ -79,6 +79,12 @@ def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> 
     assert parse_inclusion_exclusion({name: len(slots) for name, slots in POOL.items()}, include, exclude) == expected
 
 
+@pytest.mark.parametrize("text", ["user@h:0@other", "other@user@h:0", "user@h:0@other:0,1"])
+def test_a_filter_may_name_hosts_with_users(text: str) -> None:
+    pool = {"user@h": [0, 1], "other": [0, 1]}
+    assert parse_resource_filter(pool, text) == {"user@h": [0], "other": [0, 1]}
+
+
 @pytest.mark.parametrize(
     ("include", "exclude", "message"),
     [
