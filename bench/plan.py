@@ -75,7 +75,8 @@ def _predict(case: MemoryCase) -> int:
     if case.checkpointing:
         enable_checkpointing(model)
     on_gpu = case.device == "cuda"
-    run = RunShape(case.ranks, case.length, Target("cuda", "nccl") if on_gpu else Target("cpu", case.transport))
+    target = Target("cuda", "nccl") if on_gpu else Target("cpu", case.transport)
+    run = RunShape(case.ranks, case.length, target, sharded_init=case.sharded_init)
     plan = plan_memory(model, load_config(case.config(".")), run)
     return plan.peak(DEVICE if on_gpu else HOST, ("init", "load", "forward", "backward", "step"))
 

@@ -19,6 +19,7 @@ class MemoryCase:
             parallelism.
         reuse: Value of `stage3_max_reuse_distance`; None: the default, which keeps small models unsharded.
         device: cpu or cuda.
+        sharded_init: Build the model under `zero.Init`.
     """
 
     family: str
@@ -34,6 +35,7 @@ class MemoryCase:
     accumulation: int = 1
     axis: str = ""
     device: str = "cpu"
+    sharded_init: bool = False
 
     @property
     def name(self) -> str:
@@ -45,6 +47,7 @@ class MemoryCase:
         parts += [f"ranks{self.ranks}"] if self.ranks != 2 else []
         parts += [self.axis] if self.axis else []
         parts += [f"accumulate{self.accumulation}"] if self.accumulation > 1 else []
+        parts += ["init"] if self.sharded_init else []
         return "-".join(parts)
 
     def config(self, folder: str) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class MemoryRank:
         world_group().barrier()
         sampler = MemorySampler(torch.device(case.device))
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(case.model_config(), trust_remote_code=False).train()
+        with windlass.zero.Init(enabled=case.sharded_init):
+            model = transformers.AutoModelForCausalLM.from_config(case.model_config(), trust_remote_code=False).train()
         if case.checkpointing:
             enable_checkpointing(model)
         peaks = {"init": sampler.peak_bytes()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -666,3 +667,56 @@ def test_one_thread_builds_at_a_time() -> None:
     with pytest.raises(RankError, match="another thread") as raised:
         run_ranks(other_thread, 1)
     assert "ModelError" in raised.value.kinds
+
+
+def partitioning_bytes(axis: str) -> tuple[int, int]:
+    """Return the planned and the measured peak of a model's tensors while it is partitioned along `axis`."""
+    import windlass
+    from windlass.config import load_config
+    from windlass.engine import sharded_init_partition
+    from windlass.plan.planned_layout import Target, plan_layout
+    from windlass.zero.sharded_init.initial_shard import ShardedInit
+
+    def live_bytes() -> int:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+    measured = [0]
+
+    def measuring(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any) -> Tensor:
+            found = function(*args)
+            measured.append(live_bytes() - before)
+            return found
+
+        return call
+
+    settings = {"train_micro_batch_size_per_gpu": 1, "parallel": {axis: 2}}
+    config, ranks = load_config(settings), torch.distributed.get_world_size()
+    layout = plan_layout(wide_llama(), config, ranks, Target(), rank=torch.distributed.get_rank())
+    planned = layout.partitioning_bytes()
+    del layout
+    before = live_bytes()
+    with windlass.zero.Init():
+        model = wide_llama()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((ShardedInit, "full_value"), (sharded_init_partition, "select_local_shard")):
+            patch.setattr(owner, name, measuring(getattr(owner, name)))
+        windlass.initialize(model=model, config=settings)[0].destroy()
+    return planned, max(measured)
+
+
+def wide_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes))
+
+
+@pytest.mark.parametrize(("axis", "ranks"), [("tp", 2), ("pp", 2), ("tp", 4)])
+def test_memory_of_partitioning_is_planned(axis: str, ranks: int) -> None:
+    """The plan counts the shards that remain, the parts so far, and one full parameter."""
+    found = run_ranks(partitioning_bytes, ranks, axis, timeout=120)
+    planned, measured = (max(one) for one in zip(*found, strict=True))
+    assert measured == pytest.approx(planned, rel=1e-3)  # placeholders take some bytes

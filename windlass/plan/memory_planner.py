@@ -18,7 +18,6 @@ from torch import nn
 
 from windlass.comm.gather_windows import WINDOWS
 from windlass.config import Config
-from windlass.engine.sharded_init_partition import interleave
 from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace
 from windlass.plan.heap_model import HeapModel
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, SLACK, Amounts, MemoryPlan, MomentMemory
@@ -178,21 +177,6 @@ class MemoryPlanner:
         shards = sum(parameters) // layout.mesh.grid.world
         return max(self._largest_unit(), *parameters, 0) + shards + layout.built_buffers
 
-    def _partitioning_bytes(self) -> int:
-        """Return the most bytes that a rank holds while a model from sharded init is partitioned along pp, ep or tp.
-
-        The parameters are gathered one after the other (`ShardedInitPartitioner`). The rank keeps its part of each, and
-        its shards of the ones that are still to come.
-        """
-        layout, world = self._layout, self._layout.mesh.grid.world
-        held = sum(-(-one.nbytes // world) for one in layout.built)
-        most = held
-        for one in interleave(layout.built):
-            # The shard stays until the part is copied; a parameter that is not split is its own part.
-            most = max(most, held + one.nbytes + (one.local_nbytes if one.is_split else 0))
-            held += one.local_nbytes - -(-one.nbytes // world)
-        return most + layout.built_buffers
-
     def _largest_unit(self) -> int:
         return max((unit.numel * plan.dtype.itemsize for unit, plan in self._pairs()), default=0)
 
@@ -214,7 +198,7 @@ class MemoryPlanner:
                     done[place, kind] += nbytes
         worst, peak, on_disk = MomentMemory(), -1, 0
         if self._sharded_init and not stays_sharded:
-            worst = self._moment({**done, (HOST, "model as built"): self._partitioning_bytes()})
+            worst = self._moment({**done, (HOST, "model as built"): layout.partitioning_bytes()})
             peak = worst.total(DEVICE) + worst.total(HOST)
         for unit, plan in self._pairs():
             filled = [

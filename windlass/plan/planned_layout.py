@@ -21,6 +21,7 @@ from windlass.comm.planned_axis import PlannedAxis
 from windlass.comm.rank_group import DataMesh, RankGroup
 from windlass.config import Config
 from windlass.engine.parallelize import apply_memory_savings, partition_axes
+from windlass.engine.sharded_init_partition import interleave
 from windlass.engine.sharded_model_builder import build_settings, planned_placements, policy_of, staging_bytes
 from windlass.engine.tier_planning import planned_dp_groups, sizes_of_units, step_traffic, with_placement
 from windlass.optim.muon import muon_groups
@@ -132,6 +133,20 @@ class PlannedLayout:
     built_buffers: int
     unshards_per_step: bool
     choice: TierChoice | None = None
+
+    def partitioning_bytes(self) -> int:
+        """Return the most bytes that a rank holds while a model from sharded init is partitioned along pp, ep or tp.
+
+        The parameters are gathered one after the other (`ShardedInitPartitioner`). The rank keeps its part of each, and
+        its shards of the ones that are still to come.
+        """
+        shards = [-(-one.nbytes // self.mesh.grid.world) for one in self.built]
+        held = most = sum(shards)
+        for one, shard in interleave(list(zip(self.built, shards, strict=True))):
+            # The shard stays until the part is copied. A parameter that is not split is its own part.
+            most = max(most, held + one.nbytes + (one.local_nbytes if one.is_split else 0))
+            held += one.local_nbytes - shard
+        return most + self.built_buffers
 
     @property
     def slots(self) -> list[GradientSlot]:
