@@ -255,6 +255,15 @@ def test_a_rung_keeps_the_other_keys() -> None:
     assert "offload_optimizer" not in Rung(2, False).apply(raw, None)["zero_optimization"]
 
 
+@pytest.mark.usefixtures("traced_once")
+def test_all_nvme_folders_of_a_configuration_serve_states_and_parameters(two_layers: nn.Module) -> None:
+    raw = settings(zero={"offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/b"]}})
+    found = choose_config(two_layers, raw, RunShape(2, 16, GPU), RankLimits(device=0)).tried[-1]
+    assert (found.rung.states, found.rung.parameters) == ("nvme", "nvme")
+    for name in ("offload_optimizer", "offload_param"):
+        assert found.config["zero_optimization"][name]["nvme_path"] == ["/a", "/b"]
+
+
 @pytest.mark.parametrize(
     ("zero", "more"),
     [
@@ -384,6 +393,16 @@ def test_a_rank_holds_its_part_of_a_model_from_sharded_init_that_is_partitioned(
     assert found.moments["load"].total(HOST) >= part + largest
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     assert whole // 4 + largest <= found.moments["init"].host["model as built"] < whole
+
+
+def test_each_rank_has_all_buffers_of_a_model_from_sharded_init() -> None:
+    config, run = load_config(settings(3)), RunShape(4, 16, sharded_init=True)
+    without = plan_memory(llama(), config, run)
+    model = llama()
+    model.register_buffer("table", torch.empty(1 << 20, device="meta"))
+    found = plan_memory(model, config, run)
+    for moment in ("init", "load"):
+        assert found.moments[moment].total(HOST) - without.moments[moment].total(HOST) == 4 << 20, moment
 
 
 def test_a_merged_unit_stays_unsharded_between_its_blocks() -> None:
