@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,8 @@ def _manners(stage: int) -> None:
     engine, optimizer, loader, schedule = initialize(model=net, model_parameters=net.parameters(), config=config)
     assert engine.config is config and optimizer is engine.optimizer and loader is None
     assert engine.get_global_grad_norm() is None and engine.gradient_clipping() == 1.0
+    substitute: Any = SimpleNamespace(_config=SimpleNamespace(gradient_clipping=0.5))
+    assert type(engine).gradient_clipping(substitute) == 0.5
     assert engine.train() is None and engine.module.training and engine.eval() is None and not engine.module.training
     assert list(inspect.signature(engine.save_checkpoint).parameters)[:5] == [
         "save_dir",
@@ -454,8 +457,6 @@ def test_ids_are_equal_on_all_ranks() -> None:
 
 
 def _wrong(what: str) -> None:
-    from types import SimpleNamespace
-
     from windlass.compat.deepspeed_initialize import initialize
 
     net = _net()

@@ -616,6 +616,7 @@ class _Counted(nn.Linear):
 
 
 def _one_stage() -> None:
+    from windlass.compat import activation_names
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.deepspeed_pipeline import PipelineModule
 
@@ -641,6 +642,7 @@ def _one_stage() -> None:
     engine.destroy()
     engine = engine_of(activation_checkpoint_interval=1, use_reentrant=False)
     assert not engine._reentrant_activation_checkpointing()
+    assert engine.module.activation_checkpoint_func is activation_names.non_reentrant_checkpoint
     engine.destroy()
 
 

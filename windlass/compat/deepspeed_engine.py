@@ -262,7 +262,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         It is `optimizer.clip_grad`, which a script may change; for an optimizer of the kind "basic"
         (`optimizer_kind_of`), the configuration's.
         """
-        optimizer: Any = self._optimizer  # not `self.optimizer`, which scripts replace by a wrapper
+        # Not `self.optimizer`, which scripts replace by a wrapper. A substitute of the engine may have neither.
+        optimizer: Any = getattr(self, "_optimizer", None)
         own = getattr(optimizer, KIND, "basic") == "basic"  # windlass sets no `clip_grad` on optimizers of this kind
         return self._config.gradient_clipping if own else float(optimizer.clip_grad)
 
@@ -425,7 +426,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         Raises:
             AssertionError: the loss is not a scalar.
         """
-        assert loss.numel() == 1, f"engine.scale: loss has shape {tuple(loss.shape)}; pass a scalar, e.g. loss.mean()"
+        shape = tuple(loss.shape)
+        assert loss.numel() == 1, f"engine.scale: loss has shape {shape}; pass a scalar tensor, e.g. loss.mean()"
         return super().scale(loss, retain_graph)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

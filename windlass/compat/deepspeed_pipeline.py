@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
     """Pipeline module like `windlass.PipelineModule`, with the groups and queries of DeepSpeed's class."""
 
     _grid: PipelineParallelGrid | None = None
+
+    @wraps(pipeline_sequential.PipelineSequential.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.activation_checkpoint_func is checkpoint:  # the default
+            self.activation_checkpoint_func = activation_names.checkpoint
 
     def topology(self) -> Any:
         """Return the configured topology; by default, one of stages and data-parallel replicas."""
