@@ -124,6 +124,17 @@ def test_weights_that_several_layers_share_stay_wide(method: Any, tmp_path: Path
         torch.testing.assert_close(found(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_weights_beside_packed_tied_layers_stay_tied(tmp_path: Path) -> None:
+    model = make_tiny_model("zamba2")
+    model.save_pretrained(tmp_path / "wide")
+    found = load_rounded_model(tmp_path / "wide", "int8")
+    round_layers(model, "int8", head=False)
+    torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert any("shared_transformer" in name for name, one in found.named_modules() if isinstance(one, PackedLinear))
+    assert found.get_output_embeddings().weight is found.get_input_embeddings().weight
+
+
 def test_calibration_sees_experts_as_the_model_joins_them(tmp_path: Path) -> None:
     saved(tmp_path / "wide", "mixtral")
     batches = [IDS.clone() for _ in range(2)]

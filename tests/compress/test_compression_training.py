@@ -248,6 +248,14 @@ def test_weights_are_trained_in_the_format_that_packs_them(name: str) -> None:
     assert len(model.embedding.weight.unique()) <= 11 * 256
 
 
+def test_a_trained_layer_used_in_two_places_is_packed_in_both() -> None:
+    layer = nn.Linear(32, 32)
+    model = nn.Sequential(layer, layer)
+    init_compression(model, section(weight_quantization=technique({}, {"weight_format": "int4_g32"}, "*")))
+    assert pack_trained_layers(model) == ["0"]
+    assert isinstance(model[0], PackedLinear) and model[1] is model[0]
+
+
 def test_static_ranges_follow_the_inputs_while_training() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     init_compression(

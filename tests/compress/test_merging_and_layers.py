@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tests.causal_models import build
@@ -29,6 +29,7 @@ from windlass.compress.layer_importance import (
     skip_layers,
 )
 from windlass.compress.low_rank import factorize_linear_layers, low_rank_factors, rank_of_share
+from windlass.compress.low_rank_config import apply_ranks
 from windlass.compress.merge_models import dare_merge, linear_merge, merge_models, spherical_merge, ties_merge
 from windlass.compress.packed_model import load_packed_model
 
@@ -206,6 +207,16 @@ def test_merging_equals_the_formulas() -> None:
     torch.testing.assert_close(dare_merge(base, [one, two], [0.5, 0.5], 1.0), 0.5 * (one + two))
 
 
+@pytest.mark.parametrize("method", ["linear", "ties", "dare"])
+def test_a_merge_stays_on_the_device_of_its_models(method: str) -> None:
+    base, one, two = (torch.empty(6, 5, device="meta") for _ in range(3))  # stands in for an accelerator
+    if method == "linear":
+        found = linear_merge([one, two], [1, 3])
+    else:
+        found = (ties_merge if method == "ties" else dare_merge)(base, [one, two], [1.0, 0.5], 0.4)
+    assert found.is_meta and found.shape == base.shape
+
+
 def test_models_are_merged_whole_or_refused() -> None:
     base, one, two = (build("llama", seed) for seed in range(3))
     found = copy.deepcopy(base)
@@ -277,6 +288,31 @@ def test_factorized_models_are_smaller_and_train() -> None:
     assert difference(model) < difference(plain)
     with pytest.raises(ConfigError, match="share is 1.5"):
         factorize_linear_layers(wide, 1.5)
+
+
+class Repeated(nn.Module):
+    """Model that uses one layer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.last = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x).relu())
+        return out
+
+
+def test_a_layer_used_in_two_places_is_factorized_in_both() -> None:
+    torch.manual_seed(0)
+    model = Repeated()
+    before = sum(parameter.numel() for parameter in model.parameters())
+    assert factorize_linear_layers(model, 0.5) == {"first": 4}
+    assert model.last is model.first and sum(parameter.numel() for parameter in model.parameters()) < before
+    loaded = Repeated()
+    apply_ranks(loaded, {"first": 4, "first.1": 2})
+    assert loaded.last is loaded.first and isinstance(loaded.first, nn.Sequential)
+    assert isinstance(loaded.first[1], nn.Sequential)
 
 
 def test_factorized_models_are_saved_with_their_ranks(tmp_path: Path) -> None:

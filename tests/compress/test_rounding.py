@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError
@@ -317,6 +318,23 @@ def test_rotation_preserves_the_function_and_spreads_outliers(name: str, tied: b
     report, _ = compress_directory(tmp_path / "wide", tmp_path / "head", "int8", options, head=True)
     assert "lm_head" in report.layers and not report.kept
     assert divergence(model, load_packed_model(tmp_path / "head")) < 2e-3
+
+
+def test_a_stored_copy_of_a_tied_head_is_rotated_to_a_head_of_its_own(tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide", "llama", tie_word_embeddings=True)
+    file = tmp_path / "wide" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    compress_directory(tmp_path / "wide", tmp_path / "int8", "int8", RoundingOptions("rtn", rotate=True))
+    assert divergence(model, load_packed_model(tmp_path / "int8")) < 2e-3
+
+
+def test_rotation_of_a_classifier_is_refused(tmp_path: Path) -> None:
+    config = build("llama").config
+    config.num_labels, config.pad_token_id = 3, 0
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ModelError, match="has the tensor 'score.weight', e.g. of a classifier"):
+        compress_directory(tmp_path / "wide", tmp_path / "no", "int8", RoundingOptions(rotate=True))
 
 
 def test_values_of_each_head_are_rotated_with_the_columns_that_read_them(tmp_path: Path) -> None:

@@ -71,6 +71,18 @@ def test_methods_that_see_the_inputs_lose_less(pattern: str) -> None:
     assert errors == sorted(errors) and errors[0] < 0.7 * errors[1]
 
 
+@pytest.mark.parametrize("pattern", ["0.5", "2:4"])
+def test_weights_of_features_that_are_always_zero_are_removed_first(pattern: str) -> None:
+    torch.manual_seed(5)
+    inputs = torch.randn(400, 32) * 0.02
+    inputs[:, ::2] = 0  # e.g. dead neurons of a ReLU
+    weight, hessian = torch.randn(10, 32), (inputs.t() @ inputs).double()
+    for method in ("wanda", "sparsegpt"):
+        found = sparsify(weight, parse_pattern(pattern), method, hessian)
+        assert torch.equal(found[:, 1::2], weight[:, 1::2])
+        assert not found[:, ::2].any()
+
+
 @pytest.mark.parametrize("method", ["sparsegpt", "magnitude"])
 def test_a_sparse_directory_loads_with_transformers(method: str, tmp_path: Path) -> None:
     model: Any = build("llama", hidden_size=32).to(torch.bfloat16)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from windlass.base.errors import WeightFormatError
 from windlass.compress.compressed_layers import CompressedLinear
 from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, GroupCodes, IntegerWeightFormat
-from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.packed_linear import PackedLinear, names_of_modules
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
 # scale for each number of bits, relative to the root mean square: minimizes the squared error of normal weights
@@ -40,11 +40,11 @@ def pack_values(form: WeightFormat, weight: Tensor) -> PackedWeight:
 
 
 def pack_trained_layers(model: nn.Module) -> list[str]:
-    """Replace the linear layers that were trained with `weight_format` by packed ones, in place. Call it before
-    `redundancy_clean`, on a model that is not sharded.
+    """Replace the linear layers that were trained with `weight_format` by packed ones, in place, each under all of its
+    names. Call it before `redundancy_clean`, on a model that is not sharded.
 
     Returns:
-        Names of the packed layers.
+        First name of each packed layer.
 
     Raises:
         WeightFormatError: a layer has masks too, which no format stores.
@@ -56,6 +56,7 @@ def pack_trained_layers(model: nn.Module) -> list[str]:
         and module.compression.weight is not None
         and module.compression.weight.form is not None
     ]
+    all_names = names_of_modules(model)
     for name, module in found:
         rounding = module.compression.weight
         assert rounding is not None and rounding.form is not None
@@ -69,7 +70,8 @@ def pack_trained_layers(model: nn.Module) -> list[str]:
         packed.set_packed(pack_values(form, module.weight))
         if bias is not None:
             packed.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
-        model.set_submodule(name, packed.train(module.training))
+        for one in all_names[id(module)]:
+            model.set_submodule(one, packed.train(module.training))
     return [name for name, _ in found]
 
 

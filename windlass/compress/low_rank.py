@@ -19,6 +19,7 @@ from windlass.compress.block_calibration import InputStatistics
 from windlass.compress.gptq import damped_factor
 from windlass.compress.low_rank_config import factor_pair, record_ranks
 from windlass.compress.unit_importance import LossFunction, language_loss
+from windlass.kernels.packed_linear import names_of_modules
 
 _DAMPING = 1e-6  # added to the diagonal, relative to its mean
 
@@ -60,7 +61,8 @@ def factorize_linear_layers(
     batches: Sequence[Any] = (),
     loss: LossFunction = language_loss,
 ) -> dict[str, int]:
-    """Replace linear layers by two, in place: `nn.Sequential(nn.Linear(in, rank), nn.Linear(rank, out))`.
+    """Replace linear layers by two, in place: `nn.Sequential(nn.Linear(in, rank), nn.Linear(rank, out))`. A layer is
+    replaced under all of its names.
 
     The ranks are added to the configuration of a transformers model, so that `save_pretrained` writes a directory that
     windlass loads; see [Note: ranks in the configuration].
@@ -72,7 +74,7 @@ def factorize_linear_layers(
         batches: inputs of `loss`; empty: minimize the errors of the matrices instead of their output errors.
 
     Returns:
-        The rank of each replaced layer.
+        The rank of each replaced layer, by the layer's first name.
 
     Raises:
         ConfigError: the share is not between 0 and 1.
@@ -86,7 +88,7 @@ def factorize_linear_layers(
         if type(module) is nn.Linear and module is not head and chosen(name)
     }
     hessians = _input_sums(model, layers, batches, loss) if batches else {}
-    ranks = {}
+    ranks, all_names = {}, names_of_modules(model)
     for name, layer in layers.items():
         rank = rank_of_share(layer.out_features, layer.in_features, share)
         up, down = low_rank_factors(layer.weight.detach(), rank, hessians.get(name))
@@ -94,7 +96,8 @@ def factorize_linear_layers(
         pair = factor_pair(layer, rank)
         for part, factor in zip(pair, (down, up), strict=True):
             part.weight = nn.Parameter(factor.contiguous(), requires_grad=layer.weight.requires_grad)
-        model.set_submodule(name, pair)
+        for one in all_names[id(layer)]:
+            model.set_submodule(one, pair)
     record_ranks(model, ranks)
     return ranks
 

@@ -36,12 +36,13 @@ def record_ranks(model: Any, ranks: Mapping[str, int]) -> None:
 
 
 def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
-    """Replace each linear layer that an entry `windlass_low_rank` names by two layers, whose weights are on the meta
-    device.
+    """Replace each linear layer that an entry `windlass_low_rank` names by two layers, under all names of the layer.
+    Their weights are on the meta device.
 
     Raises:
         ModelError: the model has no such linear layer, or a rank is not between 1 and the smaller side of the layer.
     """
+    places = list(model.named_modules(remove_duplicate=False))
     for name, rank in sorted(entry.items()):  # a layer comes before its factors, which may be in the entry too
         layer: nn.Module | None
         try:
@@ -58,4 +59,6 @@ def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
                 f"{RANKS_ENTRY} has the rank {rank!r} of {name!r}, a layer of {layer.in_features} x "
                 f"{layer.out_features}; save the model again"
             )
-        model.set_submodule(name, factor_pair(layer, rank))
+        pair = factor_pair(layer, rank)
+        for one in [place for place, module in places if module is layer] or [name]:  # a factor has no place before
+            model.set_submodule(one, pair)

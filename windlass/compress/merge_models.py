@@ -26,7 +26,7 @@ _PARALLEL = 0.9995  # cosine above which the arc is replaced by a straight line
 def linear_merge(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return `sum(weight * tensor) / sum(weights)`, computed in float32."""
     total = sum(weights)
-    found = torch.zeros(tensors[0].shape, dtype=torch.float32)
+    found = torch.zeros(tensors[0].shape, dtype=torch.float32, device=tensors[0].device)
     for tensor, weight in zip(tensors, weights, strict=True):
         found += tensor.float() * (weight / total)
     return found
@@ -60,7 +60,7 @@ def ties_merge(base: Tensor, tensors: Sequence[Tensor], weights: Sequence[float]
     weighted = torch.stack([vector * weight for vector, weight in zip(vectors, weights, strict=True)])
     sign = weighted.sum(0).sign()
     agrees = (weighted.sign() == sign) & (weighted != 0)
-    scale = torch.tensor(list(weights)).view(-1, *[1] * base.dim())
+    scale = torch.tensor(list(weights), device=base.device).view(-1, *[1] * base.dim())
     total = (agrees * scale).sum(0)
     merged = (weighted * agrees).sum(0) / torch.where(total != 0, total, torch.ones_like(total))
     return base.float() + merged
@@ -73,8 +73,8 @@ def dare_merge(
     generator = torch.Generator().manual_seed(seed)
     found = base.float().clone()
     for tensor, weight in zip(tensors, weights, strict=True):
-        stays = torch.rand(base.shape, generator=generator) < density
-        found += weight * (tensor.float() - base.float()) * stays / density
+        stays = torch.rand(base.shape, generator=generator) < density  # on the CPU: equal draws on all devices
+        found += weight * (tensor.float() - base.float()) * stays.to(base.device) / density
     return found
 
 

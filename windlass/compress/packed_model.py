@@ -250,7 +250,8 @@ def fill_wide(
         used: names in the files of the tensors to leave out, because they are in packed layers.
         dtype: dtype of the values; None: the dtype in the files.
         unpacked: values of packed layers that the model joins with others, by their names in the files.
-        ties: tie the weights that the configuration of the model ties.
+        ties: tie the weights that the configuration of the model ties; False: some of these are packed, so that only
+            the others are tied.
         trains: True: floating-point parameters require gradients.
 
     Raises:
@@ -259,6 +260,9 @@ def fill_wide(
     unpacked = {} if unpacked is None else unpacked
     packed = {id(p) for module in model.modules() if isinstance(module, PackedMatrix) for p in module.parameters()}
     open_names = {name for name, parameter in model.named_parameters() if id(parameter) not in packed}
+    holders: dict[int, list[str]] = {}  # all names of each parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
     buffers = dict(model.named_buffers())
     mapped: dict[str, MappedBytes] = {}
 
@@ -301,6 +305,11 @@ def fill_wide(
     tie: Any = getattr(model, "tie_weights", None)
     if tie is not None and ties:
         tie()
+    if not ties:
+        for first, *others in holders.values():
+            for name in others:
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner).register_parameter(leaf, model.get_parameter(first))
     missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if missing:
         raise ModelError(

@@ -41,7 +41,8 @@ class RotatedDirectory(ModelDirectory):
     the last norm is multiplied into the head but not into the embedding.
 
     Raises:
-        ModelError: the model type is not llama, mistral, qwen2 or qwen3, or a tensor is missing.
+        ModelError: the model type is not llama, mistral, qwen2 or qwen3, a tensor is missing, or the model is not a
+            causal language model.
     """
 
     def __init__(self, source: ModelDirectory, seed: int = 0) -> None:
@@ -51,11 +52,17 @@ class RotatedDirectory(ModelDirectory):
                 f"{source.path} is of type {kind!r}, whose hidden states are not rotated; rotation supports "
                 f"{', '.join(_FAMILIES)}"
             )
+        other = next((name for name in source.places if not name.startswith("model.") and name != _HEAD), None)
+        if other is not None:
+            raise ModelError(
+                f"{source.path} has the tensor {other!r}, e.g. of a classifier, which would read rotated hidden "
+                "states; rotation supports causal language models: leave out rotate"
+            )
         self.path, self.config = source.path, dict(source.config)
         self._source = source
         self.places = dict(source.places)
+        self.config["tie_word_embeddings"] = False  # also if the files have a copy of the embedding as the head
         if _HEAD not in self.places:
-            self.config["tie_word_embeddings"] = False
             self.places[_HEAD] = replace(source.places[_EMBEDDING])
         hidden = source.places[_EMBEDDING].shape[1]
         self._rotation = random_hadamard(hidden, seed)

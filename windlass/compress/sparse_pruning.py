@@ -95,6 +95,7 @@ def mask_of(scores: Tensor, pattern: SparsePattern) -> Tensor:
 def _sparsegpt(weight: Tensor, pattern: SparsePattern, hessian: Tensor) -> Tensor:
     columns = weight.shape[1]
     factor = inverse_factor(hessian)
+    is_read = hessian.diagonal() > 0  # weights of a feature that is always 0 go first, whatever the damped factor is
     left = weight.clone()
     found = torch.empty_like(weight)
     width = max(_COLUMNS // pattern.of, 1) * pattern.of if pattern.of else _COLUMNS
@@ -102,11 +103,12 @@ def _sparsegpt(weight: Tensor, pattern: SparsePattern, hessian: Tensor) -> Tenso
         stop = min(start + width, columns)
         block, errors = left[:, start:stop], weight.new_empty(len(weight), stop - start)
         diagonal = factor.diagonal()[start:stop]
-        stays = mask_of((block / diagonal).square(), pattern)
+        stays = mask_of((block / diagonal).square() * is_read[start:stop], pattern)
         for place in range(stop - start):
             if pattern.of and place % pattern.of == 0:  # scores of the compensated weights
                 near = slice(place, place + pattern.of)
-                stays[:, near] = mask_of((block[:, near] / diagonal[near]).square(), pattern)
+                scores = (block[:, near] / diagonal[near]).square() * is_read[start:stop][near]
+                stays[:, near] = mask_of(scores, pattern)
             value = block[:, place] * stays[:, place]
             error = (block[:, place] - value) / diagonal[place]
             block[:, place + 1 :] -= error[:, None] * factor[start + place, start + place + 1 : stop]

@@ -317,25 +317,38 @@ def is_packed_parameter(name: str, dtype: torch.dtype) -> bool:
     return known and dtype == torch.uint8
 
 
+def names_of_modules(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each module of a model, by the module's id; a module that is used in several places has
+    several."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    return names
+
+
 def pack_linear_layers(
     model: nn.Module, weight_format: WeightFormat | str, chosen: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """Replace linear layers of a model by packed layers, in place and layer by layer.
+    """Replace linear layers of a model by packed layers, in place and layer by layer. A layer is replaced under all of
+    its names.
 
     Args:
         chosen: returns True for the names of the layers to be packed.
 
     Returns:
-        The names of the packed layers. Layers of other classes than `nn.Linear` stay as they are.
+        The first name of each packed layer. Layers of other classes than `nn.Linear` stay as they are.
 
     Raises:
         WeightFormatError: a weight does not fit the format. The layers before it stay packed.
     """
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear and chosen(name)]
+    all_names = names_of_modules(model)
     for name in names:
+        layer = model.get_submodule(name)
         try:
-            packed = PackedLinear.from_linear(model.get_submodule(name), weight_format)  # type: ignore[arg-type]
+            packed = PackedLinear.from_linear(layer, weight_format)  # type: ignore[arg-type]
         except WeightFormatError as error:
             raise WeightFormatError(f"layer {name!r}: {error}") from error
-        model.set_submodule(name, packed)
+        for one in all_names[id(layer)]:
+            model.set_submodule(one, packed)
     return names

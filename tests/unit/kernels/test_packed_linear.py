@@ -15,7 +15,7 @@ from windlass.base.errors import WeightFormatError
 from windlass.kernels import panel_cache
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.packed_gemm import pack_panels
-from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
 from windlass.kernels.weight_format import CastWeightFormat
 
 NAMES = ("fp32", "bf16", "int8", "fp8", "int4_g32_zp", "int3", "ternary", "binary_g64")
@@ -167,3 +167,12 @@ def test_mismatched_shapes_are_refused() -> None:
     frozen = PackedLinear.from_linear(linear().requires_grad_(False))
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
     assert "weight_format='int8'" in repr(frozen)
+
+
+def test_a_layer_used_in_two_places_is_packed_in_both() -> None:
+    model = nn.Module()
+    model.first = linear()
+    model.block = nn.Sequential(model.first, nn.ReLU())
+    model.again = model.block
+    assert pack_linear_layers(model, "int8") == ["first"]
+    assert isinstance(model.first, PackedLinear) and model.block[0] is model.first and model.again is model.block
