@@ -14,7 +14,10 @@ import torch.distributed as dist
 from tests.dist.harness import run_ranks
 from windlass.base.errors import CommunicationError
 from windlass.comm import peer_owners
+from windlass.comm.byte_channel import ProcessGroupChannel
+from windlass.comm.compressed_collectives import CompressedCollectives
 from windlass.comm.group_creation import new_process_group
+from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.peer_owners import ForeignPeer
 from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.comm.rank_group import RankGroup, create_rank_group, world_group
@@ -101,6 +104,22 @@ def test_every_method_equals_its_computation(parts: list[tuple[int, ...]]) -> No
                 else:
                     assert values.pop(name) == value, (name, ranks, rank)
             assert not values
+
+
+def moved_along_an_axis() -> None:
+    """Move dtypes that gloo does not support, and tensors of one element whose stride is not 1."""
+    axis = MeshAxis("sp", world_group())
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.bool, torch.complex64):
+        sent = torch.arange(2.0).add(axis.index).to(dtype)
+        assert axis.broadcast(sent, 1).float().tolist() == ([True, True] if dtype is torch.bool else [1, 2]), dtype
+    single = torch.arange(2.0).add(axis.index)[1::2]
+    assert single.stride() == (2,) and axis.shift([single])[0].tolist() == [2.0 - axis.index]
+    codes = CompressedCollectives(ProcessGroupChannel(axis.group), "identity")
+    assert codes.all_gather(single).tolist() == [1, 2]
+
+
+def test_an_axis_moves_every_dtype_and_stride() -> None:
+    run_ranks(moved_along_an_axis, 2, transport="gloo")
 
 
 def left_out() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
@@ -117,6 +118,11 @@ class Job:
 
         self.threads.append(threading.Thread(target=guarded, daemon=True))
         self.threads[-1].start()
+
+    def end_store(self) -> None:
+        """End the store, as when its process is lost."""
+        del self._store
+        gc.collect()
 
     def finish(self) -> None:
         until = time.monotonic() + 240

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -485,6 +486,21 @@ def test_a_server_that_is_not_replaced_is_named() -> None:
     job.finish()
 
 
+def test_a_server_that_was_lost_together_with_the_store_is_named() -> None:
+    """Without `windlass run`, server 0 serves the store."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous", reconnect_seconds=0.1), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    text = r"worker 0 cannot reach server 0 .*: the connection .*, and the job's store at 127.0.0.1:\d+ does not answer"
+    with pytest.raises(ServerLostError, match=text), worker:
+        train_once(model, worker, 0)
+        lose(job, 0)
+        job.finish()
+        job.end_store()
+        worker.pull()
+    worker.close()  # a second time
+
+
 def test_a_server_that_was_too_slow_for_one_call_is_reached_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -746,6 +762,26 @@ def test_a_new_run_keeps_the_hyper_parameters_that_its_script_changed(tmp_path: 
     with pytest.raises(CheckpointError, match=r"states of optimizer torch.optim.adamw.AdamW, .* makes torch.optim.sgd"):
         other.load(path, clock)
     assert path.read_bytes() == before
+
+
+def test_hyper_parameters_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    """Learning rates often come from `np.logspace`. In a snapshot they are Python's numbers, which count as equal."""
+    path, clock = tmp_path / "a", UpdateClock(ParameterServerSettings(), 1)
+
+    options: dict[str, Any] = {"lr": np.float64(0.25), "betas": (np.float64(0.5), 0.75), "eps": np.float32(0.5)}
+
+    def make(own: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(own, **options)
+
+    first = one_shard(make)
+    assert first._optimizer is not None
+    first._optimizer.param_groups[0]["lr"] = 0.125  # a change by the optimizer, which the snapshot restores
+    first.save(path, clock)
+    again = one_shard(make)
+    again.load(path, clock)
+    assert again._optimizer is not None
+    group = again._optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (0.125, (0.5, 0.75), 0.5)
 
 
 def test_snapshots_of_a_new_run_have_to_belong_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

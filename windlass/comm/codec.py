@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from windlass.base.errors import CodecError
@@ -121,14 +122,27 @@ def register_codec(codec: Codec) -> None:
         CodecError: another codec has the name.
     """
     before = _codecs.get(codec.name, codec)
-    if before is not codec and _definition(before) != _definition(codec):
+    if before is not codec and not _are_equal(before, codec):
         raise CodecError(f"a codec named {codec.name!r} is registered already; register this one under another name")
     _codecs[codec.name] = codec
     add_codec(codec.name, needs_error_feedback=bool(getattr(codec, "needs_error_feedback", False)))
 
 
-def _definition(codec: Codec) -> tuple[str, str, dict[str, object]]:
-    return type(codec).__module__, type(codec).__qualname__, vars(codec)
+def _are_equal(one: Codec, other: Codec) -> bool:
+    """Return True if two codecs have the same class name and equal attributes."""
+    names = [(type(codec).__module__, type(codec).__qualname__, vars(codec).keys()) for codec in (one, other)]
+    return names[0] == names[1] and all(_is_equal(value, vars(other)[name]) for name, value in vars(one).items())
+
+
+def _is_equal(one: object, other: object) -> bool:
+    if type(one) is not type(other):
+        return False
+    # `==` compares tensors and arrays element by element
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other.to(one.device)).all())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return bool(np.array_equal(one, other))
+    return bool(one == other)
 
 
 def get_codec(name: str) -> Codec:

@@ -237,7 +237,10 @@ class CompressedCollectives:
     def _encode(self, tensor: torch.Tensor) -> torch.Tensor:
         message = self._empty_message(tensor)
         if tensor.numel():
-            self.codec.encode(tensor.detach().contiguous().view(-1), message)
+            # a codec reads memory, where torch conjugates or negates a view only when it is read
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            # one element may have any stride, and torch then refuses a view of its bytes
+            self.codec.encode(flat.as_strided((flat.numel(),), (1,)), message)
         return message
 
     def _decode(self, message: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from windlass.base.collective_activity import WaitScope
 from windlass.base.pending import DONE, FinishingPending, Pending
-from windlass.comm.point_to_point import exchange_tensors
+from windlass.comm.point_to_point import as_bytes, exchange_tensors
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.traffic import Traffic
 
@@ -240,7 +240,8 @@ class MeshAxis:
 
     def _fill_broadcast(self, tensor: torch.Tensor, source: int) -> None:
         with self._what():
-            self.group.broadcast(tensor, source)
+            # Sent as bytes, because gloo does not support every dtype of a batch, such as int16.
+            self.group.broadcast(as_bytes(tensor), source)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         with self._what():

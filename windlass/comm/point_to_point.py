@@ -40,11 +40,17 @@ def start_exchange(
     process_group = group.cpu_group if on_cpu else group.process_group
     operations = [
         # Sent as bytes, because gloo does not support every dtype.
-        dist.P2POp(operation, tensor.view(-1).view(torch.uint8), group.ranks[index], process_group, tag)
+        dist.P2POp(operation, as_bytes(tensor), group.ranks[index], process_group, tag)
         for operation, transfers in ((dist.isend, sends), (dist.irecv, receives))
         for index, tensor in transfers
     ]
     return dist.batch_isend_irecv(operations) if operations else []
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as uint8 `[bytes]`."""
+    # A tensor of one element may have any stride, and torch then refuses a view of its bytes.
+    return tensor.detach().view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def wait_for_transfers(works: Iterable[Any]) -> None:

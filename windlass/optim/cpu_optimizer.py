@@ -182,14 +182,18 @@ class CPUOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and convert its states to this optimizer's `state_dtype`.
 
-        torch's own method would cast every state to its parameter's dtype, including 8-bit codes.
+        Options that a saved group lacks keep their values. For example, groups of DeepSpeed's DeepSpeedCPUAdam have no
+        `decoupled_weight_decay`. torch's own method would cast every state to its parameter's dtype, including 8-bit
+        codes.
         """
-        chosen = [group["state_dtype"] for group in self.param_groups]
+        chosen = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         saved_ids = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
-        for group, state_dtype in zip(self.param_groups, chosen, strict=True):
-            group["state_dtype"] = state_dtype
+        for group, own_options in zip(self.param_groups, chosen, strict=True):
+            group["state_dtype"] = own_options["state_dtype"]
+            for key, value in own_options.items():
+                group.setdefault(key, value)
         for number, (group, parameter) in zip(saved_ids, own, strict=True):
             saved = state_dict["state"].get(number)
             if saved:

@@ -71,6 +71,18 @@ class Lamb(PerParameterOptimizer):
             },
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or loaded state. Options that a group lacks have their defaults, and step counts may be
+        plain numbers: groups of DeepSpeed's FusedLamb have no `eps_inside_sqrt`.
+        """
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        for own in self.state.values():
+            if "step" in own and not isinstance(own["step"], torch.Tensor):
+                own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32)
+
     def _update_parameter(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:

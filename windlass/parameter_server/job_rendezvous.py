@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from windlass.base.errors import CommunicationError
-from windlass.comm.pair_link import PairLink
+from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.comm.polling_store import PollingStore
 
 _PAUSE = 0.02
@@ -180,9 +180,13 @@ class JobRendezvous:
             wait: longest wait for the server's answer; None: `connect` of the constructor.
 
         Raises:
-            LinkClosedError: the server was replaced before it answered, has ended, or does not answer in time.
+            LinkClosedError: the server was replaced before it answered, has ended, or does not answer in time; or the
+                store has ended.
         """
-        ticket = self._store.add(f"tickets {address.server} {address.generation}", 1)
+        try:
+            ticket = self._store.add(f"tickets {address.server} {address.generation}", 1)
+        except RuntimeError as error:  # torch's error for a store that has ended
+            raise LinkClosedError(f"the job's store at {self.where} does not answer") from error
         name = f"{address.server}.{address.generation}.{ticket}"
 
         def is_over() -> bool:

@@ -16,7 +16,7 @@ from windlass.base.atomic_file import make_directory
 from windlass.base.errors import CheckpointError, ConfigError
 from windlass.base.log import logger
 from windlass.parameter_server.parameter_partition import Fragment, PartitionedParameter
-from windlass.parameter_server.snapshot import read_data, read_snapshot, write_snapshot
+from windlass.parameter_server.snapshot import plain_number, read_data, read_snapshot, write_snapshot
 from windlass.parameter_server.update_clock import UpdateClock
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -214,6 +214,7 @@ def _hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
+    one, other = plain_number(one), plain_number(other)  # a snapshot holds Python's numbers
     return type(one) is type(other) and bool(one == other)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from windlass.base.atomic_file import temporary_path_beside, temporary_paths_beside
@@ -97,7 +98,13 @@ def decode_content(data: str, tensors: Mapping[str, Tensor | None]) -> dict[str,
     return content
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy, such as a learning rate from `np.logspace`, as Python's; any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    value = plain_number(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
@@ -110,7 +117,7 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return {"dict": [[key, _encode(one, f"{place}[{key!r}]", tensors)] for key, one in value.items()]}
     raise CheckpointError(
         f"parameter server: a snapshot cannot hold state{place}, of type {type(value).__name__}; use an optimizer "
-        "whose state is tensors, numbers and texts, or set no `snapshot`"
+        "whose state is tensors, numbers and texts, or set no `snapshot` and start no replicas"
     )
 
 

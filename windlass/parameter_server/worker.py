@@ -145,9 +145,14 @@ class ParameterServerWorker:
         return not was_dropped
 
     def close(self) -> None:
-        """Leave the run. The servers end when all workers have left."""
+        """Leave the run. The servers end when all workers have left. A second call does nothing."""
+        if self._has_left:
+            return
         # recorded in the store too, for servers that do not receive BYE, e.g. a replica that takes over later
-        self._rendezvous.leave(self.index, retires=True)
+        try:
+            self._rendezvous.leave(self.index, retires=True)
+        except RuntimeError as error:  # torch's error for a store that has ended; then no process reads the record
+            logger.warning("worker %d leaves: %s: %s", self.index, self._silent_store, error)
         for link in self._links.values():
             try:
                 link.send([MessageKind.BYE])
@@ -180,7 +185,13 @@ class ParameterServerWorker:
             self._require_store(server, since, cause)
         while True:
             left = max(0.0, began + seconds - time.time())
-            address = self._rendezvous.find_server(server, lost, left)
+            try:
+                address = self._rendezvous.find_server(server, lost, left)
+            except (
+                RuntimeError
+            ) as error:  # torch's error for a store that has ended: the lost process may have served it
+                cause = f"{cause or 'it has not started'}, and {self._silent_store}"
+                raise self._lost(server, since, cause) from error
             if address is None or (calls and not left):
                 raise self._lost(server, since, cause or "it has not started")
             # The first calls wait for a short time, since a server may end while it answers.
@@ -198,7 +209,11 @@ class ParameterServerWorker:
     def _require_store(self, server: int, since: float, cause: str) -> None:
         """Raise ServerLostError if the job's store does not answer: the lost process may have served the store."""
         if not self._rendezvous.has_store(self._settings.heartbeat_seconds):
-            raise self._lost(server, since, f"{cause}, and the job's store at {self._rendezvous.where} does not answer")
+            raise self._lost(server, since, f"{cause}, and {self._silent_store}")
+
+    @property
+    def _silent_store(self) -> str:
+        return f"the job's store at {self._rendezvous.where} does not answer"
 
     def _lost(self, server: int, since: float, cause: str) -> ServerLostError:
         named, clock = self._addresses.get(server, f"server {server}"), time.strftime("%H:%M:%S", time.localtime(since))

@@ -116,6 +116,19 @@ def test_codec_registry() -> None:
         get_codec("zip")
 
 
+@pytest.mark.usefixtures("registry")
+def test_a_codec_with_a_table_is_registered_again() -> None:
+    class Table(SignCodec):
+        def __init__(self, last: float) -> None:
+            self.name, self.levels = "toy-table", torch.tensor([0.0, last])
+            self.edges = self.levels.numpy()
+
+    register_codec(Table(1.0))
+    register_codec(Table(1.0))
+    with pytest.raises(CodecError, match="'toy-table' is registered already"):
+        register_codec(Table(2.0))
+
+
 def load(weights: str = "int8", changes: str = "int8") -> None:
     load_config({"train_batch_size": 1, "zero_optimization": {"zero_quantized_weights_codec": weights}})
     load_config({"train_batch_size": 1, "optimizer": {"type": "DiLoCo", "params": {"codec": changes}}})

@@ -362,3 +362,18 @@ def test_step_counts_saved_as_numbers_are_loaded(cls: Any) -> None:
     train(second, 2)
     second.load_state_dict(saved)
     assert torch.equal(train(first, 2, seed=2), train(second, 2, seed=2))
+
+
+def test_a_state_dict_of_deepspeeds_adam_is_loaded() -> None:
+    """Its groups have no `maximize` and no `decoupled_weight_decay`: that is an attribute of DeepSpeed's optimizer."""
+    options: dict[str, Any] = {"weight_decay": 0.1, "adamw_mode": False}
+    first, second = CPUAdam(parameters(), **options), CPUAdam(parameters(), **options)
+    train(first, 2)
+    train(second, 2)
+    saved = copy.deepcopy(first.state_dict())
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "params")
+    saved["param_groups"] = [{key: group[key] for key in names} for group in saved["param_groups"]]
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    second.load_state_dict(saved)
+    assert torch.equal(train(first, 2, seed=2), train(second, 2, seed=2))

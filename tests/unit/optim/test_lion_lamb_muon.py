@@ -217,6 +217,23 @@ def test_state_round_trips_and_parameters_without_gradient_are_skipped(cls: type
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
 
+def test_a_state_dict_of_deepspeeds_lamb_is_loaded() -> None:
+    """Its groups have no `eps_inside_sqrt`, an attribute of DeepSpeed's optimizer, and its step counts are numbers."""
+    parameters, twins = make_parameters(), make_parameters()
+    optimizer, other = (Lamb(own, lr=0.01, eps=0.1, eps_inside_sqrt=True) for own in (parameters, twins))
+    train(optimizer, parameters)
+    train(other, twins)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["eps_inside_sqrt"]
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    other.load_state_dict(saved)
+    train(optimizer, parameters, seed=2)
+    train(other, twins, seed=2)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, twins, strict=True))
+
+
 @pytest.mark.parametrize("cls", [Lion, Lamb, Muon])
 def test_copied_optimizer_accepts_more_groups(cls: type) -> None:
     optimizer = copy.deepcopy(cls(make_parameters()))
