@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import windlass
 from tests.dist.harness import run_ranks
+from windlass.base.errors import CheckpointError
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -175,3 +176,98 @@ def test_sparse_and_expanded_buffers_are_those_of_rank_0(stage: int) -> None:
     for _, found, loss in ranks:
         assert all(torch.equal(a, b) for a, b in zip(found, ranks[0][0], strict=True))
         assert loss == pytest.approx(ranks[0][2], rel=1e-6)
+
+
+class Split(nn.Module):
+    """Model of two layers for tensor parallelism, with a sparse buffer and an expanded one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        graph = (torch.rand(8, 8) > 0.4 + 0.2 * dist.get_rank()).float()
+        self.register_buffer("graph", graph.to_sparse())
+        self.register_buffer("expanded", torch.rand(8, 1).expand(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = (self.graph @ x.t()).t() + self.expanded.sum(-1)
+        return self.down(self.up(mixed)).square().mean()
+
+
+def split(folder: str) -> tuple[list[Tensor], list[Tensor], float, list[str]]:
+    torch.manual_seed(dist.get_rank())
+    model = Split()
+    first = [model.graph.to_dense(), model.expanded.clone()]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "parallel": {"tp": 2, "tensor_table": {"up": "column", "down": "row"}},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = windlass.initialize(model=model, config=config)[0]
+    loss = engine(torch.ones(2, 8))
+    engine.backward(loss)
+    engine.step()
+    found = [model.graph.to_dense(), model.expanded.clone()]
+    refusals = []
+    for save in (engine.save_checkpoint, engine.save_16bit_model):
+        try:
+            save(folder)
+        except CheckpointError as error:
+            refusals.append(str(error))
+    engine.destroy()
+    return first, found, float(loss), refusals
+
+
+def test_sparse_and_expanded_buffers_of_a_sharded_model_are_those_of_rank_0(tmp_path: Path) -> None:
+    ranks = run_ranks(split, 2, str(tmp_path))
+    for _, found, loss, refusals in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(found, ranks[0][0], strict=True))
+        assert loss == pytest.approx(ranks[0][2], rel=1e-6)
+        # A checkpoint has no sparse tensors. All ranks raise, and name the buffer.
+        assert len(refusals) == 2
+        assert all("'graph' is a buffer of the layout torch.sparse_coo" in text for text in refusals)
+
+
+class Growing(nn.Module):
+    """Model that enlarges a buffer for a longer input, as models with dynamic rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(2, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.table):
+            self.table = torch.full((len(x), 4), 1.0 + dist.get_rank())
+        with torch.no_grad():
+            shift = self.table[: len(x)] * 2
+        return (self.out(x) + shift).square().mean()
+
+
+def grown(stage: int) -> tuple[Tensor, float]:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = windlass.initialize(model=Growing(), config=config)[0]
+    loss = torch.zeros(())
+    for step in range(3):
+        if step == 1:
+            engine.eval()
+            with torch.inference_mode():
+                engine(torch.ones(6, 4))
+            engine.train()
+        loss = engine(torch.ones(2, 4))
+        engine.backward(loss)
+        engine.step()
+    found = engine.module.table.clone()
+    engine.destroy()
+    return found, float(loss)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffer_of_an_evaluation_in_inference_mode_is_synchronized(stage: int) -> None:
+    for table, loss in (ranks := run_ranks(grown, 2, stage)):
+        assert torch.equal(table, torch.ones(6, 4)) and not table.is_inference()
+        assert loss == pytest.approx(ranks[0][1], rel=1e-6)

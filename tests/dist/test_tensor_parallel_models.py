@@ -115,6 +115,54 @@ def test_table_shards_an_unknown_model() -> None:
         assert parameters[0] < EXACT, parameters
 
 
+class Halved(nn.Module):
+    """Trained activation without a class of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.tensor([0.3]))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.where(hidden > 0, hidden, self.share * hidden)
+
+
+class Bent(nn.Module):
+    """Feed-forward layers with trained activations, and a trained factor after the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([nn.Sequential(nn.Linear(8, 24), nn.PReLU(), nn.Linear(24, 8))])
+        self.steps.append(nn.ModuleDict({"up": nn.Linear(8, 24), "act_fn": Halved(), "down": nn.Linear(24, 8)}))
+        self.out = nn.PReLU()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.steps[0](hidden)
+        for name in ("up", "act_fn", "down"):
+            hidden = self.steps[1][name](hidden)
+        return self.out(hidden)
+
+
+def bent(options: dict[str, Any]) -> tuple[float, str]:
+    torch.manual_seed(0)
+    plain, model, axis = Bent(), Bent(), tensor_axis()
+    model.load_state_dict(plain.state_dict())
+    apply_tensor_parallel(model, axis, tensor_table=options)
+    inputs = torch.randn(2, 5, 8)
+    for one in (plain, model):
+        one(inputs).square().sum().backward()
+    added_up(model, axis)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return relative_error(whole_gradients(model, axis), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {r"steps\.0\.0": "column", r"steps\.0\.2": "row"}], ids=["traced", "from the table"]
+)
+def test_trained_activations_between_sharded_layers_get_full_gradients(options: dict[str, Any]) -> None:
+    for gradients in run_ranks(bent, 2, options):
+        assert gradients[0] < EXACT, gradients
+
+
 class Mixed(nn.Module):
     """User-defined model with mixtures of experts."""
 

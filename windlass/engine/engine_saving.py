@@ -36,7 +36,7 @@ from windlass.engine.frozen_parameters import (
 from windlass.engine.full_weights import require_unchanged_model, weight_metadata
 from windlass.engine.metadata_merge import merge_metadata
 from windlass.engine.model_refresh import has_pending_gradients
-from windlass.engine.module_buffers import modules_with_saved_buffers, persistent_buffers
+from windlass.engine.module_buffers import modules_with_saved_buffers, persistent_buffers, require_dense_buffers
 from windlass.engine.offloaded_storage import OffloadedChunkStorage
 from windlass.engine.optimizer_groups import (
     group_metadata,
@@ -95,6 +95,7 @@ def save_engine(
     name = tag if tag is not None else f"global_step{engine.progress.global_steps}"
 
     def describe() -> dict[str, Any]:
+        require_dense_buffers(model.model)
         if model.update is not None:
             collect_state_fragments(model.update, storage_of, states)
         if streams:

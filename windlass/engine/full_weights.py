@@ -254,6 +254,11 @@ class _FullWeightsWriter:
         with self._recording_errors():
             if (file := self._file) is not None:
                 for name, tensor in tensors.items():
+                    if tensor.layout is not torch.strided:
+                        raise CheckpointError(
+                            f"{name!r} is a buffer of the layout {tensor.layout}, which {self._path} cannot hold; "
+                            "register it with persistent=False"
+                        )
                     file.write(name, tensor)
 
     def finish(self) -> str:

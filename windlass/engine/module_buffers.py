@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
 from torch import nn
 
 from windlass.base.dtypes import is_castable
+from windlass.base.errors import CheckpointError
 from windlass.comm.mesh import Mesh
 from windlass.comm.rank_group import RankGroup
 from windlass.parallel.experts import is_router_bias, sharded_expert_modules
@@ -103,7 +104,7 @@ class BufferSynchronizer:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     dtype = dtype_policy.dtype_of(prefix, module, name, buffer) if dtype_policy is not None else None
-                    module._buffers[name] = _writable(buffer.to(device=device, dtype=dtype))
+                    module._buffers[name] = as_writable(buffer.to(device=device, dtype=dtype))
         self._synced_versions: list[tuple[int, int]] = []
         self._stale = False
         self.broadcast()
@@ -128,18 +129,20 @@ class BufferSynchronizer:
 
     def broadcast(self) -> None:
         """Make all buffers equal to those of the first rank that shares them. Collective."""
+        _replace_inference_buffers(self._model)
         of_experts = set(sharded_expert_modules(self._model))
         dense = [module for module in self._model.modules() if module not in of_experts]
         experts = [module for module in self._model.modules() if module in of_experts]
         for modules, group in ((dense, self._mesh.dense.data), (experts, self._mesh.experts.data)):
             if group.size > 1:
-                _broadcast_sparse(modules, group)
+                broadcast_sparse_buffers(modules, group)
                 _broadcast_dense(modules, group)
         self._stale = False
         self._synced_versions = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in self._model.buffers()]
+        # Inference tensors count no changes. A forward in inference mode registers them as new objects.
+        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in self._model.buffers()]
 
 
 def modules_with_saved_buffers(model: nn.Module, mesh: Mesh) -> set[nn.Module]:
@@ -151,6 +154,15 @@ def modules_with_saved_buffers(model: nn.Module, mesh: Mesh) -> set[nn.Module]:
     if mesh.first_of_stage:
         return set(model.modules())
     return set(sharded_expert_modules(model)) if mesh.experts.data.index == mesh.tp.index == 0 else set()
+
+
+def _replace_inference_buffers(model: nn.Module) -> None:
+    """Replace buffers that were created in `torch.inference_mode` by copies, since they can't be changed outside it."""
+    copies: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_inference():
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
 def _broadcast_dense(modules: list[nn.Module], group: RankGroup) -> None:
@@ -167,8 +179,11 @@ def _broadcast_dense(modules: list[nn.Module], group: RankGroup) -> None:
                 buffer.copy_(part.view(buffer.shape))
 
 
-def _broadcast_sparse(modules: list[nn.Module], group: RankGroup) -> None:
-    """Replace sparse buffers by those of the first rank. Ranks may have different numbers of stored elements."""
+def broadcast_sparse_buffers(modules: Iterable[nn.Module], group: RankGroup) -> None:
+    """Replace sparse buffers by those of the first rank. Ranks may have different numbers of stored elements.
+
+    Collective.
+    """
     received: dict[int, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -179,12 +194,26 @@ def _broadcast_sparse(modules: list[nn.Module], group: RankGroup) -> None:
                 module._buffers[name] = received[id(buffer)]
 
 
-def _writable(buffer: torch.Tensor) -> torch.Tensor:
+def as_writable(buffer: torch.Tensor) -> torch.Tensor:
     """Return the buffer, or a copy if elements share memory (`expand`): torch refuses to write to such a tensor."""
     if buffer.layout is not torch.strided:
         return buffer
     shares = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return buffer.contiguous() if shares else buffer
+
+
+def require_dense_buffers(model: nn.Module) -> None:
+    """Check that all persistent buffers can be saved.
+
+    Raises:
+        CheckpointError: a persistent buffer is sparse.
+    """
+    for name, buffer in persistent_buffers(model, set(model.modules())).items():
+        if buffer.layout is not torch.strided:
+            raise CheckpointError(
+                f"{name.partition('/')[2]!r} is a buffer of the layout {buffer.layout}, which a checkpoint cannot "
+                "hold; register it with persistent=False, or register its indices and values as buffers"
+            )
 
 
 def persistent_buffers(model: nn.Module, modules: set[nn.Module]) -> dict[str, torch.Tensor]:

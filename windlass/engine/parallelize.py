@@ -14,6 +14,7 @@ from windlass.base.log import logger
 from windlass.comm.mesh import Mesh
 from windlass.comm.rank_group import RankGroup
 from windlass.config import Config
+from windlass.engine.module_buffers import as_writable, broadcast_sparse_buffers
 from windlass.engine.sharded_init_partition import ShardedInitPartitioner
 from windlass.kernels.packed_linear import PackedMatrix
 from windlass.parallel.experts import apply_expert_parallel
@@ -126,7 +127,13 @@ def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: Sharde
                     f"parameter {name!r} is on the meta device and has no values; build the model in "
                     "`with windlass.zero.Init():`, also around from_pretrained: no rank holds the full model then"
                 )
-        for tensor in (*model.parameters(), *model.buffers()):
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = as_writable(buffer)
+        for group in groups:
+            broadcast_sparse_buffers(model.modules(), group)
+        for tensor in (*model.parameters(), *(one for one in model.buffers() if one.layout is torch.strided)):
             if tensor.numel() and tensor not in deferred:
                 values = tensor.detach().contiguous()
                 for group in groups:

@@ -3,8 +3,9 @@
 [Note: tracing by absence] A trial runs the forward once, by default on two rows of three tokens, with an empty probe in
 place of each layer. The run costs no more than an embedding and a head and works on the meta device. The trace
 separates the modules called before the layers from the modules called after the layers, in any order of registration.
-It also checks three properties that a split relies on: the layers are called in the order of the list; a layer receives
-exactly the hidden states that the previous layer returned; no other argument of a layer depends on parameters.
+It also checks four properties that a split relies on: the layers are called in the order of the list; a layer receives
+exactly the hidden states that the previous layer returned; no other argument of a layer depends on parameters; and the
+result of the forward uses neither hidden states before the last layer nor outputs of the modules before the layers.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from windlass.base.errors import ModelError
 from windlass.base.module_modes import evaluating
+from windlass.base.tensor_tree import iterate_tensors
 from windlass.parallel.hidden_states import get_hidden_states
 from windlass.parallel.pipeline.pipeline_router_loss import (
     RouterLogitsCollector,
@@ -84,7 +87,8 @@ class _ProbeLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = get_hidden_states(args, kwargs)
-        returned = hidden + 0
+        # Cut from the hidden states, so that the graph of the result shows which of them the model uses in another way.
+        returned = (hidden.detach().requires_grad_() if hidden.requires_grad else hidden) + 0
         named = [*enumerate(args), *kwargs.items()]
         learns = [str(name) for name, value in named if value is not hidden and _requires_grad(value)]
         self.calls.append(_LayerCall(self.index, hidden, returned, learns))
@@ -197,9 +201,12 @@ def _trace_once(
     calls: list[_LayerCall] = []
     # For each module: how many layers had been called at each of its calls, and the rule for its output shape.
     order: dict[str, tuple[set[int], OutputShapeRule | None]] = {}
+    early_nodes: dict[
+        Node, str
+    ] = {}  # autograd nodes of outputs before the layers, with the modules that computed them
     outer = _outer_modules(model, path)
     handles = [
-        module.register_forward_hook(_make_call_recorder(name, calls, order), with_kwargs=True)
+        module.register_forward_hook(_make_call_recorder(name, calls, order, early_nodes), with_kwargs=True)
         for name, module in outer.items()
     ]
     real = dict(layers._modules)
@@ -208,7 +215,7 @@ def _trace_once(
             assert layer is not None
             layers._modules[name] = _ProbeLayer(number, calls, output_form, layer)
         with trial_mode(model, list(outer.values())):
-            model(**kwargs)
+            result = model(**kwargs)
     except Exception as error:
         raise _CannotSplit(
             f"its forward fails without layers ({type(error).__name__}: {_first_line(error)})"
@@ -218,6 +225,8 @@ def _trace_once(
         for handle in handles:
             handle.remove()
     _check_calls(calls, len(real))
+    # The last stage has the modules that are called after the layers, and so their outputs before the layers too.
+    _check_result(result, calls, {node: name for node, name in early_nodes.items() if len(real) not in order[name][0]})
     plan = ForwardTrace(path, len(real), output_form, example_kwargs=kwargs, example_hidden=calls[0].hidden.detach())
     for name in outer:
         _classify_module(plan, name, *order.get(name, (set(), None)))
@@ -253,6 +262,35 @@ def _check_calls(calls: list[_LayerCall], num_layers: int) -> None:
             )
 
 
+def _check_result(result: Any, calls: list[_LayerCall], early_nodes: dict[Node, str]) -> None:
+    """Check that the model's result depends on the layers only by the hidden states that the last layer returned.
+
+    On the last stage all earlier hidden states, and the outputs of modules before the layers, are those of stubs.
+    """
+    elsewhere = {node: f"the output of {name}" for node, name in early_nodes.items()}
+    for call in calls[:-1]:
+        if call.returned.grad_fn is not None:
+            elsewhere[call.returned.grad_fn] = f"the hidden states that layer {call.index} returned"
+    left = [_main_tensor(result).grad_fn]
+    seen: set[Node | None] = {None}
+    while left:
+        node = left.pop()
+        if node in seen or node is None:
+            continue
+        seen.add(node)
+        if node in elsewhere:
+            raise _CannotSplit(f"after its last layer it uses {elsewhere[node]}, which another stage computes")
+        left += [before for before, _ in node.next_functions]
+
+
+def _main_tensor(result: Any) -> torch.Tensor:
+    """Return the loss or the logits of a model's result, else its first tensor; an empty tensor if it has none."""
+    if isinstance(result, Mapping):
+        named = (result.get(name) for name in ("loss", "logits"))
+        result = next((value for value in named if isinstance(value, torch.Tensor)), result)
+    return next(iterate_tensors(result), torch.empty(0))
+
+
 def _classify_module(trace: ForwardTrace, name: str, when: set[int], shape_rule: OutputShapeRule | None) -> None:
     if not when:
         trace.uncalled_modules.append(name)
@@ -267,11 +305,16 @@ def _classify_module(trace: ForwardTrace, name: str, when: set[int], shape_rule:
 
 
 def _make_call_recorder(
-    name: str, calls: list[_LayerCall], order: dict[str, tuple[set[int], OutputShapeRule | None]]
+    name: str,
+    calls: list[_LayerCall],
+    order: dict[str, tuple[set[int], OutputShapeRule | None]],
+    early_nodes: dict[Node, str],
 ) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         when, rule = order.get(name, (set(), None))
         order[name] = when | {len(calls)}, rule or _infer_shape_rule(args, kwargs, output)
+        if not calls and isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            early_nodes[output.grad_fn] = name
 
     return note
 

@@ -56,17 +56,27 @@ def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None
 
 
 def _tiled_forward(
-    module: nn.Module, original_forward: Callable[..., torch.Tensor], tile_tokens: int, hidden: torch.Tensor
+    module: nn.Module,
+    original_forward: Callable[..., torch.Tensor],
+    tile_tokens: int,
+    *args: torch.Tensor,
+    **kwargs: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the module on tiles, as replacement for its `original_forward`."""
+    """Compute the module on tiles, as replacement for its `original_forward`, whose only argument may have any name."""
+    if len(args) + len(kwargs) != 1:
+        raise TypeError(
+            f"a tiled {type(module).__name__} takes hidden states only, and was called with {len(args)} positional "
+            f"arguments and {list(kwargs)}; call it with one argument, or do not tile it"
+        )
+    (hidden,) = (*args, *kwargs.values())
     samples = hidden.shape[:-2].numel()
     each = max(1, tile_tokens // max(samples, 1))
     if hidden.dim() < 2 or hidden.shape[-2] <= each:
-        return original_forward(hidden)
-    draws = module.training and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+        return original_forward(*args, **kwargs)
     along = hidden.dim() - 2
     return run_tiled(
-        Tiling(original_forward, each, dim=along, out_dim=along, preserve_rng_state=draws),
+        # The forward may draw random numbers without a module for it (`functional.dropout`).
+        Tiling(original_forward, each, dim=along, out_dim=along, preserve_rng_state=True),
         [hidden],
         [*dict.fromkeys(module.parameters())],
     )

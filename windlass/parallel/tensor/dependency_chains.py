@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +76,16 @@ def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyC
 
 def _columns_naming_row(free: Mapping[str, PlanEntry], row: PlanEntry) -> list[str]:
     return [name for name, entry in free.items() if entry.chain and entry.chain == row.name]
+
+
+_ACTIVATION = re.compile(r"(.*_)?act(ivation)?(_.*)?")
+
+
+def _is_trained_activation(name: str, module: nn.Module) -> bool:
+    """Return True if the module is named like an activation, or is a `PReLU`, and its parameters are single numbers."""
+    parameters = list(module.parameters())
+    named = isinstance(module, nn.PReLU) or _ACTIVATION.fullmatch(name.rpartition(".")[2]) is not None
+    return named and bool(parameters) and all(parameter.numel() == 1 for parameter in parameters)
 
 
 class ChainResolver:
@@ -238,7 +249,21 @@ class ChainResolver:
             shards.append(ModuleShard(layer.name, ShardStyle.COLUMN, layer.out_features, both, what, row.name))
         return [
             *shards,
+            *self._shard_activations(columns, row),
             ModuleShard(row.name, ShardStyle.ROW, row.in_features, shares, f"{row.in_features} features", row.name),
+        ]
+
+    def _shard_activations(self, columns: Sequence[LinearLayer], row: LinearLayer) -> list[ModuleShard]:
+        """Return the shards of trained activations between the columns and the row, whose parameters all features
+        share. Each rank computes their gradient for its features only.
+        """
+        members = [layer.name for layer in (*columns, row)]
+        holder = next(one for one in iterate_parent_names(row.name) if all(is_inside(name, one) for name in members))
+        parents = {holder, *(layer.name.rpartition(".")[0] for layer in columns)}
+        return [
+            ModuleShard(name, ShardStyle.PARTIAL, chain=row.name)
+            for name, module in self._modules.items()
+            if name.rpartition(".")[0] in parents and name not in self._entries and _is_trained_activation(name, module)
         ]
 
     def _shard_attention(

@@ -278,6 +278,10 @@ class Crossing(nn.Module):
             return [x := 2 * layer(x) for layer in self.layers][-1]
         if self.what == "reversed":
             return [x := layer(x) for layer in reversed(self.layers)][-1]
+        if self.what in ("around", "mixed"):
+            outputs = [x, *(x := layer(x) for layer in self.layers)]
+            added = outputs[0] if self.what == "around" else outputs[2]
+            return {"loss": None, "logits": self.bias(outputs[-1] + added)}
         bias = self.bias(x)
         return [x := layer(x, bias=bias) for layer in self.layers][-1]
 
@@ -300,6 +304,8 @@ class Layer(nn.Module):
         ("changed", "layers (4 of Layer): layer 1 gets other hidden states than layer 0 returned"),
         ("reversed", "layers (4 of Layer): its layers are called in the order [3, 2, 1, 0]"),
         ("biased", "layer 0 gets bias besides hidden states, which depends on parameters of another stage"),
+        ("around", "after its last layer it uses the output of embed, which another stage computes"),
+        ("mixed", "after its last layer it uses the hidden states that layer 1 returned, which another stage computes"),
     ],
 )
 def test_modules_lost_by_partition_are_refused(what: str, said: str) -> None:
@@ -308,6 +314,25 @@ def test_modules_lost_by_partition_are_refused(what: str, said: str) -> None:
     assert said in str(results.value)
     assert "Crossing can't be split into stages, which need a list of layers" in str(results.value)
     assert "first (2 of Linear): its layers are called in the order []" in str(results.value)
+
+
+def test_module_before_and_after_the_layers_may_be_used_around_them() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mix = nn.Embedding(40, 8), nn.Linear(8, 8)
+            self.layers = nn.ModuleList([Layer() for _ in range(4)])
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = mixed = self.mix(F.one_hot(input_ids % 8, 8).float())
+            for layer in self.layers:
+                x = layer(x)
+            return self.mix(x + mixed).square().mean()
+
+    torch.manual_seed(0)
+    model, ids = Around(), _batch()["input_ids"]
+    _, ended = _in_stages(model, 2, 1, {"input_ids": ids})
+    torch.testing.assert_close(ended.loss, model(ids))
 
 
 def test_unpartitionable_models_are_refused_with_a_reason() -> None:

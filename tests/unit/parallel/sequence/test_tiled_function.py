@@ -90,6 +90,41 @@ def test_dropout_is_the_same_in_the_backward() -> None:
     torch.testing.assert_close(again.grad, to_input)
 
 
+class FunctionalDropoutMLP(nn.Module):
+    """MLP that drops elements without a dropout module, and whose argument has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.dropout(self.up(x), 0.5, self.training))
+
+
+def test_dropout_without_a_module_is_the_same_in_the_backward() -> None:
+    torch.manual_seed(0)
+    parts = FunctionalDropoutMLP()
+    install_tiled_mlp(parts, 3)
+    hidden = torch.randn(10, 8, requires_grad=True)
+    output = parts(hidden)
+    torch.manual_seed(1)  # other random numbers than those of the forward would follow
+    output.sum().backward()
+    torch.testing.assert_close((hidden.grad * hidden).sum(), output.sum())  # linear, given the dropped elements
+
+
+def test_input_may_be_a_keyword_argument() -> None:
+    torch.manual_seed(0)
+    parts = FunctionalDropoutMLP().eval()
+    install_tiled_mlp(parts, 3)
+    hidden = torch.randn(10, 8)
+    torch.testing.assert_close(parts(x=hidden), parts(hidden))
+    torch.testing.assert_close(parts(x=hidden[:2]), parts(hidden[:2]))
+    with pytest.raises(
+        TypeError, match=r"a tiled FunctionalDropoutMLP takes hidden states only, and was called with 1 "
+    ):
+        parts(hidden, scale=2)
+
+
 def test_autocast_is_the_same_in_the_backward_and_leaves_no_casts_behind() -> None:
     plain, parts = pair(2)
     hidden, gradient = torch.randn(9, 8), torch.randn(9, 8)
