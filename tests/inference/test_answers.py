@@ -19,7 +19,7 @@ from windlass.inference import embeddings
 from windlass.inference.chat_template import ContentForm, read_forms
 from windlass.inference.detokenizer import Detokenizer, TextDecoder, held_back, text_offsets
 from windlass.inference.llm import LLM
-from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
+from windlass.inference.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from windlass.inference.sequence_table import count_candidates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -233,6 +233,21 @@ def test_ends_by_tokens_and_lengths() -> None:
         assert (found.token_ids, found.finish_reason) == ([2] * 12, "length")
         (found,) = llm.generate([[5, 6, 7]], GREEDY.replace(allowed_token_ids=[9, 11]))[0].outputs
         assert set(found.token_ids) <= {9, 11}
+
+
+def test_an_end_token_of_minus_one_is_no_token() -> None:
+    """Scripts set -1 so that no token ends an answer; it must not stand for the last token of the vocabulary."""
+    tokenizer = byte_level_tokenizer()
+    model = text_model(tokenizer)
+    last = model.config.vocab_size - 1
+    model.generation_config.eos_token_id = -1
+    with serve(model, tokenizer=tokenizer) as llm:
+        params = GREEDY.replace(ignore_eos=False, min_tokens=5, allowed_token_ids=[last])
+        (output,) = llm.generate("the", params)
+        assert (output.error, output.outputs[0].token_ids) == (None, [last] * 12)
+        structure = StructuredOutputsParams(choice=["the"])
+        (output,) = llm.generate("a", GREEDY.replace(structured_outputs=structure))
+        assert output.outputs[0].text == "the"
 
 
 def test_bad_words_are_not_generated() -> None:
@@ -688,6 +703,19 @@ def test_calls_of_tools_in_messages_are_read_as_by_the_server() -> None:
         assert output.prompt == "the"
 
 
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    """Servers such as vLLM's send one with each answer; the template of Llama 3.1 takes the key alone for a call."""
+    tokenizer = byte_level_tokenizer()
+    template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ raise_exception('one call') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        message = {"role": "assistant", "content": "the", "tool_calls": []}
+        (output,) = llm.chat([message], GREEDY, chat_template=template)
+    assert output.prompt == "the" and message["tool_calls"] == []
+
+
 def test_a_template_may_write_arguments_of_calls() -> None:
     """As templates of DeepSeek do."""
     tokenizer = byte_level_tokenizer()
@@ -751,6 +779,18 @@ def test_prompts_that_are_no_text_and_no_tokens_are_refused(prompt: Any) -> None
     with serve(text_model(tokenizer), tokenizer=tokenizer) as llm, pytest.raises(RequestError) as raised:
         llm.engine.add_request("one", prompt, GREEDY)
     assert raised.value.parameter == "prompt"
+
+
+def test_a_text_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
+    """E.g. of a token that was added for training, before the model's embeddings are resized."""
+    tokenizer = byte_level_tokenizer()
+    model = text_model(tokenizer, extra=0)
+    tokenizer.add_tokens(["<new>"])
+    with serve(model, tokenizer=tokenizer) as llm:
+        with pytest.raises(RequestError, match=r"the token \d+ \('<new>'\), and the model has a vocabulary") as raised:
+            llm.generate(["the fox", "the <new> fox"], GREEDY)
+        assert raised.value.parameter == "prompt"
+        assert llm.generate("the fox", GREEDY)[0].finished
 
 
 @pytest.mark.parametrize("prompt", [None, 5, 1.5])

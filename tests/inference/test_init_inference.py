@@ -153,6 +153,19 @@ def test_tokens_and_padding_are_those_of_transformers(settings: dict[str, Any]) 
     assert torch.equal(engine.generate(input_ids=ids, attention_mask=mask, **settings), expected)
 
 
+@pytest.mark.parametrize("ends", [-1, None, VOCABULARY - 1])
+def test_the_models_own_end_may_be_drawn_where_another_ends_the_answer(ends: int | None) -> None:
+    """Also among the first `min_new_tokens` tokens."""
+    model = small_model()
+    ids, mask = padded()
+    settings = {"max_new_tokens": 9, "min_new_tokens": 6, "eos_token_id": ends, "pad_token_id": 0}
+    free = model.generate(ids, attention_mask=mask, **settings)
+    model.generation_config.eos_token_id = int(free[0, ids.shape[1] + 1])
+    engine = windlass.init_inference(copy.deepcopy(model), **SMALL)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **settings), free)
+    assert torch.equal(engine.generate(ids, attention_mask=mask, **settings), free)
+
+
 def test_padding_is_recognized_without_a_mask() -> None:
     model = small_model()
     ids, _ = padded()

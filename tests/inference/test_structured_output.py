@@ -196,6 +196,17 @@ def test_branches_of_all_of_stay_open_together() -> None:
         assert accepts(alone, '{"a":true}') and not accepts(alone, '{"a":true,"z":1}'), alone
 
 
+def test_an_end_token_beyond_the_tokenizer_is_left_out() -> None:
+    """E.g. the default of GPT-2's configuration, 50256, with a smaller tokenizer."""
+    tokenizer = byte_level_tokenizer()
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="a{3}"))
+    for token in (len(tokenizer) + 1, 50256):
+        model = text_model(tokenizer)
+        model.generation_config.eos_token_id = token
+        with LLM(model, tokenizer=tokenizer, check_at_load=False) as llm:
+            assert llm.generate("a", params)[0].outputs[0].text == "aaa"
+
+
 def test_complete_structure_ends_despite_min_tokens_and_ignore_eos() -> None:
     tokenizer = byte_level_tokenizer()
     params = SamplingParams(

@@ -249,6 +249,14 @@ def test_a_chat_without_a_template() -> None:
     assert answer["choices"][0]["message"]["content"] == "fixed"
 
 
+def test_a_schema_that_the_template_cannot_read_is_an_error_of_the_request() -> None:
+    template = "{% for tool in tools %}{{ tool.function.parameters.properties | dictsort }}{% endfor %}"
+    client = client_of(FakeEngine(tokenizer=CharacterTokenizer(chat_template=template)))
+    function = {"name": "f", "parameters": {"type": "object", "properties": ["city"]}}
+    error = refused(client, CHAT, {**HELLO, "tools": [{"type": "function", "function": function}]})
+    assert "the chat template refuses the messages" in error["message"]
+
+
 def test_an_unexpected_error_shows_an_id_and_no_cause(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
 

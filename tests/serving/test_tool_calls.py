@@ -14,7 +14,7 @@ from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, events_of
 from windlass.inference.sampling_params import StructuredOutputsParams
 from windlass.inference.structured_output import StructuredOutputCompiler
-from windlass.serving.chat_prompt import ChatTool, forced_call_schema
+from windlass.serving.chat_prompt import ChatTool, forced_call_schema, parse_tools
 from windlass.serving.tool_calls import ForcedFunction, OptionalCalls, RequiredCalls, ToolCallParser
 
 CHAT = "/v1/chat/completions"
@@ -45,6 +45,8 @@ CASES = [
         [("time", {"a": 1}), ("weather", {})],
     ),
     ("auto", '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
+    ("auto", '{"name": "time", "parameters": {"a": 1e999}}', '{"name": "time", "parameters": {"a": 1e999}}', []),
+    ("auto", '{"name": "time", "parameters": {"a": NaN}}', '{"name": "time", "parameters": {"a": NaN}}', []),
     ("auto", '{"a": 1} and more', '{"a": 1} and more', []),
     ("auto", '{"name": "time", "parameters"', '{"name": "time", "parameters"', []),
     ("hermes", '{"name": "time", "parameters": {}}', '{"name": "time", "parameters": {}}', []),
@@ -153,6 +155,19 @@ def test_a_forced_function_is_constrained_by_its_schema() -> None:
     assert choice["finish_reason"] == deltas[-1]["finish_reason"] == "stop"  # as OpenAI's server does
     constraint = engine.seen[0][1].structured_outputs
     assert constraint is not None and constraint.json == TOOLS[1]["function"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind"),
+    [({"properties": {"city": {}}, "required": ["city"]}, "object"), ({}, "object"), ({"$ref": "#/$defs/A"}, None)],
+)
+def test_arguments_are_objects_also_without_a_type(parameters: dict[str, Any], kind: str | None) -> None:
+    (tool,) = parse_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert tool.parameters.get("type") == kind and tool.parameters.items() >= parameters.items()
+    assert tool.definition["function"]["parameters"] == parameters  # the template gets what the client has sent
+    if kind is not None:
+        structure = StructuredOutputsParams(json=forced_call_schema([tool], "f"))
+        assert accepts(structure, '{"city": 1}') and not accepts(structure, "5")
 
 
 def test_required_calls_are_constrained_to_a_list_of_calls() -> None:

@@ -64,6 +64,8 @@ def _in_form(message: Mapping[str, Any], reads: TemplateForms) -> Mapping[str, A
     shown = dict(message)
     if isinstance(calls, (list, tuple)):
         shown["tool_calls"] = [_with_arguments(call, as_text=reads.arguments_are_text) for call in calls]
+        if not calls:  # some servers send an empty list with each answer, and a template may test for the key alone
+            del shown["tool_calls"]
     if content is None and calls:
         content = []
     if isinstance(content, (list, tuple)) and reads.content is not ContentForm.PARTS:

@@ -137,7 +137,8 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
 
 def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end an answer: the end tokens of the generation settings (if there are none, of the
-    model's configuration) and that of the tokenizer.
+    model's configuration) and that of the tokenizer. Negative ids stand for no token, and are
+    left out.
     """
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
@@ -145,7 +146,7 @@ def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         if value is None or (found and source is getattr(model, "config", None)):
             continue
         found |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
-    return frozenset(int(token) for token in found)
+    return frozenset(int(token) for token in found if int(token) >= 0)
 
 
 def find_max_length(model: Any) -> int | None:

@@ -68,7 +68,7 @@ class RequestFactory:
 
         Raises:
             RequestError: the prompt is neither valid Unicode text nor token ids of the vocabulary, or is text and there
-                is no tokenizer.
+                is no tokenizer, or the tokenizer gives a token beyond the vocabulary.
         """
         if not isinstance(prompt, str):
             ids = _token_ids(prompt)
@@ -83,9 +83,19 @@ class RequestFactory:
         if self._tokenizer is None:
             raise RequestError("the engine has no tokenizer; give the prompt as token ids", parameter="prompt")
         try:
-            return prompt, list(self._tokenizer(prompt).input_ids)
+            ids = list(self._tokenizer(prompt).input_ids)
         except (TypeError, UnicodeError) as error:  # a lone surrogate, e.g. of bytes that are not UTF-8
             raise RequestError(f"the prompt is not valid Unicode text: {error}", parameter="prompt") from error
+        wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:  # e.g. a token that was added to the tokenizer alone
+            shown = one_line(repr(self._tokenizer.decode([wrong])), 80)
+            raise RequestError(
+                f"the tokenizer gives the token {wrong} ({shown}), and the model has a vocabulary of "
+                f"{self._vocab_size} tokens; give the tokenizer of this model, or resize the model's embeddings "
+                "before it is served",
+                parameter="prompt",
+            )
+        return prompt, ids
 
     def make_sequence(
         self,
@@ -124,13 +134,16 @@ class RequestFactory:
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         else:
             seed = request.sequences[0].sampler.seed
+        stop_ids = frozenset(params.stop_token_ids or ())
+        # transformers' `generate` with other `eos_token_id`s than the model's may draw the model's own at any time
+        replaces_eos = params.ignore_eos and params.stop_token_ids is not None
         sampler = SequenceSampler(
             params if params.logprobs is not None or not wants_logprobs else params.replace(logprobs=0),
             request.prompt_ids,
             output.token_ids,
             seed,
             index,
-            self._eos_ids | frozenset(params.stop_token_ids or ()),
+            stop_ids if replaces_eos else self._eos_ids | stop_ids,
             bad_words,
             None if constraint is None else constraint.allowed,
         )

@@ -110,7 +110,8 @@ class SamplingParams:
         ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of generated tokens; None: as many as the context window allows.
         min_tokens: before this number of tokens, no stop text ends the answer, and no end-of-sequence or stop token is
-            drawn, unless `structured_outputs` allows no other token.
+            drawn, unless `structured_outputs` allows no other token. With `ignore_eos` and `stop_token_ids`, of these
+            tokens only the stop tokens are not drawn.
         logprobs: number of likeliest tokens at each position. Their log-probabilities are returned with that of the
             drawn token, before penalties, temperature and masks. 0: only that of the drawn token; None: no
             log-probabilities.

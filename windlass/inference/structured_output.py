@@ -68,9 +68,9 @@ class StructuredOutputCompiler:
                 parameter="structured_outputs",
             )
         try:
-            vocabulary = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids or None
-            )
+            # the library refuses end tokens beyond the tokenizer's, e.g. GPT-2's default 50256 with another tokenizer
+            ends = [token for token in self._eos_ids if token < min(len(self._tokenizer), self._vocab_size)]
+            vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends or None)
         except (ValueError, TypeError, AttributeError) as error:
             raise RequestError(
                 f"structured_outputs cannot use the tokenizer {type(self._tokenizer).__name__}: {error}",

@@ -18,6 +18,8 @@ from windlass.serving.api_errors import ApiError
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
+_TYPE_KEYS = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const"})
+"""Keys of a JSON Schema that limit the type of the value, or may do so."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
                 f"{place}.function.parameters is not a JSON Schema; send an object",
                 parameter=f"{place}.function.parameters",
             )
+        if not parameters.keys() & _TYPE_KEYS:  # a schema without a type also allows numbers, texts and lists
+            parameters = {"type": "object", **parameters}
         found.append(ChatTool(name, parameters, tool))
     return found
 
@@ -198,7 +202,8 @@ def render_chat(
     shown = with_content_form(messages, tokenizer, template)
     try:
         text = tokenizer.apply_chat_template(shown, chat_template=template, tokenize=False, **arguments)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        # AttributeError: e.g. the filter `dictsort` of a list, where a tool's schema has one in place of an object.
         # Templates check the order of roles and types themselves and raise with a text for the user.
         raise ApiError(
             400, f"the chat template refuses the messages: {one_line(str(error), 500)}", parameter="messages"

@@ -189,11 +189,12 @@ class OptionalCalls:
         calls = []
         while text:
             try:
-                data, end = json.JSONDecoder().raw_decode(text)
+                _, end = json.JSONDecoder().raw_decode(text)
             except (ValueError, RecursionError):
                 self._count = 0
                 return None
-            call = self._call_of(data, known_only=True)
+            # parsed again, because the decoder also takes NaN and 1e999, which no client could read in the arguments
+            call = self._call_of(_parse_or_none(text[:end]), known_only=True)
             if call is None:
                 self._count = 0
                 return None
