@@ -111,6 +111,7 @@ def draw_rank_map(rank_map: HostRankMap, console: Console, shape: str) -> None:
         f"{work.parameter_bytes}, gradients of {work.gradient_bytes}; all figures are for the stage that receives "
         "most.",
         style="dim",
+        markup=False,  # a path may have brackets
     )
     for warning in rank_map.warnings():
         console.print(f"warning: {warning}", style="bold yellow")
@@ -118,6 +119,7 @@ def draw_rank_map(rank_map: HostRankMap, console: Console, shape: str) -> None:
 
 def _node_table(rank_map: HostRankMap) -> Any:
     """Build a table with a block for each node: a column for each local rank, a row for each axis of several ranks."""
+    from rich.markup import escape
     from rich.table import Table
 
     widest = max(len(places) for places in rank_map.placements_of_node)
@@ -128,7 +130,7 @@ def _node_table(rank_map: HostRankMap) -> Any:
         table.add_column(str(local), justify="right")
     for host, places in list(zip(rank_map.hosts, rank_map.placements_of_node, strict=True))[:MAX_DRAWN_NODES]:
         at = [rank_map.grid.coordinates(place.rank) for place in places]
-        table.add_row(host.name, "rank", *(str(place.rank) for place in places), style="bold")
+        table.add_row(escape(host.name), "rank", *(str(place.rank) for place in places), style="bold")
         for index, axis in enumerate(rank_map.parallel_axes):
             last = index == len(rank_map.parallel_axes) - 1
             cells = (f"[{_COLOURS[place[axis] % len(_COLOURS)]}]{place[axis]}[/]" for place in at)

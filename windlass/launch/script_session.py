@@ -45,7 +45,8 @@ def record_script_failure(path: Path, error: BaseException) -> None:
     if os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0") or not isinstance(error, WindlassError):
         traceback.print_exc()
     try:
-        with open(path, "x") as stream:
+        # Names of files in the text may hold bytes that are not UTF-8.
+        with open(path, "x", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(f"rank {rank}: {text}")
     except FileExistsError:  # another rank failed first
         return

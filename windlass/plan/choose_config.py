@@ -55,7 +55,7 @@ class Rung:
             if tier != "none":
                 yield what, tier
 
-    def apply(self, raw: dict[str, Any], nvme_path: str | None) -> dict[str, Any]:
+    def apply(self, raw: dict[str, Any], nvme_path: str | list[str] | None) -> dict[str, Any]:
         """Return the configuration `raw` with the stage, tiers and activation checkpointing of this rung."""
         values: dict[str, Any] = {
             "offload": None,  # the rung sets all tiers
@@ -154,7 +154,7 @@ def choose_config(
     run: RunShape,
     limits: RankLimits,
     *,
-    nvme_path: str | None = None,
+    nvme_path: str | list[str] | None = None,
     on_tried: Callable[[TriedRung], None] = lambda tried: None,
 ) -> Choice:
     """Walk the ladder and stop at the first configuration that fits. Configurations that `initialize` refuses are
@@ -164,7 +164,7 @@ def choose_config(
         model: The model, possibly on the meta device; its checkpointing is switched as the rungs need.
         raw: The user's configuration. Its stage, `offload`, the tiers of the offload sections, and
             `activation_checkpointing.enabled` are replaced; all other keys stay.
-        nvme_path: Path of NVMe offload; None: NVMe is left out, unless `raw` names a path.
+        nvme_path: Folder of NVMe offload, or several; None: NVMe is left out, unless `raw` names a folder.
         on_tried: Function that is called with each rung once its memory is planned.
 
     Raises:
@@ -215,7 +215,7 @@ def _try(
     raw: dict[str, Any],
     run: RunShape,
     limits: RankLimits,
-    nvme_path: str | None,
+    nvme_path: str | list[str] | None,
     traces: TraceCache,
 ) -> TriedRung | RefusedRung:
     changed = rung.apply(raw, nvme_path)
@@ -228,11 +228,12 @@ def _try(
     return TriedRung(rung, plan, missing_bytes(plan, limits), changed)
 
 
-def _named_path(raw: dict[str, Any]) -> str | None:
+def _named_path(raw: dict[str, Any]) -> str | list[str] | None:
+    """Return the folder or the list of folders that `raw` names for NVMe offload; None: there is none."""
     for key in (STATES, PARAMETERS):
         path = _section_at(raw, key).get("nvme_path")
-        if path:
-            return str(path)
+        if path and path != "auto":
+            return path if isinstance(path, list) else str(path)
     return None
 
 

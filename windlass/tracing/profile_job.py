@@ -79,7 +79,8 @@ def run_profile(job: ProfileJob, ranks: int, environment: Mapping[str, str]) -> 
         if outcome.stopped_by is not None:
             raise RunStoppedError("interrupted before the profile was complete", outcome.stopped_by)
         if job.failure_path.exists():
-            raise ProfileRunError(f"the run on {plural(ranks, 'rank')} failed:\n{job.failure_path.read_text()}")
+            reason = job.failure_path.read_text(encoding="utf-8")
+            raise ProfileRunError(f"the run on {plural(ranks, 'rank')} failed:\n{reason}")
         if not job.result_path.exists():
             failures = "; ".join(str(failure) for failure in outcome.failures) or "no rank reported a reason"
             raise ProfileRunError(

@@ -76,7 +76,7 @@ class Candidate:
 
     Attributes:
         values: Value by key, for the searched keys that have an effect in this configuration, and for the batch sizes
-            that follow from them.
+            and folders that follow from them. Several folders are a tuple, so that candidates can be keys of a dict.
     """
 
     values: tuple[tuple[str, Any], ...]
@@ -84,7 +84,7 @@ class Candidate:
     @cached_property
     def overrides(self) -> dict[str, Any]:
         """Values by dotted key, for the configuration of a trial."""
-        return dict(self.values)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in self.values}
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key."""
@@ -197,7 +197,8 @@ class SearchSpace:
             values |= {TRAIN: train, ACCUMULATION: train // (micro * data_ranks)}
         for tier, path in ((STATES_TIER, STATES_PATH), (PARAMETERS_TIER, PARAMETERS_PATH)):
             if values.get(tier) == "nvme":
-                values[path] = value_at_path(self.base, path) or self.nvme_path
+                found = value_at_path(self.base, path) or self.nvme_path
+                values[path] = tuple(found) if isinstance(found, list) else found
         order = [STAGE, MICRO, ACCUMULATION, TRAIN, CHECKPOINTING, STATES_TIER, STATES_RATIO, PARAMETERS_TIER]
         place = {key: number for number, key in enumerate(order)}
         return Candidate(tuple(sorted(values.items(), key=lambda item: (place.get(item[0], len(order)), item[0]))))
@@ -431,6 +432,12 @@ def _require_choices(stated: Mapping[str, tuple[Any, ...]]) -> None:
             f"{ACCUMULATION} cannot be searched ({_listed(stated[ACCUMULATION])}): accumulation steps follow from the "
             f"global batch and the micro-batch; search {MICRO} or {TRAIN} instead"
         )
+    for key in (STATES_PATH, PARAMETERS_PATH):
+        if key in stated:
+            raise ConfigError(
+                f"{key} cannot be searched ({_listed(stated[key])}): all trials use the same folders; write them in "
+                "the configuration, and compare disks by `windlass bench disk`"
+            )
     for key, values in stated.items():
         for value in values:
             if isinstance(value, (list, dict)) or (value is None and key in _SHORT_NAMES):

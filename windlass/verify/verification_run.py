@@ -46,4 +46,4 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
 
 
 def _read(path: Path) -> str:
-    return path.read_text()
+    return path.read_text(encoding="utf-8")

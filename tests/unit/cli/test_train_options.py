@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,24 @@ def test_default_configuration_has_no_auto_left() -> None:
 def test_a_configuration_without_optimizer_gets_one(tmp_path: Path) -> None:
     read = read_config(config_of(tmp_path, train_batch_size=4), steps=5, lr=0.5)
     assert read["optimizer"]["params"]["lr"] == 0.5
+
+
+def test_a_configuration_can_come_from_a_pipe(options: TrainOptions) -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, json.dumps({"train_micro_batch_size_per_gpu": 3}).encode())
+    os.close(theirs)
+    try:
+        plan = make_training_plan(replace(options, config=f"/dev/fd/{ours}"))
+    finally:
+        os.close(ours)
+    assert plan.config["train_micro_batch_size_per_gpu"] == 3 and plan.config["optimizer"]["type"] == "AdamW"
+
+
+def test_a_prompt_that_no_tokenizer_can_read_is_refused_before_the_training(options: TrainOptions) -> None:
+    prompt = os.fsdecode(b"caf\xe9")  # the argument of a terminal with Latin-1
+    with pytest.raises(ConfigError, match="--prompt .* is not valid UTF-8"):
+        make_training_plan(replace(options, prompt=prompt))
+    assert make_training_plan(replace(options, prompt="café \U0001f600")).prompt == "café \U0001f600"
 
 
 def test_resume_takes_everything_from_the_run_and_needs_no_data(options: TrainOptions) -> None:

@@ -88,6 +88,16 @@ def test_tensor_parallel_group_across_nodes_is_warned_about(tmp_path: Path) -> N
     assert "warning" not in drawn("--hostfile", str(hostfile), "--tp", "2")
 
 
+def test_brackets_in_the_names_of_hosts_and_models_are_drawn(tmp_path: Path) -> None:
+    hostfile, model = tmp_path / "hosts", tmp_path / "[big]"
+    hostfile.write_text("[fe80::1] slots=1\n[fe80::2] slots=1\n")
+    model.mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (model / "config.json").write_text(json.dumps(sizes))
+    text = drawn("--hostfile", str(hostfile), "--shape", str(model))
+    assert "[fe80::1]" in text and "[fe80::2]" in text and f"--shape {model}" in text
+
+
 def test_empty_stages_and_experts_are_warned_about() -> None:
     assert "pp 33 is more than the 32 layers" in drawn("--nproc", "33", "--pp", "33")
     assert "ep 16 is more than the 8 experts" in drawn("--nproc", "16", "--ep", "16", "--shape", "8x7b")

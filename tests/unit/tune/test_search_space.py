@@ -16,6 +16,7 @@ from windlass.tune.search_space import (
     REDUCE_BUCKET,
     REUSE,
     STAGE,
+    STATES_PATH,
     STATES_RATIO,
     STATES_TIER,
     Candidate,
@@ -127,6 +128,22 @@ def test_nvme_takes_part_with_a_path() -> None:
     found = {c.get(STATES_TIER): space.config_of(c) for c in space.candidates()}
     assert set(found) == {"none", "nvme"}
     assert found["nvme"]["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": "/fast"}
+
+
+def test_several_nvme_folders_stay_a_list() -> None:
+    section = {"device": "auto", "nvme_path": ["/fast", "/faster"]}
+    space = build_space(config(zero_optimization={"stage": 3, "offload_optimizer": section}), 1, SearchLimits())
+    found = {c.get(STATES_TIER): c for c in space.candidates()}
+    assert set(found) == {"none", "nvme"}
+    chosen = space.config_of(found["nvme"])["zero_optimization"]["offload_optimizer"]
+    assert chosen == {"device": "nvme", "nvme_path": ["/fast", "/faster"]}
+    assert space.overrides_of(found["nvme"])[STATES_PATH] == ["/fast", "/faster"]
+
+
+def test_folders_of_nvme_are_no_choices() -> None:
+    limits = SearchLimits(choices={STATES_TIER: ("none", "nvme"), STATES_PATH: ("/fast", "/faster")})
+    with pytest.raises(ConfigError, match=r"offload_optimizer.nvme_path cannot be searched \(/fast, /faster\)"):
+        build_space(config(zero_optimization={"stage": 3}), 1, limits)
 
 
 def test_neighbours_change_one_key_and_ordered_ones_to_the_next_value() -> None:

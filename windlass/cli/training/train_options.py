@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from windlass.cli.training.model_builder import config_file, declared_vocab_size
 from windlass.cli.training.teacher import check_teacher
 from windlass.cli.training.training_plan import TrainingPlan, read_plan
 from windlass.config import load_config
-from windlass.config.config_source import read_source
+from windlass.config.config_source import ConfigSource, read_source
 from windlass.data.pack_corpus import PackedCorpus, pack_corpus
 from windlass.data.token_file import TokenFileHeader, open_tokens
 from windlass.data.tokenizer import load_tokenizer
@@ -82,7 +83,7 @@ def make_training_plan(options: TrainOptions) -> TrainingPlan:
     return plan
 
 
-def read_config(source: str | None, steps: int, lr: float) -> dict[str, Any]:
+def read_config(source: str | ConfigSource | None, steps: int, lr: float) -> dict[str, Any]:
     """Return the ds_config of a run: read, checked, and with "auto" values filled in.
 
     Raises:
@@ -90,8 +91,9 @@ def read_config(source: str | None, steps: int, lr: float) -> dict[str, Any]:
     """
     if source is None:
         return fill_auto(default_config(), steps, lr)
-    load_config(source)  # validated from the file here, so that errors name the file and its lines
-    data = dict(read_source(source).data)
+    found = read_source(source)  # only once, because a pipe can be read only once
+    load_config(found)  # validated as it was read, so that errors name the file and its lines
+    data = dict(found.data)
     if "optimizer" not in data:
         logger.info("the configuration names no optimizer; using AdamW")
         data["optimizer"] = default_optimizer()
@@ -103,10 +105,11 @@ def _plan_new_run(options: TrainOptions) -> TrainingPlan:
     model = options.model or TINY_MODEL
     out = options.out
     # Cheap checks first, so that a mistake in the configuration does not cost the minutes of packing a corpus.
-    config = _config_with_axes(read_config(options.config, steps, options.lr or default_learning_rate(model)), options)
+    source = None if options.config is None else read_source(options.config)
+    config = _config_with_axes(read_config(source, steps, options.lr or default_learning_rate(model)), options)
     nproc = 1 if options.nproc is None else options.nproc
-    if options.config is not None:
-        load_config(options.config if not _given_axis_sizes(options) else config).resolve_batch(nproc, "--nproc")
+    if source is not None:
+        load_config(source if not _given_axis_sizes(options) else config).resolve_batch(nproc, "--nproc")
     _check_config(config, nproc)
     vocab = declared_vocab_size(model)
     if (out / "checkpoint").exists() and not options.overwrite:
@@ -256,6 +259,8 @@ def _require_in_range(options: TrainOptions) -> None:
             raise ConfigError(f"--{flag} {one_line(str(value), 40)} must be at most {most:,}")
     if options.lr is not None and not 0 < options.lr < math.inf:
         raise ConfigError(f"--lr {options.lr} must be a positive number")
+    if options.prompt is not None and re.search("[\ud800-\udfff]", options.prompt):  # a byte that is not UTF-8
+        raise ConfigError(f"--prompt {options.prompt!r} is not valid UTF-8; write text in UTF-8")
 
 
 def _given_axis_sizes(options: TrainOptions) -> dict[str, int]:
