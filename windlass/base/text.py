@@ -34,6 +34,8 @@ def print_escaped(text: str, to_stderr: bool = False) -> None:
     """Print text that quotes names, paths or output of other hosts, with unprintable characters escaped."""
     # `print` writes the line and its end separately, so lines of several threads would mix.
     stream = sys.stderr if to_stderr else sys.stdout
+    if stream is None:  # the process was started with the stream closed
+        return
     stream.write(escape_unprintable(text) + "\n")
     stream.flush()
 

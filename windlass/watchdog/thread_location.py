@@ -228,7 +228,10 @@ def _parameter_names(mark: WaitScope | None) -> tuple[str, ...]:
 
 def _source_line(code: CodeType, number: int) -> str:
     path = code.co_filename
-    near = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    try:
+        near = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    except FileNotFoundError:  # the working directory was deleted
+        near = path
     source = _source_lines(path)
     text = source[number - 1].strip() if 0 < number <= len(source) else ""
     where = f"{near}:{number} in {code.co_name}"

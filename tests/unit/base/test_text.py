@@ -37,6 +37,11 @@ def test_printable_text_is_idempotent(text: str) -> None:
         assert once == text
 
 
+def test_a_process_without_output_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # as of `command >&-`
+    print_escaped("text")
+
+
 def test_every_output_path_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.table import Table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -242,3 +243,57 @@ def test_fp32_accumulation_of_stage_1_has_its_own_class_without_offload(device: 
     zero = {"stage": 1} | ({"offload_optimizer": {"device": device}} if device else {})
     given = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": zero}
     assert optimizer_kind_of(load_config(given)) == kind
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_state_dict_of_deepspeeds_fused_adam_is_loaded(decoupled: bool) -> None:
+    """Its groups do not name the kind of weight decay, and only the last parameter of a group counts steps."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4)) for _ in range(2)]
+    plain_parameters = [nn.Parameter(one.detach().clone()) for one in parameters]
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2}
+    moments = [{"exp_avg": torch.randn(4), "exp_avg_sq": torch.rand(4)} for _ in parameters]
+    saved = {
+        "state": {number: {**one, "step": 3 * number} for number, one in enumerate(moments)},
+        "param_groups": [{**options, "bias_correction": True, "step": 0, "params": [0, 1]}],
+    }
+    ours = FusedAdam(parameters, lr=1.0, adam_w_mode=decoupled)
+    ours.load_state_dict(saved)
+    plain: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+    plain = plain(plain_parameters, **options)
+    for one, own in zip(plain_parameters, moments, strict=True):
+        plain.state[one] = {"step": torch.tensor(3.0), **{name: value.clone() for name, value in own.items()}}
+    for _ in range(2):
+        for one, other in zip(parameters, plain_parameters, strict=True):
+            one.grad, other.grad = torch.ones(4), torch.ones(4)
+        ours.step()
+        plain.step()
+    for one, other in zip(parameters, plain_parameters, strict=True):
+        torch.testing.assert_close(one, other)
+    saved["param_groups"][0]["bias_correction"] = False
+    with pytest.raises(RuntimeError, match="bias_correction is false"):
+        ours.load_state_dict(saved)
+
+
+def test_a_copy_of_fused_adam_steps_like_it() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = FusedAdam(layer.parameters(), lr=0.1, weight_decay=0.1)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    copied, other = copy.deepcopy((optimizer, layer))
+    for one, own in ((optimizer, layer), (copied, other)):
+        one.zero_grad()
+        own(torch.ones(1, 3)).sum().backward()
+        one.step()
+    torch.testing.assert_close(list(layer.parameters()), list(other.parameters()))
+
+
+def test_a_state_dict_of_deepspeeds_adagrad_is_loaded() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = DeepSpeedCPUAdagrad([parameter], lr=0.5)
+    group = {"lr": 0.5, "eps": 1e-10, "weight_decay": 0.0, "amsgrad": False, "params": [0]}
+    squares = torch.full((4,), 3.0)
+    optimizer.load_state_dict({"state": {0: {"step": 2, "exp_avg_sq": squares}}, "param_groups": [group]})
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach(), torch.full((4,), 1 - 0.5 / 2))  # sqrt(3 + 1) is 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from threading import Event, Thread
 from types import FrameType, SimpleNamespace
 from weakref import ref
@@ -52,6 +53,15 @@ def test_no_wait_outside_a_wait_scope() -> None:
     assert thread_location.source_line.endswith(
         "in test_no_wait_outside_a_wait_scope: thread_location = watcher.observe()"
     )
+
+
+def test_a_thread_is_located_after_its_working_directory_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert ThreadObserver().observe().source_line.startswith(f"{__file__}:")
 
 
 class Work:

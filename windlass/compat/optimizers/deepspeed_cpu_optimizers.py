@@ -168,6 +168,14 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         dtype = _state_dtype(fp32_optimizer_states)
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps, state_dtype=dtype)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, or of DeepSpeed's, which names the sum of squares `exp_avg_sq`."""
+        states = {
+            number: {"sum" if name == "exp_avg_sq" else name: value for name, value in state.items()}
+            for number, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": states})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update like `CPUAdagrad.step`. Sparse gradients are made dense, because a zero gradient changes nothing.

@@ -30,7 +30,7 @@ class MultiTensorApply:
 class _SetGradNoneMixin(torch.optim.Optimizer):
     """Mixin whose `zero_grad` follows `set_grad_none`."""
 
-    set_grad_none: bool
+    set_grad_none: bool = True  # the value of a copy, because torch copies no attributes of optimizers
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients to None, or to zero."""
@@ -45,6 +45,7 @@ class FusedAdam(_SetGradNoneMixin, torch.optim.Adam):
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
+    adam_w_mode = 1  # the value of a copy, because torch copies no attributes of optimizers
 
     def __init__(
         self,
@@ -62,6 +63,24 @@ class FusedAdam(_SetGradNoneMixin, torch.optim.Adam):
         self.set_grad_none, self.adam_w_mode = set_grad_none, int(adam_w_mode)
         made: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         torch.optim.Adam.__init__(self, params, **made, decoupled_weight_decay=bool(adam_w_mode))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or loaded state, which may be that of DeepSpeed's class.
+
+        DeepSpeed's groups do not name the kind of weight decay, and only the last parameter of a group counts steps.
+
+        Raises:
+            OptimizerRefusal: a group has `bias_correction` False.
+        """
+        for group in state["param_groups"]:
+            group.setdefault("decoupled_weight_decay", bool(self.adam_w_mode))
+            if "bias_correction" in group:  # a group of DeepSpeed's class
+                check_adam("FusedAdam", False, group.pop("bias_correction"))
+                states = [state["state"][one] for one in group["params"] if state["state"].get(one)]
+                steps = max(float(count) for count in (group.pop("step", 0), *(one.get("step", 0) for one in states)))
+                for one in states:
+                    one["step"] = steps
+        torch.optim.Adam.__setstate__(self, state)
 
 
 class FusedLion(_SetGradNoneMixin, Lion):
