@@ -130,8 +130,12 @@ CASES = (
     MemoryCase("mixtral", 3, "bf16", axis="ep", micro=2),
     MemoryCase("llama", 0, axis="pp", accumulation=4),
     MemoryCase("gpt2", 1, "bf16", axis="pp", accumulation=4, micro=2, length=512),
+    MemoryCase("opt", 3, micro=2, sharded_init=True),
+    MemoryCase("neox", 1, axis="tp", sharded_init=True),
+    MemoryCase("llama", 0, axis="pp", accumulation=4, sharded_init=True),
+    MemoryCase("mixtral", 2, axis="ep", sharded_init=True),
 )
-"""35 rows; the models have 18 to 28 million parameters, so that buffers and activations are most of the memory."""
+"""39 rows; the models have 18 to 28 million parameters, so that buffers and activations are most of the memory."""
 
 _ON_GPU: dict[str, Any] = {"device": "cuda", "transport": "auto", "ranks": 1, "micro": 8, "length": 512}
 GPU_CASES = (

@@ -186,6 +186,43 @@ def test_every_call_ends_before_its_deployment() -> None:
     assert [type(error) for error in errors] == [EngineStoppedError]
 
 
+def test_calls_end_where_the_shutdown_fails() -> None:
+    begun = threading.Event()
+
+    class Failing:
+        """Engine whose streams never end, and whose shutdown fails."""
+
+        max_model_len, tokenizer = 100, staticmethod(lambda prompt: SimpleNamespace(input_ids=[1]))
+
+        async def start(self) -> None: ...
+
+        async def shutdown(self) -> None:
+            raise RuntimeError("of the shutdown")
+
+        async def stream(self, prompt: str, params: SamplingParams) -> AsyncIterator[Any]:
+            begun.set()
+            await asyncio.sleep(3600)
+            yield
+
+    deployment = _deployments["failing"] = MiiClient("failing", Failing())  # type: ignore[arg-type]
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            deployment("a")
+        except BaseException as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    assert begun.wait(30)
+    with pytest.raises(RuntimeError, match="of the shutdown"):
+        deployment.terminate_server()
+    caller.join(5)
+    assert not caller.is_alive()
+    assert len(errors) == 1
+
+
 def test_an_old_client_does_not_end_the_deployment_that_has_its_name_now() -> None:
     class Idle:
         """Engine whose shutdown may fail."""

@@ -72,6 +72,14 @@ def test_methods_that_see_the_inputs_lose_less(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["0.5", "2:4"])
+def test_of_features_that_the_text_never_uses_the_largest_weights_stay(pattern: str) -> None:
+    torch.manual_seed(6)
+    weight, unused = torch.randn(10, 32), torch.zeros(32, 32, dtype=torch.float64)
+    found = sparsify(weight, parse_pattern(pattern), "sparsegpt", unused)
+    assert torch.equal(found, sparsify(weight, parse_pattern(pattern), "magnitude", None))
+
+
+@pytest.mark.parametrize("pattern", ["0.5", "2:4"])
 def test_weights_of_features_that_are_always_zero_are_removed_first(pattern: str) -> None:
     torch.manual_seed(5)
     inputs = torch.randn(400, 32) * 0.02

@@ -163,6 +163,56 @@ def test_trained_activations_between_sharded_layers_get_full_gradients(options: 
         assert gradients[0] < EXACT, gradients
 
 
+class Surrounded(nn.Module):
+    """Feed-forward layers with trained activations before, between and after them."""
+
+    def __init__(self, *, in_sequence: bool) -> None:
+        super().__init__()
+        layers = [nn.PReLU(), nn.Linear(8, 24), nn.PReLU(), nn.Linear(24, 8), nn.PReLU()]
+        names = ("act_in", "up", "act", "down", "act_out")
+        self.steps = nn.Sequential(*layers) if in_sequence else nn.ModuleDict(dict(zip(names, layers, strict=True)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = hidden
+        for step in self.steps.children():
+            found = step(found)
+        return hidden + found
+
+
+def surrounded(options: dict[str, Any], in_sequence: bool) -> tuple[float, str]:
+    torch.manual_seed(0)
+    plain, model, axis = Surrounded(in_sequence=in_sequence), Surrounded(in_sequence=in_sequence), tensor_axis()
+    model.load_state_dict(plain.state_dict())
+    apply_tensor_parallel(model, axis, tensor_table=options)
+    inputs = torch.randn(2, 5, 8)
+    for one in (plain, model):
+        one(inputs).square().sum().backward()
+    added_up(model, axis)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return relative_error(whole_gradients(model, axis), expected)
+
+
+STATED = {"steps.up": "column", "steps.down": "row", "steps.act": "partial", r"steps\.act_\w+": "replicated"}
+
+
+@pytest.mark.parametrize(
+    ("options", "in_sequence"),
+    [({r"steps\.1": "column", r"steps\.3": "row"}, True), (STATED, False)],
+    ids=["by their order", "from the table"],
+)
+def test_trained_activations_around_sharded_layers_keep_their_gradients(
+    options: dict[str, Any], in_sequence: bool
+) -> None:
+    for gradients in run_ranks(surrounded, 2, options, in_sequence):
+        assert gradients[0] < EXACT, gradients
+
+
+def test_trained_activations_that_may_be_beside_sharded_layers_are_refused() -> None:
+    options = {name: STATED[name] for name in ("steps.up", "steps.down")}
+    with pytest.raises(RankError, match=r"unknown whether it is between steps.up and steps.down, .*\(partial\)"):
+        run_ranks(surrounded, 2, options, False)
+
+
 class Mixed(nn.Module):
     """User-defined model with mixtures of experts."""
 

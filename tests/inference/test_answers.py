@@ -19,6 +19,7 @@ from windlass.inference import embeddings
 from windlass.inference.chat_template import ContentForm, read_forms
 from windlass.inference.detokenizer import Detokenizer, TextDecoder, held_back, text_offsets
 from windlass.inference.llm import LLM
+from windlass.inference.model_loading import count_embeddings
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from windlass.inference.sequence_table import count_candidates
 
@@ -933,3 +934,22 @@ def test_the_text_of_a_stop_token_is_kept_if_asked_for(include: bool) -> None:
         assert llm.generate("the ", special)[0].outputs[0].text == ""
         shown = llm.generate("the ", special.replace(skip_special_tokens=False))[0].outputs[0].text
         assert shown == (END if include else "")
+
+
+@pytest.mark.parametrize("stops", [None, [], [0]])
+def test_the_end_token_is_not_drawn_before_the_least_number_of_tokens(stops: list[int] | None) -> None:
+    """Also where it does not end the answer, as in vLLM."""
+    model = llama()
+    with serve(model) as llm:
+        free = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+    model.generation_config.eos_token_id = free[1]
+    with serve(model) as llm:
+        params = GREEDY.replace(ignore_eos=True, min_tokens=4, stop_token_ids=stops)
+        found = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    assert free[1] not in found[:4]
+
+
+def test_the_largest_token_of_a_prompt_is_that_of_the_embedding() -> None:
+    """Some models embed more tokens than they have logits for, such as one of an image."""
+    assert count_embeddings(build("llama", vocab_size=70)) == 70
+    assert count_embeddings(torch.nn.Linear(2, 2)) == 0

@@ -137,6 +137,10 @@ def _are_equal(one: Codec, other: Codec) -> bool:
 def _is_equal(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_equal(value, other[key]) for key, value in one.items())
     # `==` compares tensors and arrays element by element
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and bool((one == other.to(one.device)).all())

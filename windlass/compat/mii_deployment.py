@@ -182,10 +182,18 @@ class MiiClient:
 
     async def _end(self) -> None:
         """Shut the engine down and wait for the calls of all threads: a stopped loop would never answer them."""
-        await self._engine.shutdown()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
+        others: set[asyncio.Task[Any]] = set()
+        try:
+            await self._engine.shutdown()
+        except BaseException:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            raise
+        finally:
+            others |= asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._loop.shutdown_asyncgens()
 
     async def _answer_all(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Return the last output of each prompt. An error of one prompt cancels all other prompts."""

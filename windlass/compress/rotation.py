@@ -53,7 +53,9 @@ class RotatedDirectory(ModelDirectory):
                 f"{', '.join(_FAMILIES)}"
             )
         other = next((name for name in source.places if not name.startswith("model.") and name != _HEAD), None)
-        if other is not None:
+        # A causal language model ignores other tensors, such as a value head.
+        is_causal = any(str(one).endswith("ForCausalLM") for one in source.config.get("architectures") or ())
+        if other is not None and not is_causal:
             raise ModelError(
                 f"{source.path} has the tensor {other!r}, e.g. of a classifier, which would read rotated hidden "
                 "states; rotation supports causal language models: leave out rotate"

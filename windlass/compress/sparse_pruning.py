@@ -92,10 +92,16 @@ def mask_of(scores: Tensor, pattern: SparsePattern) -> Tensor:
     return torch.zeros_like(grouped, dtype=torch.bool).scatter_(2, order, True).reshape(rows, columns)
 
 
+def _sparsegpt_scores(weight: Tensor, diagonal: Tensor, is_read: Tensor) -> Tensor:
+    """Return SparseGPT's scores; those of features that the calibration text never uses are below all others, in the
+    order of magnitude, since the damped factor says nothing about them."""
+    return torch.where(is_read, (weight / diagonal).square(), -1 / (1 + weight.abs()))
+
+
 def _sparsegpt(weight: Tensor, pattern: SparsePattern, hessian: Tensor) -> Tensor:
     columns = weight.shape[1]
     factor = inverse_factor(hessian)
-    is_read = hessian.diagonal() > 0  # weights of a feature that is always 0 go first, whatever the damped factor is
+    is_read = hessian.diagonal() > 0
     left = weight.clone()
     found = torch.empty_like(weight)
     width = max(_COLUMNS // pattern.of, 1) * pattern.of if pattern.of else _COLUMNS
@@ -103,11 +109,11 @@ def _sparsegpt(weight: Tensor, pattern: SparsePattern, hessian: Tensor) -> Tenso
         stop = min(start + width, columns)
         block, errors = left[:, start:stop], weight.new_empty(len(weight), stop - start)
         diagonal = factor.diagonal()[start:stop]
-        stays = mask_of((block / diagonal).square() * is_read[start:stop], pattern)
+        stays = mask_of(_sparsegpt_scores(block, diagonal, is_read[start:stop]), pattern)
         for place in range(stop - start):
             if pattern.of and place % pattern.of == 0:  # scores of the compensated weights
                 near = slice(place, place + pattern.of)
-                scores = (block[:, near] / diagonal[near]).square() * is_read[start:stop][near]
+                scores = _sparsegpt_scores(block[:, near], diagonal[near], is_read[start:stop][near])
                 stays[:, near] = mask_of(scores, pattern)
             value = block[:, place] * stays[:, place]
             error = (block[:, place] - value) / diagonal[place]

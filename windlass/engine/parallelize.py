@@ -12,6 +12,7 @@ from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.comm.mesh import Mesh
+from windlass.comm.point_to_point import as_bytes
 from windlass.comm.rank_group import RankGroup
 from windlass.config import Config
 from windlass.engine.module_buffers import as_writable, broadcast_sparse_buffers
@@ -106,7 +107,7 @@ def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
         stages = get_placement(parameter).shared_stages
         if stages and parameter.numel():
             values = parameter.detach().contiguous()
-            mesh.stages[stages].broadcast(values.view(-1).view(torch.uint8))
+            mesh.stages[stages].broadcast(as_bytes(values))
             logger.debug("%s has the value of stage %d", name, stages[0])
             if values.data_ptr() != parameter.data_ptr():
                 parameter.detach().copy_(values)
@@ -127,17 +128,18 @@ def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: Sharde
                     f"parameter {name!r} is on the meta device and has no values; build the model in "
                     "`with windlass.zero.Init():`, also around from_pretrained: no rank holds the full model then"
                 )
+        writable: dict[int, torch.Tensor] = {}  # a buffer under two names stays one
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = as_writable(buffer)
+                    module._buffers[name] = writable.setdefault(id(buffer), as_writable(buffer))
         for group in groups:
             broadcast_sparse_buffers(model.modules(), group)
         for tensor in (*model.parameters(), *(one for one in model.buffers() if one.layout is torch.strided)):
             if tensor.numel() and tensor not in deferred:
                 values = tensor.detach().contiguous()
                 for group in groups:
-                    group.broadcast(values.view(-1).view(torch.uint8))
+                    group.broadcast(as_bytes(values))
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(values)
     logger.debug("the model of rank %d was broadcast", groups[0].ranks[0] if groups else 0)

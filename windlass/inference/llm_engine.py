@@ -21,6 +21,7 @@ from windlass.inference.answer_writer import AnswerWriter
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationRequest, GenerationSequence
 from windlass.inference.model_forward import own_modes
+from windlass.inference.model_loading import count_embeddings
 from windlass.inference.outputs import EngineStats, RequestMetrics, RequestOutput
 from windlass.inference.request_factory import RequestFactory
 from windlass.inference.sampler import PendingTokens, SampledToken, can_draw_later, draw_later, sample
@@ -87,7 +88,9 @@ class LLMEngine:
         self._warns_of_levels = cost is None
         cost = cost or StepCost()
         self._stats = EngineStats(kv_blocks=runner.num_blocks)
-        self._factory = RequestFactory(options, tokenizer, self.eos_ids, runner.vocab_size, max_model_len)
+        self._factory = RequestFactory(
+            options, tokenizer, self.eos_ids, runner.vocab_size, max_model_len, count_embeddings(runner.model)
+        )
         self._table = SequenceTable(runner, options, cost, self._stats)
         self._planner = StepPlanner(runner, options, self._table, self._depth)
         self._answers = AnswerWriter(self._table, tokenizer, self.eos_ids, self._stats, clock, self._forget_drafts)

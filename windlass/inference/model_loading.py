@@ -149,6 +149,15 @@ def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(token) for token in found if int(token) >= 0)
 
 
+def count_embeddings(model: Any) -> int:
+    """Return the number of tokens that a model embeds, which may be more than its logits; 0 if it is unknown."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return 0
+    return int(getattr(embedding, "num_embeddings", 0))
+
+
 def find_max_length(model: Any) -> int | None:
     """Return the number of tokens that the model can attend to; None if its configuration has no maximum, e.g. for
     many recurrent models and models with ALiBi.

@@ -27,16 +27,24 @@ class RequestFactory:
         eos_ids: tokens that end an answer.
         vocab_size: number of logits of a token.
         max_model_len: largest number of tokens of a sequence.
+        num_embeddings: number of tokens that a prompt may contain; at least `vocab_size`.
 
     Attributes:
         constraints: compiler of structured outputs.
     """
 
     def __init__(
-        self, options: EngineOptions, tokenizer: Any, eos_ids: frozenset[int], vocab_size: int, max_model_len: int
+        self,
+        options: EngineOptions,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        max_model_len: int,
+        num_embeddings: int = 0,
     ) -> None:
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._num_embeddings = max(vocab_size, num_embeddings)
         self._max_sequences = options.max_sequences
         self.constraints = StructuredOutputCompiler(tokenizer, vocab_size, eos_ids)
         self._numbers = itertools.count()
@@ -86,12 +94,12 @@ class RequestFactory:
             ids = list(self._tokenizer(prompt).input_ids)
         except (TypeError, UnicodeError) as error:  # a lone surrogate, e.g. of bytes that are not UTF-8
             raise RequestError(f"the prompt is not valid Unicode text: {error}", parameter="prompt") from error
-        wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        wrong = next((token for token in ids if not 0 <= token < self._num_embeddings), None)
         if wrong is not None:  # e.g. a token that was added to the tokenizer alone
             shown = one_line(repr(self._tokenizer.decode([wrong])), 80)
             raise RequestError(
                 f"the tokenizer gives the token {wrong} ({shown}), and the model has a vocabulary of "
-                f"{self._vocab_size} tokens; give the tokenizer of this model, or resize the model's embeddings "
+                f"{self._num_embeddings} tokens; give the tokenizer of this model, or resize the model's embeddings "
                 "before it is served",
                 parameter="prompt",
             )
@@ -135,15 +143,13 @@ class RequestFactory:
         else:
             seed = request.sequences[0].sampler.seed
         stop_ids = frozenset(params.stop_token_ids or ())
-        # transformers' `generate` with other `eos_token_id`s than the model's may draw the model's own at any time
-        replaces_eos = params.ignore_eos and params.stop_token_ids is not None
         sampler = SequenceSampler(
             params if params.logprobs is not None or not wants_logprobs else params.replace(logprobs=0),
             request.prompt_ids,
             output.token_ids,
             seed,
             index,
-            stop_ids if replaces_eos else self._eos_ids | stop_ids,
+            self._eos_ids | stop_ids if params.min_tokens_bans_eos else stop_ids,
             bad_words,
             None if constraint is None else constraint.allowed,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from windlass.base.errors import RequestError
 
@@ -110,8 +110,7 @@ class SamplingParams:
         ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of generated tokens; None: as many as the context window allows.
         min_tokens: before this number of tokens, no stop text ends the answer, and no end-of-sequence or stop token is
-            drawn, unless `structured_outputs` allows no other token. With `ignore_eos` and `stop_token_ids`, of these
-            tokens only the stop tokens are not drawn.
+            drawn, unless `structured_outputs` allows no other token.
         logprobs: number of likeliest tokens at each position. Their log-probabilities are returned with that of the
             drawn token, before penalties, temperature and masks. 0: only that of the drawn token; None: no
             log-probabilities.
@@ -157,6 +156,8 @@ class SamplingParams:
         self._check_numbers()
         self._check_counts()
         self._check_lists()
+
+    min_tokens_bans_eos: ClassVar[bool] = True  # `min_tokens` also bans end-of-sequence tokens, not only stop tokens
 
     @property
     def is_greedy(self) -> bool:

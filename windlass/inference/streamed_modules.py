@@ -133,7 +133,7 @@ class StackedParameters:
         names: Sequence[str],
         lend: Callable[[], AbstractContextManager[dict[str, torch.Tensor]]],
     ) -> None:
-        self._lend = lend
+        self._lend, self._module = lend, module
         self._absent = {name: module.get_parameter(name) for name in names}
         self._lent: LentTensors | None = None
         module.register_forward_pre_hook(self._before)
@@ -148,11 +148,11 @@ class StackedParameters:
             module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def _after(self, module: nn.Module, args: object, output: object) -> None:
-        module._parameters.update(self._absent)
         self.release()
 
     def release(self) -> None:
         """Give back the memory of the matrices. torch does not call the hook after a forward that Ctrl-C ends."""
+        self._module._parameters.update(self._absent)
         lent, self._lent = self._lent, None
         if lent is not None:
             lent.__exit__(None, None, None)
@@ -201,6 +201,8 @@ class StreamedModules(PackedModules):
 
     def close(self) -> None:
         """Stop reading, and free the staging memory."""
+        for one in self.stacked:
+            one.release()
         self.lender.close()
 
     def _make_group(self, number: int, unit: StoredUnit, modules: list[nn.Module]) -> LinearGroup:

@@ -115,6 +115,14 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
     return None if changed - _TRANSLATED - harmless else config
 
 
+class _TransformersParams(SamplingParams):
+    """Parameters with the rule of transformers' `generate`, whose `eos_token_id`s replace those of the model: the
+    model's own may be drawn at any time."""
+
+    __slots__ = ()
+    min_tokens_bans_eos = False
+
+
 def _make_params(config: Any, width: int, longest: int, window: int, ends: list[int]) -> SamplingParams:
     """Return the sampling parameters of generation settings.
 
@@ -148,7 +156,7 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
     if least is None:
         least = max((config.min_length or 0) - width, 0)
     draws = bool(config.do_sample)
-    return SamplingParams(
+    return _TransformersParams(
         temperature=_or(config.temperature, 1.0) if draws else 0.0,
         top_k=_or(config.top_k, 50) if draws else 0,
         top_p=_or(config.top_p, 1.0) if draws else 1.0,

@@ -432,11 +432,11 @@ def _require_choices(stated: Mapping[str, tuple[Any, ...]]) -> None:
             f"{ACCUMULATION} cannot be searched ({_listed(stated[ACCUMULATION])}): accumulation steps follow from the "
             f"global batch and the micro-batch; search {MICRO} or {TRAIN} instead"
         )
-    for key in (STATES_PATH, PARAMETERS_PATH):
-        if key in stated:
+    for tier, key in ((STATES_TIER, STATES_PATH), (PARAMETERS_TIER, PARAMETERS_PATH)):
+        if key in stated and tier in stated:
             raise ConfigError(
-                f"{key} cannot be searched ({_listed(stated[key])}): all trials use the same folders; write them in "
-                "the configuration, and compare disks by `windlass bench disk`"
+                f"{key} cannot be searched ({_listed(stated[key])}) together with {tier}: all trials on NVMe use the "
+                "same folders; write them in the configuration, and compare disks by `windlass bench disk`"
             )
     for key, values in stated.items():
         for value in values:

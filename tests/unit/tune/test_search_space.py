@@ -140,10 +140,17 @@ def test_several_nvme_folders_stay_a_list() -> None:
     assert space.overrides_of(found["nvme"])[STATES_PATH] == ["/fast", "/faster"]
 
 
-def test_folders_of_nvme_are_no_choices() -> None:
+def test_folders_of_nvme_are_no_choices_beside_the_tier() -> None:
     limits = SearchLimits(choices={STATES_TIER: ("none", "nvme"), STATES_PATH: ("/fast", "/faster")})
-    with pytest.raises(ConfigError, match=r"offload_optimizer.nvme_path cannot be searched \(/fast, /faster\)"):
+    with pytest.raises(ConfigError, match=r"nvme_path cannot be searched \(/fast, /faster\) together with .*device"):
         build_space(config(zero_optimization={"stage": 3}), 1, limits)
+
+
+def test_folders_of_nvme_are_choices_where_the_tier_is_fixed() -> None:
+    section = {"device": "nvme", "nvme_path": "/fast"}
+    limits = SearchLimits(choices={STATES_PATH: ("/fast", "/faster")})
+    space = build_space(config(zero_optimization={"stage": 3, "offload_optimizer": section}), 1, limits)
+    assert {one.get(STATES_PATH) for one in space.candidates()} == {"/fast", "/faster"}
 
 
 def test_neighbours_change_one_key_and_ordered_ones_to_the_next_value() -> None:

@@ -271,7 +271,14 @@ def _check_result(result: Any, calls: list[_LayerCall], early_nodes: dict[Node, 
     for call in calls[:-1]:
         if call.returned.grad_fn is not None:
             elsewhere[call.returned.grad_fn] = f"the hidden states that layer {call.index} returned"
-    left = [_main_tensor(result).grad_fn]
+    reasons = [_find_use(tensor, elsewhere) for tensor in _main_tensors(result)]
+    if reasons and all(reasons):  # other results, such as the hidden states of all layers, are for inspection only
+        raise _CannotSplit(f"after its last layer it uses {reasons[0]}, which another stage computes")
+
+
+def _find_use(tensor: torch.Tensor, elsewhere: Mapping[Node, str]) -> str | None:
+    """Return the value of a node in `elsewhere` on which `tensor` depends; None: there is none."""
+    left = [tensor.grad_fn]
     seen: set[Node | None] = {None}
     while left:
         node = left.pop()
@@ -279,16 +286,18 @@ def _check_result(result: Any, calls: list[_LayerCall], early_nodes: dict[Node, 
             continue
         seen.add(node)
         if node in elsewhere:
-            raise _CannotSplit(f"after its last layer it uses {elsewhere[node]}, which another stage computes")
+            return elsewhere[node]
         left += [before for before, _ in node.next_functions]
+    return None
 
 
-def _main_tensor(result: Any) -> torch.Tensor:
-    """Return the loss or the logits of a model's result, else its first tensor; an empty tensor if it has none."""
-    if isinstance(result, Mapping):
-        named = (result.get(name) for name in ("loss", "logits"))
-        result = next((value for value in named if isinstance(value, torch.Tensor)), result)
-    return next(iterate_tensors(result), torch.empty(0))
+def _main_tensors(result: Any) -> list[torch.Tensor]:
+    """Return the loss or the logits of a model's result; without these, all its tensors that depend on parameters."""
+    for name in ("loss", "logits"):
+        value = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(value, torch.Tensor):
+            return [value]
+    return [tensor for tensor in iterate_tensors(result) if tensor.grad_fn is not None]
 
 
 def _classify_module(trace: ForwardTrace, name: str, when: set[int], shape_rule: OutputShapeRule | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,14 +77,27 @@ def _columns_naming_row(free: Mapping[str, PlanEntry], row: PlanEntry) -> list[s
     return [name for name, entry in free.items() if entry.chain and entry.chain == row.name]
 
 
-_ACTIVATION = re.compile(r"(.*_)?act(ivation)?(_.*)?")
+_ACTIVATION_NAMES = frozenset(
+    {"act", "act_fn", "act_func", "activation", "activation_fn", "activation_func", "activation_function"}
+)
 
 
-def _is_trained_activation(name: str, module: nn.Module) -> bool:
-    """Return True if the module is named like an activation, or is a `PReLU`, and its parameters are single numbers."""
+def _is_trained_scalar(module: nn.Module) -> bool:
     parameters = list(module.parameters())
-    named = isinstance(module, nn.PReLU) or _ACTIVATION.fullmatch(name.rpartition(".")[2]) is not None
-    return named and bool(parameters) and all(parameter.numel() == 1 for parameter in parameters)
+    return bool(parameters) and all(parameter.numel() == 1 for parameter in parameters)
+
+
+def _is_between(key: str, parent: str, keys: Sequence[str], columns: Sequence[LinearLayer], row: LinearLayer) -> bool:
+    """Return True if child `key` of the sequential module `parent`, with children `keys`, runs after the columns and
+    before the row."""
+
+    def place(layer: LinearLayer) -> int | None:
+        inside = [at for at, one in enumerate(keys) if f"{layer.name}.".startswith(f"{parent}.{one}.".lstrip("."))]
+        return inside[0] if inside else None
+
+    at, last = keys.index(key), place(row)
+    first = [found for found in map(place, columns) if found is not None]
+    return all(found < at for found in first) and (last is None or at < last)
 
 
 class ChainResolver:
@@ -104,6 +116,7 @@ class ChainResolver:
         self._config = text() if callable(text) else config
         self._entries, self._ranks = entries, ranks
         self.head_partitions: list[HeadPartition] = []
+        self._activations: set[str] = set()  # names of trained activations that have a shard
 
     def shards_of(self, chain: DependencyChain) -> list[ModuleShard]:
         """Return the shards of one chain.
@@ -256,15 +269,41 @@ class ChainResolver:
     def _shard_activations(self, columns: Sequence[LinearLayer], row: LinearLayer) -> list[ModuleShard]:
         """Return the shards of trained activations between the columns and the row, whose parameters all features
         share. Each rank computes their gradient for its features only.
+
+        Raises:
+            ModelError: a trained activation may be between these layers or outside of them.
         """
         members = [layer.name for layer in (*columns, row)]
         holder = next(one for one in iterate_parent_names(row.name) if all(is_inside(name, one) for name in members))
-        parents = {holder, *(layer.name.rpartition(".")[0] for layer in columns)}
-        return [
-            ModuleShard(name, ShardStyle.PARTIAL, chain=row.name)
-            for name, module in self._modules.items()
-            if name.rpartition(".")[0] in parents and name not in self._entries and _is_trained_activation(name, module)
-        ]
+        names = {module: name for name, module in self._modules.items()}  # of a shared module: its first name
+        shards = []
+        for parent in dict.fromkeys([holder, *(layer.name.rpartition(".")[0] for layer in columns)]):
+            module = self._modules[parent]
+            inner = [key for key, child in module._modules.items() if child is not None and _is_trained_scalar(child)]
+            if isinstance(module, nn.Sequential):
+                inner = [key for key in inner if _is_between(key, parent, list(module._modules), columns, row)]
+            found = [(key, names[module.get_submodule(key)]) for key in inner]
+            found = [(key, name) for key, name in found if name not in self._entries]
+            is_certain = isinstance(module, nn.Sequential) or (len(found) == 1 and found[0][0] in _ACTIVATION_NAMES)
+            if not is_certain:
+                found = [
+                    (key, name)
+                    for key, name in found
+                    if key in _ACTIVATION_NAMES or isinstance(self._modules[name], nn.PReLU)
+                ]
+                if found:
+                    name = found[0][1]
+                    raise make_cannot_shard_error(
+                        name,
+                        f"it trains one number for all features, and it is unknown whether it is between "
+                        f"{columns[0].name} and {row.name}, where each rank computes a part of its gradient (partial), "
+                        "or not (replicated)",
+                        (name, "partial"),
+                    )
+            shards += [ModuleShard(name, ShardStyle.PARTIAL, chain=row.name) for _, name in found]
+        shards = [one for one in shards if one.name not in self._activations]
+        self._activations.update(one.name for one in shards)
+        return shards
 
     def _shard_attention(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.parallel.pipeline import layer_timing
+from windlass.parallel.pipeline.forward_tracing import trace_forward
 from windlass.parallel.pipeline.layer_timing import measure_model_layer_times
 from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult
 from windlass.parallel.pipeline.staged_model import split_into_stages
@@ -333,6 +335,33 @@ def test_module_before_and_after_the_layers_may_be_used_around_them() -> None:
     model, ids = Around(), _batch()["input_ids"]
     _, ended = _in_stages(model, 2, 1, {"input_ids": ids})
     torch.testing.assert_close(ended.loss, model(ids))
+
+
+@dataclass
+class Answer:
+    hidden_states: list[Tensor]
+    logits: Tensor
+    loss: Tensor | None
+
+
+@pytest.mark.parametrize("form", ["object", "tuple", "dict"])
+def test_a_result_may_have_earlier_hidden_states_beside_the_logits(form: str) -> None:
+    class Showing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+            self.layers = nn.ModuleList([Layer() for _ in range(4)])
+
+        def forward(self, input_ids: Tensor) -> Any:
+            states = [self.embed(input_ids)]
+            for layer in self.layers:
+                states.append(layer(states[-1]))
+            logits = self.head(states[-1])
+            if form == "object":
+                return Answer(states, logits, None)
+            return (states, logits) if form == "tuple" else {"encodings": states[0], "scores": logits}
+
+    assert trace_forward(Showing(), {"input_ids": _batch()["input_ids"]}).num_layers == 4
 
 
 def test_unpartitionable_models_are_refused_with_a_reason() -> None:
