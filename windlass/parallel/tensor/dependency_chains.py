@@ -275,7 +275,7 @@ class ChainResolver:
         """
         members = [layer.name for layer in (*columns, row)]
         holder = next(one for one in iterate_parent_names(row.name) if all(is_inside(name, one) for name in members))
-        names = {module: name for name, module in self._modules.items()}  # of a shared module: its first name
+        names = {module: name for name, module in self._modules.items()}  # a shared module has its first name
         shards = []
         for parent in dict.fromkeys([holder, *(layer.name.rpartition(".")[0] for layer in columns)]):
             module = self._modules[parent]
