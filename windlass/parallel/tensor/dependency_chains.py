@@ -279,28 +279,25 @@ class ChainResolver:
         shards = []
         for parent in dict.fromkeys([holder, *(layer.name.rpartition(".")[0] for layer in columns)]):
             module = self._modules[parent]
-            inner = [key for key, child in module._modules.items() if child is not None and _is_trained_scalar(child)]
+            inner = {
+                key: child for key, child in module._modules.items() if child is not None and _is_trained_scalar(child)
+            }
             if isinstance(module, nn.Sequential):
-                inner = [key for key in inner if _is_between(key, parent, list(module._modules), columns, row)]
-            found = [(key, names[module.get_submodule(key)]) for key in inner]
-            found = [(key, name) for key, name in found if name not in self._entries]
-            is_certain = isinstance(module, nn.Sequential) or (len(found) == 1 and found[0][0] in _ACTIVATION_NAMES)
-            if not is_certain:
-                found = [
-                    (key, name)
-                    for key, name in found
-                    if key in _ACTIVATION_NAMES or isinstance(self._modules[name], nn.PReLU)
-                ]
-                if found:
-                    name = found[0][1]
-                    raise make_cannot_shard_error(
-                        name,
-                        f"it trains one number for all features, and it is unknown whether it is between "
-                        f"{columns[0].name} and {row.name}, where each rank computes a part of its gradient (partial), "
-                        "or not (replicated)",
-                        (name, "partial"),
-                    )
-            shards += [ModuleShard(name, ShardStyle.PARTIAL, chain=row.name) for _, name in found]
+                keys = [key for key in inner if _is_between(key, parent, list(module._modules), columns, row)]
+            else:
+                keys = [key for key in inner if key in _ACTIVATION_NAMES or isinstance(inner[key], nn.PReLU)]
+            keys = [key for key in keys if names[inner[key]] not in self._entries]
+            found = [names[inner[key]] for key in keys]
+            is_certain = isinstance(module, nn.Sequential) or (len(keys) == 1 and keys[0] in _ACTIVATION_NAMES)
+            if found and not is_certain:
+                raise make_cannot_shard_error(
+                    found[0],
+                    f"it trains one number for all features, and it is unknown whether it is between "
+                    f"{columns[0].name} and {row.name}, where each rank computes a part of its gradient (partial), "
+                    "or not (replicated)",
+                    (found[0], "partial"),
+                )
+            shards += [ModuleShard(name, ShardStyle.PARTIAL, chain=row.name) for name in found]
         shards = [one for one in shards if one.name not in self._activations]
         self._activations.update(one.name for one in shards)
         return shards
