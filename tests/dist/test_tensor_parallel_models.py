@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,9 +144,9 @@ class Bent(nn.Module):
         return self.out(hidden)
 
 
-def bent(options: dict[str, Any]) -> tuple[float, str]:
+def gradient_error(build: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[float, str]:
     torch.manual_seed(0)
-    plain, model, axis = Bent(), Bent(), tensor_axis()
+    plain, model, axis = build(), build(), tensor_axis()
     model.load_state_dict(plain.state_dict())
     apply_tensor_parallel(model, axis, tensor_table=options)
     inputs = torch.randn(2, 5, 8)
@@ -159,7 +161,7 @@ def bent(options: dict[str, Any]) -> tuple[float, str]:
     "options", [{}, {r"steps\.0\.0": "column", r"steps\.0\.2": "row"}], ids=["traced", "from the table"]
 )
 def test_trained_activations_between_sharded_layers_get_full_gradients(options: dict[str, Any]) -> None:
-    for gradients in run_ranks(bent, 2, options):
+    for gradients in run_ranks(gradient_error, 2, Bent, options):
         assert gradients[0] < EXACT, gradients
 
 
@@ -179,19 +181,6 @@ class Surrounded(nn.Module):
         return hidden + found
 
 
-def surrounded(options: dict[str, Any], in_sequence: bool) -> tuple[float, str]:
-    torch.manual_seed(0)
-    plain, model, axis = Surrounded(in_sequence=in_sequence), Surrounded(in_sequence=in_sequence), tensor_axis()
-    model.load_state_dict(plain.state_dict())
-    apply_tensor_parallel(model, axis, tensor_table=options)
-    inputs = torch.randn(2, 5, 8)
-    for one in (plain, model):
-        one(inputs).square().sum().backward()
-    added_up(model, axis)
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    return relative_error(whole_gradients(model, axis), expected)
-
-
 STATED = {"steps.up": "column", "steps.down": "row", "steps.act": "partial", r"steps\.act_\w+": "replicated"}
 
 
@@ -203,14 +192,14 @@ STATED = {"steps.up": "column", "steps.down": "row", "steps.act": "partial", r"s
 def test_trained_activations_around_sharded_layers_keep_their_gradients(
     options: dict[str, Any], in_sequence: bool
 ) -> None:
-    for gradients in run_ranks(surrounded, 2, options, in_sequence):
+    for gradients in run_ranks(gradient_error, 2, partial(Surrounded, in_sequence=in_sequence), options):
         assert gradients[0] < EXACT, gradients
 
 
 def test_trained_activations_that_may_be_beside_sharded_layers_are_refused() -> None:
     options = {name: STATED[name] for name in ("steps.up", "steps.down")}
     with pytest.raises(RankError, match=r"unknown whether it is between steps.up and steps.down, .*\(partial\)"):
-        run_ranks(surrounded, 2, options, False)
+        run_ranks(gradient_error, 2, partial(Surrounded, in_sequence=False), options)
 
 
 class Mixed(nn.Module):

@@ -182,17 +182,14 @@ class MiiClient:
 
     async def _end(self) -> None:
         """Shut the engine down and wait for the calls of all threads: a stopped loop would never answer them."""
-        others: set[asyncio.Task[Any]] = set()
         try:
             await self._engine.shutdown()
-        except BaseException:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
+        except BaseException:  # the engine may never end the calls
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
             raise
         finally:
-            others |= asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
             await self._loop.shutdown_asyncgens()
 
     async def _answer_all(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[RequestOutput]:

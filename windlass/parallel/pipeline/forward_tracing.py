@@ -201,9 +201,7 @@ def _trace_once(
     calls: list[_LayerCall] = []
     # For each module: how many layers had been called at each of its calls, and the rule for its output shape.
     order: dict[str, tuple[set[int], OutputShapeRule | None]] = {}
-    early_nodes: dict[
-        Node, str
-    ] = {}  # autograd nodes of outputs before the layers, with the modules that computed them
+    early_nodes: dict[Node, str] = {}  # for each output before the layers: its autograd node, and its module's name
     outer = _outer_modules(model, path)
     handles = [
         module.register_forward_hook(_make_call_recorder(name, calls, order, early_nodes), with_kwargs=True)
