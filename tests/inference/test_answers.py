@@ -647,6 +647,19 @@ def test_contents_have_the_form_that_the_template_reads() -> None:
             llm.chat(messages, GREEDY, chat_template=template, chat_template_content_format="text")
 
 
+def test_the_template_for_tools_decides_the_form_where_tools_are_shown() -> None:
+    tokenizer = byte_level_tokenizer()
+    default = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    parts = "{% for message in messages %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+    tokenizer.chat_template = {"default": default, "tool_use": parts, "parts": parts}
+    messages = [{"role": "user", "content": "the"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        for options, prompt in (({}, "the"), ({"tools": tools}, "[the]"), ({"chat_template": "parts"}, "[the]")):
+            (output,) = llm.chat(messages, GREEDY, **options)
+            assert output.prompt == prompt
+
+
 def test_a_template_that_reads_parts_gets_the_parts_of_the_caller() -> None:
     tokenizer = byte_level_tokenizer()
     content = [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]

@@ -159,7 +159,12 @@ def test_a_forced_function_is_constrained_by_its_schema() -> None:
 
 @pytest.mark.parametrize(
     ("parameters", "kind"),
-    [({"properties": {"city": {}}, "required": ["city"]}, "object"), ({}, "object"), ({"$ref": "#/$defs/A"}, None)],
+    [
+        ({"properties": {"city": {}}, "required": ["city"]}, "object"),
+        ({"properties": {"city": {}}, "anyOf": [{"required": ["city"]}, {"required": ["place"]}]}, "object"),
+        ({}, "object"),
+        ({"$ref": "#/$defs/A"}, None),
+    ],
 )
 def test_arguments_are_objects_also_without_a_type(parameters: dict[str, Any], kind: str | None) -> None:
     (tool,) = parse_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])

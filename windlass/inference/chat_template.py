@@ -6,7 +6,7 @@ import enum
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,11 @@ class ContentForm(enum.Enum):
 
 
 def with_content_form(
-    messages: Iterable[Mapping[str, Any]], tokenizer: Any, template: str | None, form: str = "auto"
+    messages: Iterable[Mapping[str, Any]],
+    tokenizer: Any,
+    template: str | None,
+    form: str = "auto",
+    tools: Sequence[Any] | None = None,
 ) -> list[Mapping[str, Any]]:
     """Return messages whose contents, and arguments of tool calls, have the form that a template reads.
 
@@ -39,8 +43,9 @@ def with_content_form(
 
     Args:
         messages: messages; parts of their contents are texts.
-        template: template in Jinja; None: that of the tokenizer.
+        template: template in Jinja, or the name of one of the tokenizer's templates; None: that of the tokenizer.
         form: one of `CONTENT_FORMATS`.
+        tools: functions that the template shows. A tokenizer may have a separate template for them.
 
     Raises:
         RequestError: `form` is not one of `CONTENT_FORMATS`, or arguments of a call are a text that is not JSON.
@@ -50,13 +55,22 @@ def with_content_form(
             f"chat_template_content_format is {form!r}; write one of {', '.join(CONTENT_FORMATS)}",
             parameter="chat_template_content_format",
         )
-    found = template if template is not None else getattr(tokenizer, "chat_template", None)
-    if isinstance(found, Mapping):
-        found = found.get("default")
-    reads = read_forms(found) if isinstance(found, str) else _TEXT_ONLY
+    found = _rendered_template(tokenizer, template, tools)
+    reads = read_forms(found) if found is not None else _TEXT_ONLY
     if form != "auto":
         reads = replace(reads, content=ContentForm.PARTS if form == "openai" else ContentForm.TEXT)
     return [_in_form(message, reads) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _rendered_template(tokenizer: Any, template: str | None, tools: Sequence[Any] | None) -> str | None:
+    """Return the template that `apply_chat_template` renders, or None if it will report that there is none."""
+    named = getattr(tokenizer, "chat_template", None)
+    if isinstance(named, Mapping):
+        kind = "tool_use" if tools is not None and "tool_use" in named else "default"
+        found = named.get(kind if template is None else template, template)
+    else:
+        found = named if template is None else template
+    return found if isinstance(found, str) else None
 
 
 def _in_form(message: Mapping[str, Any], reads: TemplateForms) -> Mapping[str, Any]:

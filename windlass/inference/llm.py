@@ -224,7 +224,7 @@ class LLM:
         Args:
             messages: a conversation or a list of several. A conversation is a list of dicts with `role` and `content`,
                 which is a text, or a list of parts of the type `text`. Arguments of `tool_calls` are objects, or JSON.
-            chat_template: template in Jinja; None: that of the tokenizer.
+            chat_template: template in Jinja, or the name of one of the tokenizer's; None: that of the tokenizer.
             add_generation_prompt: end the prompt with the header of the assistant's message.
             continue_final_message: continue the last message in place of a new one; needs
                 `add_generation_prompt=False`.
@@ -252,7 +252,7 @@ class LLM:
         prompts: list[Prompt] = []
         for conversation in conversations:
             listed = [_with_text_parts(message) for message in conversation]
-            shown = with_content_form(listed, self.tokenizer, chat_template, chat_template_content_format)
+            shown = with_content_form(listed, self.tokenizer, chat_template, chat_template_content_format, tools)
             try:
                 text = self.tokenizer.apply_chat_template(
                     shown,

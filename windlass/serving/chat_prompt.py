@@ -155,7 +155,8 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
                 f"{place}.function.parameters is not a JSON Schema; send an object",
                 parameter=f"{place}.function.parameters",
             )
-        if not parameters.keys() & _TYPE_KEYS:  # a schema without a type also allows numbers, texts and lists
+        # A schema without a type also allows numbers, texts and lists, whatever its `properties` are.
+        if "type" not in parameters and ("properties" in parameters or not parameters.keys() & _TYPE_KEYS):
             parameters = {"type": "object", **parameters}
         found.append(ChatTool(name, parameters, tool))
     return found
@@ -199,7 +200,7 @@ def render_chat(
     }
     if tools:
         arguments["tools"] = [dict(tool.definition) for tool in tools]
-    shown = with_content_form(messages, tokenizer, template)
+    shown = with_content_form(messages, tokenizer, template, tools=tools or None)
     try:
         text = tokenizer.apply_chat_template(shown, chat_template=template, tokenize=False, **arguments)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
