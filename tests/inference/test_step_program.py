@@ -89,6 +89,45 @@ def test_weight_formats_serve_the_rounded_model(weights: str, activations: str, 
     assert_greedy(model, outputs, tolerance=0.05 if coarse else 1e-3)
 
 
+@pytest.mark.parametrize("vocabulary", [4, 12])
+def test_models_of_few_tokens_are_recorded(vocabulary: int, tmp_path: Path) -> None:
+    model = build("llama", vocab_size=vocabulary).eval()  # e.g. of nucleotides
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, max_tokens_per_step=16, max_sequences=4, skip_tokenizer_init=True) as llm:
+        assert llm.engine.runner.program is not None
+        outputs = llm.generate(make_prompts(5, vocabulary, 15), GREEDY)
+    assert_greedy(model, outputs)
+
+
+def test_a_model_of_fewer_positions_than_a_recording_runs_its_modules(tmp_path: Path) -> None:
+    model = build("gpt2", n_positions=8).eval()
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, skip_tokenizer_init=True) as llm:
+        assert llm.engine.runner.program is None
+        outputs = llm.generate([[5], [7, 9, 11]], GREEDY.replace(max_tokens=5))
+    assert_greedy(model, outputs)
+
+
+def test_norms_with_wider_weights_are_not_fused(tmp_path: Path) -> None:
+    import torch
+
+    from windlass.compress.packed_directory import write_packed_directory
+    from windlass.compress.packed_model import load_packed_model
+
+    model = build("llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=False).bfloat16()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    model.save_pretrained(tmp_path / "plain")
+    write_packed_directory(tmp_path / "plain", tmp_path / "packed", "int8", head=True)
+    plain = load_packed_model(tmp_path / "packed").eval()
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, check_at_load=False) as llm:
+        assert llm.engine.runner.program is not None
+        outputs = llm.generate(make_prompts(4, VOCABULARY, 12), GREEDY)
+    with torch.no_grad():
+        assert_greedy(plain, outputs, tolerance=0.1)
+
+
 def test_the_weights_of_a_loaded_model_are_held_once(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     with LLM(tmp_path, skip_tokenizer_init=True) as llm:

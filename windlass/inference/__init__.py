@@ -6,7 +6,7 @@ Reading order:
 2. Choice of the tokens to compute: block_manager, step_cost, scheduler, generation_request, request_factory,
    preempted_blocks, sequence_table, step_planner.
 3. Forward of a step: step_batch, model_forward, row_positions, paged_backend, cache_population, decode_graphs,
-   lora_files, lora_shards, lora, packed_modules, paged_runner, own_cache_runner.
+   lora_files, lora_shards, lora, packed_modules, widened_products, paged_runner, own_cache_runner.
 4. Recorded forward: step_recording, step_fusion, step_program.
 5. Next token: token_draw, sampler, detokenizer, structured_output, speculation, draft_model, answer_writer.
 6. One step, and its uses: llm_engine, beam_search, embeddings, chat_template, token_bound.

@@ -18,6 +18,7 @@ from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device, find_first_position, get_logits
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.step_batch import SavedBlocks, StepBatch
+from windlass.inference.widened_products import multiplies_bf16_slowly, widened_products
 
 
 @dataclass
@@ -76,6 +77,7 @@ class OwnCacheModelRunner:
         self._cache_name = "cache_params" if only_mamba else "past_key_values"
         self._positions = _PositionSource(model) if self.keeps_cache and "position_ids" in parameters else None
         self._states: dict[int, OwnCacheState] = {}
+        self._is_slow_in_bf16 = multiplies_bf16_slowly(model)
         self.device = find_device(model)
         kept = "the model's own cache" if self.keeps_cache else "all tokens computed again in each step"
         self.description = f"{kept}, one sequence at a time"
@@ -194,12 +196,14 @@ class OwnCacheModelRunner:
         if "logits_to_keep" in self._forward.accepts:
             inputs["logits_to_keep"] = 1 if only_last else 0  # 0: logits of all tokens; models' defaults differ
         inputs["return_dict"] = True
-        outputs = self.model(**inputs)
+        with widened_products() if self._is_slow_in_bf16 else nullcontext():
+            outputs = self.model(**inputs)
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
         return get_logits(outputs)[0]
 
     def _recompute(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._forward(ids, None, rows)
+        with widened_products() if self._is_slow_in_bf16 else nullcontext():
+            return self._forward(ids, None, rows)
 
 
 class _PositionSource:

@@ -26,6 +26,7 @@ from windlass.inference.stage_link import StageForward
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 from windlass.inference.step_program import StepProgram
 from windlass.inference.step_recording import NotRecordableError
+from windlass.inference.widened_products import multiplies_bf16_slowly, widened_products
 from windlass.kernels.paged_attention import PagedKVCache, make_kv_cache
 
 _PROBE_TOKENS = 4
@@ -103,6 +104,7 @@ class PagedModelRunner:
         if not probe.shapes:
             raise ModelError(f"{type(self.model).__name__} has no layer that computes attention through the registry")
         self._backend = PagedAttention()
+        self._is_slow_in_bf16 = multiplies_bf16_slowly(self.model)
         self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
         self.num_blocks = num_blocks(self.block_nbytes)
         self._scratch_blocks = int(has_scratch)
@@ -150,7 +152,11 @@ class PagedModelRunner:
         try:
             with values:
                 self.program = StepProgram(
-                    self._run_modules, self._backend, max_tokens=max_tokens, max_blocks=max_blocks
+                    self._run_modules,
+                    self._backend,
+                    max_tokens=max_tokens,
+                    max_blocks=max_blocks,
+                    vocabulary=self.vocab_size,
                 )
         except NotRecordableError as error:
             return str(error)
@@ -190,7 +196,8 @@ class PagedModelRunner:
         adapters = nullcontext() if self.lora is None else self.lora.active(batch)
         # between two steps, the module of a training script may be in training mode
         mode = evaluating(self.model) if self.model.training else nullcontext()
-        with torch.no_grad(), use_backend(self._backend), active, adapters, mode:
+        wide = widened_products() if self._is_slow_in_bf16 else nullcontext()
+        with torch.no_grad(), use_backend(self._backend), active, adapters, mode, wide:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -216,15 +216,20 @@ def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineO
 
 
 def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:
-    """Let the runner replay a recorded step, unless the replay gives other logits than `plain`. Log the reason if the
-    runner calls the modules instead.
+    """Let the runner replay a recorded step, unless the replay gives other logits than `plain`, or the forward raises
+    for the tokens of a recording (e.g. because it has fewer positions). Log the reason if the runner calls the modules
+    instead.
     """
-    problem = runner.compile(options.max_tokens_per_step, -(-longest // options.block_size))
-    if problem is None and plain is not None:
-        problem = plain.find_difference(runner, options)
-        if problem is not None:
-            runner.program = None
+    try:
+        problem = runner.compile(options.max_tokens_per_step, -(-longest // options.block_size))
+        if problem is None and plain is not None:
+            problem = plain.find_difference(runner, options)
+    except (CommunicationError, StorageError):
+        raise
+    except Exception as error:  # code of any model runs here
+        problem = _describe(error)
     if problem is not None:
+        runner.program = None
         logger.info("%s: steps run its modules, not a recording, because %s", type(runner.model).__name__, problem)
 
 

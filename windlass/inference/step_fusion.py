@@ -229,7 +229,10 @@ def _fuse_norms(recording: Recording) -> Recording:
         if len(weights) != 1 or weights[0].size != (features,) or features[1:] != (0, 0):
             continue
         single = all(len(uses.consumers(step.outputs[0])) == 1 for step in steps)
-        if not single or not _has_rows(narrow) or not _has_rows(weighted.outputs[0]):
+        output = weighted.outputs[0]
+        if not single or output is None or not _has_rows(narrow) or not _has_rows(output):
+            continue
+        if output.dtype != narrow.dtype:  # a float32 weight widens bfloat16 rows; the kernel has one dtype
             continue
         weight = _constant_values(weights[0], recording.constants).float().contiguous()
         call = NormCall(features[0], float(add.inputs[1]), weight)

@@ -31,11 +31,13 @@ from windlass.inference.step_recording import (
     refuse_data_dependence,
     unify,
 )
+from windlass.inference.widened_products import fast_operator
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.kernel_dispatch import REFERENCE_PATH
 from windlass.kernels.packed_gemm import PackedPanels
 
 _SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # numbers of tokens and of rows of logits in each recording
+_RECORDED_IDS = 16  # largest number of different token ids in a recording
 _KEPT = 128  # maximum number of batch sizes with stored calls; the least recently used are dropped
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
@@ -70,6 +72,7 @@ class StepProgram:
         backend: the attention backend with its caches.
         max_tokens: largest number of tokens of a batch; larger batches are not replayed.
         max_blocks: KV blocks of the longest sequence.
+        vocabulary: number of tokens of the model.
 
     Raises:
         NotRecordableError: the forward is not the same for every batch, or native kernels are missing, outdated, or
@@ -83,6 +86,7 @@ class StepProgram:
         *,
         max_tokens: int,
         max_blocks: int,
+        vocabulary: int,
     ) -> None:
         path = get_inference_path()
         if path.module is None:
@@ -91,7 +95,8 @@ class StepProgram:
             raise NotRecordableError("the native kernels were built from older sources; install windlass again")
         self._native, self._set = path.module, path.number
         self.max_tokens = max(max_tokens, 1)
-        recordings = [_record(record, *size, seed) for seed, size in enumerate(_SIZES)]
+        different = min(vocabulary, _RECORDED_IDS)
+        recordings = [_record(record, *size, seed, different) for seed, size in enumerate(_SIZES)]
         recording = unify(recordings, _SIZES)
         for panels in (operator.target[0] for operator in recording.operators if operator.name == "linear"):
             if panels.path == REFERENCE_PATH:
@@ -558,13 +563,15 @@ class _Binder:
         return value
 
 
-def _record(record: Callable[[StepBatch], torch.Tensor], tokens: int, rows: int, seed: int) -> Recording:
+def _record(
+    record: Callable[[StepBatch], torch.Tensor], tokens: int, rows: int, seed: int, different: int
+) -> Recording:
     """Record the forward of one sequence in block 0. The tokens depend on `seed`, so that recordings differ if the
-    forward chooses experts by the tokens.
+    forward chooses experts by the tokens; they are less than `different`.
     """
     places = torch.arange(tokens)
     batch = StepBatch(
-        token_ids=(places * 7 + seed) % 16,
+        token_ids=(places * 7 + seed) % different,
         positions=places.clone(),
         query_start=torch.tensor([0, tokens], dtype=torch.int32),
         context_lengths=torch.tensor([tokens], dtype=torch.int32),
@@ -593,9 +600,10 @@ def _aten_calls(operator: Operator, binder: _Binder) -> list[Call]:
             known = {argument.name for argument in writer._schema.arguments}
             return [(writer, tuple(inputs), {**{n: v for n, v in named.items() if n in known}, "out": out})]
     results = [None if ref is None else binder.tensor(ref) for ref in outputs]
+    compute = fast_operator(operator.target)
 
     def call() -> None:
-        found = operator.target(*inputs, **named)
+        found = compute(*inputs, **named)
         for target, value in zip(results, found if isinstance(found, (tuple, list)) else [found], strict=True):
             if target is not None:
                 target.copy_(value)

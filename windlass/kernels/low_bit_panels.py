@@ -127,10 +127,11 @@ def low_bit_module() -> ModuleType | None:
 def _range_panels(form: RangeWeightFormat, tensors: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `1 / scale` and the shifts `-minimum * scale`, in panels.
 
-    With these, a value `q / scale + minimum` is `(q - shift) * (1 / scale)`.
+    With these, a value `q / scale + minimum` is `(q - shift) * (1 / scale)`. The scale is infinite where the range of a
+    group is below the smallest normal numbers, so that its weights are below 2e-29: they become 0.
     """
     scale, low = tensors["weight_scale"], tensors["weight_minimum"]
-    values = (1 / scale, -low * scale)
+    values = (1 / scale, torch.where(scale.isinf(), 0.0, -low * scale))
     repeats = max(form.group // _ROW_GROUP, 1)
     wide, shifts = (_in_panels(one.repeat_interleave(repeats, 1) if repeats > 1 else one) for one in values)
     return wide, shifts

@@ -19,7 +19,7 @@ from windlass.kernels.grouped_formats import (
     pack_codes,
     unpack_codes,
 )
-from windlass.kernels.packed_gemm import join_packed
+from windlass.kernels.packed_gemm import join_packed, pack_weight, packed_linear
 from windlass.kernels.packed_linear import PackedEmbedding, PackedLinear
 from windlass.kernels.weight_format import get_weight_format
 
@@ -148,6 +148,18 @@ def test_an_embedding_looks_up_the_values(form: GroupedWeightFormat) -> None:
     ids = torch.tensor([[0, 47, 20], [20, 3, 3]])
     assert torch.equal(table(ids), F.embedding(ids, table.weight).bfloat16())
     assert table.float()(ids).dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-40])
+def test_groups_of_vanishing_weights_give_finite_products(size: float) -> None:
+    # weight decay leaves such weights in unused rows; `(2 ** bits - 1) / (max - min)` is infinite
+    form = RangeWeightFormat(8, 32)
+    wide = weight(48, 64)
+    wide[3] *= size
+    wide[5, :32], wide[5, 7] = 0, size
+    input = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    found = packed_linear(input, pack_weight(wide, form))
+    torch.testing.assert_close(found, input @ form.unpack(form.pack(wide)).t(), atol=1e-4, rtol=1e-4)
 
 
 def test_matrices_are_joined() -> None:
