@@ -31,12 +31,14 @@ class Adapted(nn.Module):
         return self.back(torch.tanh(self.base(self.norm(x)) + self.up(self.down(x)))).square().mean()
 
 
-def engine_for(stage: int, rank: int = 32, base_seed: int = 0, seed: int = 0) -> Any:
+def engine_for(stage: int, rank: int = 32, base_seed: int = 0, seed: int = 0, frozen: str = "") -> Any:
     torch.manual_seed(base_seed)
     model = Adapted(rank)
     torch.manual_seed(seed)
     for adapter in (model.down, model.up):
         adapter.reset_parameters()
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -107,6 +109,25 @@ def test_checkpoints_of_adapters_resume_over_their_base(stage: int, tmp_path: Pa
         assert result["over_another"] != result["wanted"][0]
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert size <= 1.1 * 3 * 4 * result["trained"], "masters and two moments in float32"
+
+
+def with_an_adapter_frozen(folder: str, stage: int) -> list[str]:
+    """Return the parameters that differ from the saved ones after a load into a run that freezes an adapter."""
+    engine = engine_for(stage)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    expected = engine.full_state_dict()
+    engine.destroy()
+    other = engine_for(3 - stage, seed=9, frozen="down")
+    other.load_checkpoint(folder, load_optimizer_strict=False)
+    actual = other.full_state_dict()
+    other.destroy()
+    return [name for name, value in expected.items() if not torch.equal(actual[name], value)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapter_that_is_frozen_now_is_loaded_too(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(with_an_adapter_frozen, 2, str(tmp_path), stage)[0] == []
 
 
 def kept(folder: str) -> dict[str, list[str]]:

@@ -727,10 +727,10 @@ def _norms_of_parts() -> None:
     experts, pair = [torch.tensor([rank + 1.0])], grid.get_slice_parallel_group()
     of_pair = math.hypot(rank // 2 * 2 + 1, rank // 2 * 2 + 2)
     assert norm_functions.get_global_norm_of_tensors(experts, moe_ep_group=pair).item() == pytest.approx(of_pair)
-    assert norm_functions.get_global_norm_of_tensors(experts, math.inf, None, pair).item() == rank // 2 * 2 + 2
+    assert norm_functions.get_global_norm_of_tensors(experts, math.inf, None, False, pair).item() == rank // 2 * 2 + 2
     of_stages = math.hypot(rank % 2 + 1, rank % 2 + 3)  # without the other rank of this rank's stage
     alone = grid.get_data_parallel_group()
-    assert norm_functions.get_global_norm_of_tensors(experts, 2, grid, alone).item() == pytest.approx(of_stages)
+    assert norm_functions.get_global_norm_of_tensors(experts, 2, grid, False, alone).item() == pytest.approx(of_stages)
 
 
 def test_norms_count_each_part_of_a_model_once() -> None:

@@ -16,7 +16,8 @@ from tests.models import Place, Regressor, rows
 from tests.oracle import Recipe, relative_error
 
 STEPS, CLIPPING = 5, 0.1  # CLIPPING is below the norm of every gradient
-DROP, JOIN = 2, 4  # steps before which a gradient is dropped, and the parameters join the optimizer
+DROP = 2  # step before which a gradient is dropped
+JOIN = {"head.bias": 3, "blocks.1.up.weight": 4, "blocks.1.up.bias": 4}  # steps before which they join the optimizer
 
 
 def built() -> tuple[Regressor, dict[str, nn.Parameter], torch.optim.Optimizer]:
@@ -44,11 +45,11 @@ def plainly(ranks: int) -> tuple[list[dict[str, Tensor | None]], dict[str, Tenso
 
 
 def change(model: Any, outside: dict[str, nn.Parameter], optimizer: Any, step: int) -> None:
-    """Drop one of the gradients that stay (step DROP), or let the parameters join the optimizer (step JOIN)."""
+    """Drop one of the gradients that stay (step DROP), or let parameters join the optimizer (steps JOIN)."""
     if step == DROP:
         outside["blocks.1.up.weight"].grad = None
-    if step == JOIN:
-        optimizer.add_param_group({"params": list(outside.values()), "lr": 0.02})
+    if joining := [parameter for name, parameter in outside.items() if JOIN[name] == step]:
+        optimizer.add_param_group({"params": joining, "lr": 0.02})
 
 
 def sharded(setting: Setting) -> tuple[list[dict[str, Tensor | None]], dict[str, Tensor]]:
@@ -63,7 +64,7 @@ def sharded(setting: Setting) -> tuple[list[dict[str, Tensor | None]], dict[str,
             engine.backward(engine(**rows(Place(step, micro, dist.get_rank()))))
             engine.step()
         engine.finish_update()
-        assert all((p.grad is None) == (step >= JOIN) for p in outside.values())
+        assert all((p.grad is None) == (step >= JOIN[name]) for name, p in outside.items())
         seen.append({name: windlass.zero.full_grad(p) for name, p in outside.items()})
     result = whole_params(engine.module)
     engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,45 @@ def test_a_skipped_step_does_not_advance_the_schedule(way: str, stage: int) -> N
         assert actual["skipped"] == 1 and actual["steps"] == STEPS
         for step, (rate, _) in enumerate(actual["rates"]):
             assert rate == pytest.approx([expected[step]], rel=1e-6), f"step {step}"
+
+
+class Decay:
+    """Rule with a state of its own, which a schedule saves."""
+
+    def __init__(self) -> None:
+        self.factor = 0.5
+
+    def __call__(self, step: int) -> float:
+        return self.factor**step
+
+
+def resumed_with_two_rules(folder: str) -> tuple[list[float], list[float]]:
+    """Return the rates of a run, and those of a run resumed from it, whose groups have rules of different kinds."""
+    import windlass
+
+    found = []
+    for resumes in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=LR)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [Decay(), lambda step: 1.0 / (1 + step)])
+        config = ds_config(Recipe(), Setting(stage=1))
+        del config["optimizer"]
+        engine = windlass.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+        if resumes:
+            engine.load_checkpoint(folder)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+            if not resumes and engine.global_steps == 1:
+                engine.save_checkpoint(folder)
+        found.append(engine.get_lr())
+        engine.destroy()
+    return found[0], found[1]
+
+
+def test_schedule_whose_groups_have_rules_of_different_kinds_resumes(tmp_path: Path) -> None:
+    for first, resumed in run_ranks(resumed_with_two_rules, 2, str(tmp_path)):
+        assert first == pytest.approx([LR * 0.25, LR / 3]) and resumed == pytest.approx([LR * 0.125, LR / 4])
 
 
 def with_a_group_more(kind: str) -> tuple[list[float], str]:

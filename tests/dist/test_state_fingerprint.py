@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
+from tests.custom_optimizers import Foreign
 from tests.dist.elastic_runs import LATE, Layout, Row, engine_for, steps
 from tests.dist.harness import run_ranks
 
@@ -127,6 +130,46 @@ def test_load_compares_the_fingerprint(tmp_path: Any) -> None:
     for wrong, text in run_ranks(loaded_wrongly, 2, str(tmp_path)):
         assert "was loaded, but parameters differ from the saved ones: their fingerprint is " in wrong
         assert len(text) == 1 and text[0].startswith("fingerprint ")
+
+
+class Shaped(Foreign):
+    """Optimizer whose states are also values that a checkpoint returns as values of other types."""
+
+    def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("shape", p.shape)
+        state.setdefault("kept", OrderedDict(sizes=[numpy.float32(1.5)], factors=[torch.ones(2)]))
+        state.setdefault("plan", Plan())
+        state["seen"] = numpy.float32(state.get("seen", 0) + 1)
+        p -= lr * gradient
+
+
+class Plan:
+    """Object of a class that the test declares as safe. Its text contains its address."""
+
+
+def loaded_with_other_types(folder: str) -> list[Any]:
+    import windlass
+
+    found: list[Any] = []
+    with torch.serialization.safe_globals([Plan]):
+        for loads in (False, True):
+            model = torch.nn.Linear(3, 2)
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+            engine = windlass.initialize(model=model, optimizer=Shaped(model.parameters()), config=config)[0]
+            if loads:
+                engine.load_checkpoint(folder)
+            else:
+                engine.backward(engine(torch.ones(1, 3)).sum())
+                engine.step()
+                engine.save_checkpoint(folder)
+            found.append((windlass.zero.full_param(model.weight).tolist(), engine.fingerprint()))
+            engine.destroy()
+    return found
+
+
+def test_states_that_a_load_returns_in_another_type_have_the_same_fingerprint(tmp_path: Any) -> None:
+    for saved, loaded in run_ranks(loaded_with_other_types, 2, str(tmp_path)):
+        assert loaded == saved
 
 
 def logged(every: int) -> list[str]:

@@ -317,6 +317,34 @@ def test_a_learning_rate_of_zero_changes_nothing(tmp_path: Path) -> None:
             assert torch.equal(value, found[0]["frozen"]["params"][name]), name
 
 
+def edited_before_a_local_step(cases: list[Case], through_data: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Double a weight before a step without messages. Return its wanted and its final value in the master weights."""
+    found = []
+    for case in cases:
+        engine = start(specimen(case.model), case.config())
+        train(engine, case, 0, 2)
+        engine.finish_update()
+        parameter = next(engine.module.parameters())
+        with torch.no_grad():
+            (parameter.data if through_data else parameter).mul_(2)
+        wanted = parameter.detach().clone()
+        train(engine, case, 2, 3)
+        found.append((wanted, windlass.zero.full_param(parameter).detach().clone()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_weight_that_is_changed_before_a_local_step_keeps_its_value(through_data: bool) -> None:
+    """At stages 1 and 2 a step without messages changes no weight, so the change must be all that is left."""
+    assert kind_of_step(3, {**GROUP, "var_freeze_step": 1}) is StepKind.LOCAL
+    params = (*CASE.params, ("var_freeze_step", 1))
+    cases = [replace(CASE, stage=1, params=params), replace(CASE, stage=2, host=True, params=params)]
+    for found in run_ranks(edited_before_a_local_step, 2, cases, through_data, timeout=120.0):
+        for case, (wanted, value) in zip(cases, found, strict=True):
+            assert torch.equal(value, wanted), case
+
+
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_resumed_between_synchronizations_is_exact(stage: int, tmp_path: Path) -> None:
     case = replace(CASE, stage=stage)

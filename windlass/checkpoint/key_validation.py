@@ -35,14 +35,14 @@ class KeyValidator:
         if kind in (bool, float, bytes, torch.dtype) or key is None:
             return
         self._other_count += 1
-        if kind is int and self._other_count <= _MOST_OTHERS:
+        if kind in (int, tuple, frozenset) and self._other_count > _MOST_OTHERS:
+            raise ValueError(
+                f"more than {_MOST_OTHERS} keys are tuples, frozen sets or integers beyond 2^60, which a checkpoint "
+                "cannot hold; store them in lists or tensors"
+            )
+        if kind is int:
             return
-        if (
-            kind in (tuple, frozenset)
-            and len(key) <= _LONGEST
-            and self._other_count <= _MOST_OTHERS
-            and depth < _DEEPEST
-        ):
+        if kind in (tuple, frozenset) and len(key) <= _LONGEST and depth < _DEEPEST:
             for item in key:
                 self.require(item, depth + 1)
             return

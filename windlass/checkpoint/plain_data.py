@@ -49,11 +49,13 @@ class _FoundTensors:
 
     Attributes:
         tensor_types: classes whose objects are stored as tensors.
+        keys: validator of all keys, as a load has one, so that what is saved can be loaded.
     """
 
     prefix: str
     tensor_types: tuple[type[Any], ...]
     tensors: dict[str, Any] = field(default_factory=dict)
+    keys: KeyValidator = field(default_factory=KeyValidator)
 
 
 def encode(
@@ -314,7 +316,7 @@ def _encode_key(key: Any, path: str, found: _FoundTensors, depth: int) -> Any:
     """Encode a dictionary key or a set item."""
     encoded = _encode(key, path, found, depth + 1)
     try:
-        KeyValidator().require(decode(encoded, {}))
+        found.keys.require(_decode(encoded, {}, found.keys))
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return encoded

@@ -99,11 +99,16 @@ def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
 
 
 def get_global_norm_of_tensors(
-    input_tensors: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+    input_tensors: Iterable[torch.Tensor],
+    norm_type: float = 2,
+    mpu: Any = None,
+    use_graph: bool = False,
+    moe_ep_group: Any = None,
 ) -> torch.Tensor:
     """Return the norm of all tensors as one vector, a float32 scalar; -1 if it is not finite.
 
     Args:
+        use_graph: accepted and ignored; DeepSpeed then records a CUDA graph, with the same result.
         moe_ep_group: group over which experts are spread, if the tensors belong to experts. The norm is then also
             reduced over this group, and over the pipeline stages of `mpu` instead of all its model-parallel ranks
             (unless experts are sharded by tensor parallelism). None: the tensors are dense.
@@ -125,8 +130,13 @@ def clip_tensors_by_global_norm(
     global_norm: float | torch.Tensor | None = None,
     mpu: Any = None,
     eps: float = 1e-6,
+    use_graph: bool = False,
 ) -> float | torch.Tensor:
-    """Scale tensors down if their norm, or the given `global_norm`, exceeds `max_norm`. Return that norm."""
+    """Scale tensors down if their norm, or the given `global_norm`, exceeds `max_norm`. Return that norm.
+
+    Args:
+        use_graph: see `get_global_norm_of_tensors`.
+    """
     tensors = list(input_tensors)
     norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
     _scale_to_max_norm(tensors, max_norm, norm, eps)

@@ -44,7 +44,8 @@ def require_compatible(saved: Any, current: Any, where: str) -> None:
     elif isinstance(current, (list, tuple)):
         fits = isinstance(saved, (list, tuple))
         for number, item in enumerate(saved if fits and current else ()):
-            require_compatible(item, current[0], f"{where}[{number}]")
+            like = current[number if number < len(current) else 0]  # items may be of several kinds
+            require_compatible(item, like, f"{where}[{number}]")
     elif isinstance(current, Mapping):
         fits = isinstance(saved, Mapping)
         for key in saved if fits else ():

@@ -143,8 +143,10 @@ class _OpenCheckpoint:
 
     @property
     def absent(self) -> frozenset[str]:
-        """Names of the parameters that the checkpoint does not have."""
-        return frozen_parameter_names(self.engine.sharded) if self.trainable_only else frozenset()
+        """Names of the frozen parameters that the checkpoint does not have. It may have others: the saved run trained
+        them."""
+        frozen = frozen_parameter_names(self.engine.sharded) if self.trainable_only else frozenset()
+        return frozenset(name for name in frozen if f"param/{name}" not in self.saved)
 
     def check(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Check the plain data that all ranks share (`shared`) and those of this rank (`own`), before anything is
@@ -244,7 +246,8 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
     if trainable_only and options.load_module_strict and options.custom_load_fn is None:
         where = f"the checkpoint {opened.tag!r} in {opened.directory}"
         check_frozen_parameters(model, opened.plain.get("base", {}), opened.saved, where)
-    units = [unit for unit in model.units if unit.trainable or not trainable_only]
+    absent = opened.absent
+    units = [unit for unit in model.units if unit.trainable or not absent.issuperset(unit.names)]
     lost, frozen_are_intact = bool(model.disk_health.loss_reason), model.disk_health.frozen_are_intact
     loads_all = options.loads_everything and (not trainable_only or frozen_are_intact or not lost)
     if lost and not (loads_all and (opened.loads_states or engine.optimizer is None)):
@@ -261,11 +264,12 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
             if lost and not frozen_are_intact:
                 model.discard_disk_state()
             loaded_state, is_exact = _load_tensors(opened, units, begin)
-        _verify_fingerprint(model, units, loaded_state, is_exact, opened.absent)
+        _verify_fingerprint(model, units, loaded_state, is_exact, absent)
     except CheckpointError as error:  # raised on all ranks, so all of them record the partial load
         if not overwrites:
             raise
-        model.disk_health.mark_partly_loaded(str(error), trainable_only)
+        keeps_frozen = trainable_only and absent == frozen_parameter_names(model)
+        model.disk_health.mark_partly_loaded(str(error), keeps_frozen)
         raise CheckpointError(f"{error}. State of the model: {HALF_UPDATED}") from error
     if lost:
         model.disk_health.mark_reloaded()

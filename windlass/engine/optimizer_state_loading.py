@@ -218,6 +218,18 @@ def _set_scalars(state: dict[str, Any], scalars: dict[str, Any]) -> None:
             state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Return a plain value with the tensors in it on `device`, where the optimizer made them (lists of factors)."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_to_device(item, device) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
 def plan_state_loading(
     model: ShardedModel,
     metadata: dict[str, Any],
@@ -247,7 +259,7 @@ def plan_state_loading(
             handle.expect_states(entry, {})
             continue
         values = metadata.get("values", {}).get(entry.name, {})
-        loose = {key: copy.deepcopy(value) for key, value in values.items()}
+        loose = {key: _to_device(copy.deepcopy(value), entry.chunk.device) for key, value in values.items()}
         handle.expect_states(entry, loose)
         for key, kind in metadata.get("states", {}).get(entry.name, {}).items():
             where, form = f"state/{entry.name}/{key}", kind.split()[0]

@@ -89,7 +89,7 @@ def parameter_fragments(
         storage_of: returns the lazy storage handle of a chunk.
         write_back: True for a load, which overwrites the values.
         deferred: True if another thread reads the offloaded values later.
-        excluded: names of parameters of trained units to leave out.
+        excluded: names of parameters to leave out.
     """
     for unit in units:
         out = {index for index, name in enumerate(unit.names) if name in excluded}
@@ -106,6 +106,8 @@ def parameter_fragments(
             extent = unit.shard_slot.extent if deferred and unit.reshards and unit.shard_slot is not None else None
             offloaded = OffloadedShardStorage(unit, extent) if extent is not None else None
             for piece in storage.fragments():
+                if piece.index in out:
+                    continue
                 if offloaded is None:
                     yield _flat_shard(unit, piece, dtype, storage, partial(storage.get, piece))
                 else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
+from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage, plain_data
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.fragment_boxes import flat_ranges_of_box, place_range
 from windlass.checkpoint.tensor_hash import TensorHash, fingerprint_digest
@@ -227,10 +227,22 @@ def hash_range(target_hash: TensorHash, name: str, placement: Placement, start: 
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a scalar state in a canonical form, since optimizers keep counts as tensors or numbers of any dtype."""
+    """Return a scalar state in a canonical form, since optimizers keep counts as tensors or numbers of any dtype.
+
+    Other values are hashed as a load returns them: a checkpoint holds a `torch.Size` as a tuple, for example.
+    """
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else [list(value.shape), str(value.dtype)]
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
+    try:
+        encoded, tensors = plain_data.encode(value, "")
+    except CheckpointError:  # a save refuses this value, with the name of the state
+        return repr(value)
+    on_host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    loaded, again = plain_data.decode(encoded, on_host), plain_data.decode(encoded, on_host)
+    if isinstance(loaded, int | float) and not isinstance(loaded, bool):
+        return float(loaded)
+    # the text of an object may contain its address
+    return repr(loaded) if repr(loaded) == repr(again) else repr((encoded, on_host))
 
 
 def _decode_state(update: Update, entry: StateEntry, key: str, signed: bool) -> torch.Tensor:

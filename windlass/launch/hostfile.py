@@ -30,7 +30,7 @@ class HostError(LaunchError, ValueError):
     """Invalid hostfile or filter. Also a ValueError, which scripts that parse hostfiles expect."""
 
 
-def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
+def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
     """Read hosts and their numbers of slots, in the order of the file. Warn and return None if there is no file.
 
     A line is `HOST slots=N`. The rest of a line is ignored, and so are empty lines and those that begin with `#`.
@@ -39,11 +39,12 @@ def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
         HostError: the file cannot be read, is larger than 16 MiB or is not text; a line has another form or too many
             slots, a host is named twice, or there is no host.
     """
-    if not Path(path).is_file():
+    path = Path(hostfile_path)
+    if not path.is_file():
         logger.warning("no hostfile at %s: only this machine is used", path)
         return None
     try:
-        data = read_bounded(Path(path), _MAX_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         text = (data or b"").decode("utf-8-sig")  # utf-8-sig, because some Windows editors write a byte order mark
     except OSError as error:
         raise HostError(f"cannot read {path}: {error.strerror or error}; give a file that you may read") from None

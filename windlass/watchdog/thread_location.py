@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
@@ -107,6 +108,10 @@ class ThreadObserver:
     def observe(self) -> ThreadLocation:
         """Return the position of the training thread, or of an autograd thread if a backward waits there."""
         self._count_progress()
+        # `f_back` creates a frame object. If that starts a collection, the finalizers let the observed thread run, and
+        # CPython may then return, or write to, memory of a frame that has ended. A collection now prevents one there.
+        if gc.isenabled():
+            gc.collect(0)
         frames = sys._current_frames()
         stack = list(_walk_outwards(frames.get(self._thread_id)))
         mark = activity.wait_of(self._thread_id)
@@ -169,7 +174,7 @@ def location_of_error(error: BaseException, trace: TracebackType | None) -> tupl
 
 
 def _walk_outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
-    while frame is not None:
+    while isinstance(frame, FrameType):  # not a frame: see `observe`
         yield frame, frame.f_lineno or 0  # f_lineno is None between two lines
         frame = frame.f_back
 

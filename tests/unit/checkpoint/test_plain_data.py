@@ -222,6 +222,15 @@ def test_object_array_is_refused() -> None:
             decode({"$": ["array", [code, [1], raw]]}, {"t": torch.zeros(8, dtype=torch.uint8)})
 
 
+@pytest.mark.parametrize("kind", [lambda n: (n, 0), lambda n: frozenset([n]), lambda n: (1 << 62) + n])
+def test_more_keys_than_a_load_accepts_are_refused_at_the_save(kind: Any) -> None:
+    seen = {kind(n) for n in range(4096)}
+    encoded, _ = encode({"seen": seen, "count": dict.fromkeys(range(5000), "few")}, "plain/")
+    assert decode(encoded, {})["seen"] == seen
+    with pytest.raises(CheckpointError, match=r"client\.count.*more than 4096 keys"):
+        encode({"client": {"seen": seen, "count": {kind(-1): 1}}}, "plain/")
+
+
 @pytest.mark.parametrize("value", [object(), numpy.array([None]), lambda: None])
 def test_other_values_are_refused_with_their_path(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"client\.list\[1\] is a .*never\s+pickled"):

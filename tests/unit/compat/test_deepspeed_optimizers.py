@@ -15,6 +15,7 @@ from windlass.compat.optimizer_classes import optimizer_kind_of
 from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from windlass.compat.optimizers.deepspeed_muon import Muon, muon_update
 from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLamb, FusedLion
+from windlass.compat.optimizers.one_bit_optimizers import OnebitAdam, OnebitLamb, ZeroOneAdam
 from windlass.config import load_config
 from windlass.optim import Lamb, Lion
 from windlass.optim.elementwise_optimizers import is_elementwise
@@ -79,6 +80,14 @@ def test_positional_arguments_equal_deepspeed() -> None:
     group = DeepSpeedCPUAdam(parameter, 0.5, True, (0.1, 0.2), 1e-3, 0.3, False, False).param_groups[0]
     assert (group["lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.5, 0.3, False)
     assert DeepSpeedCPUAdagrad(parameter, 0.5, 1e-3, 0.3).param_groups[0]["eps"] == 1e-3
+    group = OnebitAdam(parameter, None, 0.5, 7, False, (0.1, 0.2), 1e-3, False, 0.3).param_groups[0]
+    assert (group["lr"], group["freeze_step"], group["bias_correction"]) == (0.5, 7, False)
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.1, 0.2), 1e-3, 0.3)
+    group = ZeroOneAdam(parameter, None, 0.5, False, (0.1, 0.2), 1e-3, False, 0.3, 0.0, 7, 3, 4, 5).param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["var_freeze_step"]) == (0.5, 0.3, 7)
+    assert (group["var_update_scaler"], group["local_step_scaler"], group["local_step_clipper"]) == (3, 4, 5)
+    group = OnebitLamb(parameter, None, 0.5, 7, False, (0.1, 0.2), 1e-3, False, 0.3, 0.0, 9.0, 0.5).param_groups[0]
+    assert (group["freeze_step"], group["weight_decay"], group["max_coeff"], group["min_coeff"]) == (7, 0.3, 9.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +144,7 @@ def test_subgroups_step_and_roll_back(adamw_mode: bool) -> None:
     optimizer.param_groups[0]["params"] = [parameter]
     for number in (2, 1, 0):
         parameter.grad = gradients[number]
-        optimizer.rollback_subgroup(4)
+        optimizer.rollback_subgroup(sub_group_id=4)
         found = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
         assert state["step"] == number
         torch.testing.assert_close(found, seen[number], rtol=1e-4, atol=1e-5)

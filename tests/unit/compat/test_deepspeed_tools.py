@@ -312,6 +312,9 @@ def test_invalid_norms_are_detected() -> None:
     tensors = [torch.tensor([3.0]), torch.tensor([4.0])]
     assert norm_functions.clip_tensors_by_global_norm(tensors, 1.0) == pytest.approx(5.0)
     assert tensors[1].item() == pytest.approx(0.8)
+    # arguments of DeepSpeed 0.19.8, by position and by name
+    assert norm_functions.get_global_norm_of_tensors(tensors, 2, None, False).item() == pytest.approx(1.0)
+    assert norm_functions.clip_tensors_by_global_norm(tensors, use_graph=True) == pytest.approx(1.0)
     layer = nn.Linear(1, 1)
     layer.weight.grad = torch.tensor([[math.inf]])
     assert (

@@ -55,7 +55,7 @@ def test_missing_hostfile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert fetch_hostfile(tmp_path / "none") is None
     assert reported == [f"no hostfile at {tmp_path}/none: only this machine is used"]
     (tmp_path / "some").write_text("a slots=3\n")
-    assert fetch_hostfile(str(tmp_path / "some")) == {"a": 3}
+    assert fetch_hostfile(hostfile_path=str(tmp_path / "some")) == {"a": 3}
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from types import FrameType, SimpleNamespace
 from weakref import ref
 
@@ -53,6 +54,34 @@ def test_no_wait_outside_a_wait_scope() -> None:
     assert thread_location.source_line.endswith(
         "in test_no_wait_outside_a_wait_scope: thread_location = watcher.observe()"
     )
+
+
+def test_no_collection_starts_while_frames_are_read() -> None:
+    """Record where collections start: one in the walk would let the observed thread run, and so end the frames."""
+    watcher, running = ThreadObserver(), list[str]()
+
+    def record(phase: str, details: object) -> None:
+        running.append(sys._getframe(1).f_code.co_name)
+
+    def observe_at_depth(depth: int) -> None:
+        if depth:
+            return observe_at_depth(depth - 1)
+        kept = [[] for _ in range(gc.get_threshold()[0] - gc.get_count()[0] - 20)]  # type: ignore[var-annotated]
+        gc.callbacks.append(record)
+        try:
+            watcher.observe()
+        finally:
+            gc.callbacks.remove(record)
+            del kept
+
+    observe_at_depth(200)
+    assert "observe" in running and "_walk_outwards" not in running
+
+
+def test_an_object_that_is_no_frame_ends_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = ThreadObserver()
+    monkeypatch.setattr(sys, "_current_frames", lambda: dict.fromkeys([get_ident()], ("not", "a frame")))
+    assert watcher.observe().source_line == "" and watcher.current_wait is None
 
 
 def test_a_thread_is_located_after_its_working_directory_was_deleted(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,16 @@ def test_small_adjacent_units_merge_below_the_limit_only() -> None:
     assert len(plan_units(model, UnitRules())[1]) == 6
     assert len(plan_units(model, UnitRules(merge_below=50))[1]) == 2
     assert len(plan_units(model, UnitRules(persistence_threshold=1000))[1]) == 1
+
+
+def test_parameters_outside_the_optimizer_have_a_unit_each() -> None:
+    """Some of them may join a group later, and the gradients of the others stay after a step."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    outside = frozenset(id(parameter) for parameter in model[:2].parameters())
+    for rules in (UnitRules(), UnitRules(persistence_threshold=1000), UnitRules(merge_below=1000)):
+        _, plans = plan_units(model, dataclasses.replace(rules, unstepped=outside))
+        assert [len(plan.parameters) for plan in plans] == [1, 1, 1, 1, 2]
+        assert [plan.unstepped for plan in plans] == [True, True, True, True, False]
 
 
 def test_partition_time_is_linear_in_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

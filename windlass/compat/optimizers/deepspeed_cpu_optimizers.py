@@ -78,7 +78,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         return loss
 
     @torch.no_grad()
-    def rollback_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
         """Undo the last `step_subgroup` of a subgroup: parameter, moments and step count.
 
         The parameter must still have the gradient of that step. The inverse is computed in fp32, so values return up to
@@ -95,13 +95,14 @@ class DeepSpeedCPUAdam(CPUAdam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        state = self.state.get(subgroup_id, {})  # type: ignore[call-overload]
+        state = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
         if "exp_avg" not in state:
             raise RuntimeError(
-                f"Cannot rollback optimizer state for sub_group_id {subgroup_id}: it has none; call step_subgroup first"
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: it has none; call step_subgroup "
+                "first"
             )
         if state["step"] <= 0:
-            raise RuntimeError(f"Cannot rollback sub_group_id {subgroup_id}: step count is {int(state['step'])}")
+            raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is {int(state['step'])}")
         found = self._subgroup_parameter()
         if found is not None:
             _undo_adam(*found, state)

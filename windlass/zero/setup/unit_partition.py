@@ -97,7 +97,8 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     ranks over which they are sharded and reduced, the dtype of the reduction, and in whether an optimizer steps them.
     Small neighbouring units are then merged, also across blocks: persistent ones into buckets, others below
     `merge_below` elements. Units of experts are not merged. A parameter that several pipeline stages hold is a unit of
-    its own, equal in all stages.
+    its own, equal in all stages. So is a trainable parameter in no group of the optimizer, unless it is an expert's:
+    some of these parameters may join a group later, and the gradients of the others stay after a step.
     """
     blocks = find_blocks(model, rules)
     users: dict[int, list[Block]] = {}
@@ -115,10 +116,11 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
         kept_elements += numel if kept and not kind.is_expert else 0
         # Parameters that no block lists belong to the model's own block.
         used_by = users.get(id(parameter), blocks[:1])
-        alone = id(parameter) if kind.shared_stages else None
         used_in = tuple(id(block) for block in used_by)
         lowered = id(parameter) in rules.lowered
         unstepped = parameter.requires_grad and id(parameter) in rules.unstepped
+        # Not experts: ranks may hold different numbers of them, and must have the same number of units.
+        alone = id(parameter) if kind.shared_stages or (unstepped and not kind.is_expert) else None
         like = (parameter.dtype, parameter.device, parameter.requires_grad, kept, lowered, unstepped)
         key = (used_in, kind, alone, *like)
         plan = plans.setdefault(key, UnitPlan([], [], used_by, kept, lowered, unstepped))
@@ -131,11 +133,11 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
     merged: list[UnitPlan] = []
     last: dict[tuple[object, ...], _MergedPlan] = {}
     for plan in plans:
-        # Not merged: ranks may hold different numbers of experts, but must have the same number of units.
-        if plan.kind.shared_stages or plan.kind.is_expert:
+        # Experts are not merged: ranks may hold different numbers of them, but must have the same number of units.
+        if plan.kind.shared_stages or plan.kind.is_expert or plan.unstepped:
             merged.append(plan)
             continue
-        like = (plan.trainable, plan.persistent, plan.lowered, plan.unstepped)
+        like = (plan.trainable, plan.persistent, plan.lowered)
         kind = (plan.kind, plan.dtype, plan.parameters[0].device, *like)
         limit = _PERSISTENT_BUCKET if plan.persistent else merge_below
         before, full_numel = last.get(kind), plan.full_numel

@@ -123,6 +123,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if syncs:
             yield from self._step_chunks(used, options)
         else:
+            # This step fetches no master weights, and fetching them copies in-place changes of parameters.
+            self._masters.copy_all_edits(list({chunk.unit.index: chunk.unit for chunk in self.chunks}.values()))
             self._changes = {}
 
     @torch.no_grad()
