@@ -324,6 +324,11 @@ def test_simulated_bytes_equal_those_of_two_ranks() -> None:
     assert not differences(2, QUICK)
 
 
+def test_simulated_bytes_of_sequences_that_the_ranks_do_not_divide() -> None:
+    assert LENGTH % 3
+    assert not differences(3, [Case({"sp": 3, "sp_mode": "ring"}, 3, MIXED, micro_batches=1, other=BF16)])
+
+
 @pytest.mark.slow
 def test_simulated_bytes_equal_those_of_two_ranks_in_all_cases() -> None:
     assert not differences(2, list(cases_of_two_ranks()))

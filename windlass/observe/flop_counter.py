@@ -4,7 +4,8 @@
 operation of the forward belongs to the innermost module that runs. An operation of the backward belongs to the module
 that ran when its autograd node was created: nodes are numbered in the order of their creation in a thread, and the
 counter keeps the number at each start and end of a module. An operation of the backward counts as recomputed if a
-module runs at that time, or if gradients are enabled: checkpointed functions enable them, gradient formulas do not.
+module began in a backward and still runs, or if gradients are enabled: checkpointed functions enable them, gradient
+formulas do not. With `create_graph=True` gradient formulas do too, so there only modules tell a recomputation apart.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -40,17 +42,31 @@ class ModuleFlops:
     calls: int = 0
 
 
+@dataclass(frozen=True)
+class _RunningModule:
+    """Module whose forward runs since `began`; `in_backward`: a backward had started it, to recompute activations."""
+
+    module: nn.Module
+    counts: ModuleFlops
+    began: float
+    in_backward: bool
+
+
 @dataclass
 class _ThreadTrace:
     """Modules that run in one thread, and the numbers of autograd nodes at which the innermost one changed."""
 
     outside: ModuleFlops
-    running: list[tuple[nn.Module, ModuleFlops, float]] = field(default_factory=list)
+    running: list[_RunningModule] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     owners: list[ModuleFlops] = field(default_factory=list)
 
     def innermost(self) -> ModuleFlops:
-        return self.running[-1][1] if self.running else self.outside
+        return self.running[-1].counts if self.running else self.outside
+
+    @property
+    def is_recomputing(self) -> bool:
+        return bool(self.running) and self.running[-1].in_backward
 
     def mark_change(self) -> None:
         self.numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -91,6 +107,7 @@ class FlopCounter(TorchDispatchMode):
         self._traces: dict[int, _ThreadTrace] = {}
         self._forward_thread = threading.get_ident()
         self._outer_backward: int | None = None
+        self._create_graph: list[bool] = []  # argument of each backward in progress, the innermost last
         self._own_seconds = 0.0
         self._native_depth = 0  # number of native products in progress; torch operations inside are not counted
         self._handles: list[Any] = []
@@ -115,7 +132,21 @@ class FlopCounter(TorchDispatchMode):
     def counting(self) -> Iterator[None]:
         """Count a forward or a backward inside the context."""
         self._outer_backward = None
-        with _uncompiled(), counting_native_products(self._native_product), self:
+        with _uncompiled(), self._noting_create_graph(), counting_native_products(self._native_product), self:
+            yield
+
+    @contextmanager
+    def _noting_create_graph(self) -> Iterator[None]:
+        run: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def noting(*given: Any, **options: Any) -> Any:
+            self._create_graph.append(bool(given[3]))  # after the outputs, their gradients and retain_graph
+            try:
+                return run(*given, **options)
+            finally:
+                self._create_graph.pop()
+
+        with mock.patch.object(torch.autograd, "_engine_run_backward", noting):
             yield
 
     @contextmanager
@@ -160,11 +191,13 @@ class FlopCounter(TorchDispatchMode):
         if backward < 0:
             trace.innermost().forward += found.flops
             return
-        if trace.running:
+        if trace.is_recomputing:
             owner, again = trace.innermost(), True
         else:
             node = torch._C._current_autograd_node()
-            owner, again = self._nodes_of(trace, backward).owner_of(node), torch.is_grad_enabled()
+            owner = self._nodes_of(trace, backward).owner_of(node)
+            creates_graph = bool(self._create_graph) and self._create_graph[-1]
+            again = torch.is_grad_enabled() and not creates_graph
         owner.recomputed += found.recomputed + (found.flops if again else 0)
         owner.backward += 0 if again else found.flops
 
@@ -190,7 +223,8 @@ class FlopCounter(TorchDispatchMode):
         def begin(module: nn.Module, args: Any) -> None:
             trace = self._trace()
             ignored = trace.running and trace.innermost() is self._dropped
-            trace.running.append((module, self._dropped if ignored else counts, self._now()))
+            in_backward = trace.is_recomputing or current_backward_id() >= 0
+            trace.running.append(_RunningModule(module, self._dropped if ignored else counts, self._now(), in_backward))
             trace.mark_change()
 
         return begin
@@ -198,10 +232,11 @@ class FlopCounter(TorchDispatchMode):
     def _end_module(self, module: nn.Module, args: Any, output: Any) -> None:
         trace = self._trace()
         while trace.running:
-            ended, counts, began = trace.running.pop()
-            if ended is module:
+            ended = trace.running.pop()
+            if ended.module is module:
                 if current_backward_id() < 0:
-                    counts.seconds, counts.calls = counts.seconds + self._now() - began, counts.calls + 1
+                    counts = ended.counts
+                    counts.seconds, counts.calls = counts.seconds + self._now() - ended.began, counts.calls + 1
                 break
         trace.mark_change()
 

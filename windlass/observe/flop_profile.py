@@ -120,7 +120,7 @@ def _build_module(
         found.forward += below.forward
         found.backward += below.backward
         found.recomputed += below.recomputed
-    if not found.calls:
+    if not own.calls:  # not `found.calls`, which is 0 for a module that runs in fewer than all micro-batches
         found.seconds = sum(child.seconds for child in found.children.values())
     found.parameters = sum(numels.values())
     return found, numels

@@ -44,8 +44,7 @@ class StageTasks:
     @property
     def activation_bytes(self) -> int:
         """Bytes of one activation between layers."""
-        tokens = -(-self.work.volumes.tokens // self.work.grid.sp)
-        return tokens * self.work.shape.hidden * self.work.style.itemsize
+        return self.work.rank_tokens * self.work.shape.hidden * self.work.style.itemsize
 
     def chunk_of(self, number: int) -> ModelChunk:
         """Return this stage's chunk `number`; chunks are numbered over all stages."""
@@ -201,7 +200,7 @@ class StageTasks:
         if self._rounds == 1:
             return
         work, sizes = self.work, self._sizes
-        seen = -(-work.volumes.tokens // self._rounds)
+        seen = work.samples * -(-work.length // self._rounds)
         elements = 2 * seen * max(1, -(-sizes.kv_heads // self._degree)) * work.shape.resolved_head_dim
         received = (self._rounds - 1) * work.style.itemsize * elements
         if backward:
@@ -363,8 +362,7 @@ class StepTasks:
         nbytes = sender.activation_bytes
         if work.shape.has_router_loss:
             layers = sum(work.chunk_layers(chunk) for chunk in range(max(action.stage, target)))
-            tokens = -(-work.volumes.tokens // work.grid.sp)
-            nbytes += tokens * work.style.itemsize * work.shape.experts * layers
+            nbytes += work.rank_tokens * work.style.itemsize * work.shape.experts * layers
         forward = action.kind is ActionKind.FORWARD
         receiver.lanes.moved["pp"]["activations" if forward else "gradients"] += nbytes
         cost = self.costs.send(sender.lanes.rank, receiver.lanes.rank, nbytes)

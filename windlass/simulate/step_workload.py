@@ -117,6 +117,11 @@ class StepWork:
         """Tokens of the global batch."""
         return self.volumes.tokens * self.volumes.micro_batches * self.grid.data_loading_size
 
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of a micro-batch on the rank along sp that has the most: each sequence is divided by itself."""
+        return self.samples * -(-self.length // self.grid.sp)
+
     def chunk_layers(self, chunk: int) -> int:
         """Return the number of layers of one model chunk of a pipeline."""
         return self.layer_bounds[chunk + 1] - self.layer_bounds[chunk]

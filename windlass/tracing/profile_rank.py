@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 from windlass.base.atomic_file import write_atomically
 from windlass.base.errors import ModelError
 from windlass.engine.initialize_observer import InitializeObserver, install_observer
@@ -59,7 +61,7 @@ class ProfileSession(InitializeObserver):
         """Write the profile of a script that has ended before the requested number of steps. Collective.
 
         Raises:
-            ModelError: no engine had an optimizer, or no step was recorded.
+            ModelError: no engine had an optimizer, no step was recorded, or the script destroyed its process group.
         """
         profiler = self.profiler
         if profiler is None:
@@ -71,6 +73,11 @@ class ProfileSession(InitializeObserver):
             raise ModelError(
                 f"the script ended after {profiler.seen_steps} steps, and the profile begins after --skip "
                 f"{self.job.skip}; lower --skip, or train longer"
+            )
+        if not dist.is_initialized():
+            raise ModelError(
+                f"the script destroyed its process group, over which ranks send their profiles, after "
+                f"{profiler.recorded_steps} of {self.job.steps} recorded steps; pass --steps {profiler.recorded_steps}"
             )
         self.finish(profiler)
 

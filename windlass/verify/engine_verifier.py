@@ -261,14 +261,12 @@ class EngineVerifier(EngineObserver):
         comparison.result.loss = _mean(losses)
         comparison.result.plain_loss = _mean([loss for loss in plain_losses if loss is not None])
         old = {name: value.clone() for name, value in reference.named_master_weights()}
+        factor = self._sharded.settings.predivide_factor * self._sharded.settings.postdivide_factor
         if self._clip is None:
             comparison.check_overflow(records)
         else:
             norm, clip = self._clip
-            settings = self._sharded.settings
-            comparison.compare_reduced(
-                self._reduced_gradients, records, settings.predivide_factor * settings.postdivide_factor
-            )
+            comparison.compare_reduced(self._reduced_gradients, records, factor)
             comparison.compare_clip(self._reduced_gradients, norm, clip, self.engine.gradient_clipping())
             given = {name: g.double() * clip for name, g in self._reduced_gradients.items() if g is not None}
             reference.step(given, self._options)
@@ -277,7 +275,7 @@ class EngineVerifier(EngineObserver):
         if self._independent_run is not None:
             row = comparison.result
             row.independent_loss, row.drift = self._independent_run.step(
-                records, self._options, values, names=set(self._reduced_gradients), applied=row.applied
+                records, self._options, values, names=set(self._reduced_gradients), factor=factor, applied=row.applied
             )
         self._reduced_gradients = {}
         self.report.steps.append(comparison.result)

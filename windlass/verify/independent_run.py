@@ -49,12 +49,14 @@ class IndependentRun:
         values: dict[str, torch.Tensor],
         *,
         names: set[str],
+        factor: float,
         applied: bool,
     ) -> tuple[float | None, float]:
         """Clip the gradients of the replays and step, unless the ranks skipped the step (`applied` is False).
 
         Args:
             names: parameters that the optimizer steps.
+            factor: number by which the sum of the ranks' gradients is multiplied: 1 / ranks for their mean.
 
         Returns:
             `(loss, distance)`: the mean loss of the replays, None if they have none, and the distance of the weights
@@ -62,13 +64,13 @@ class IndependentRun:
         """
         for record in records:
             self._reference.add_gradients(record.outside_gradients)
-        sums, ranks = self._reference.take_gradient_sums(), len(records)
+        sums, weight = self._reference.take_gradient_sums(), factor / records[0].loss_scale
         if applied:
-            mean = {name: total / (ranks * records[0].loss_scale) for name, total in sums.items() if name in names}
-            norm = math.sqrt(math.fsum(float(g.square().sum()) for g in mean.values()))
+            reduced = {name: total * weight for name, total in sums.items() if name in names}
+            norm = math.sqrt(math.fsum(float(g.square().sum()) for g in reduced.values()))
             limit = self._gradient_clipping()
-            factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-            self._reference.step({name: g * factor for name, g in mean.items()}, options)
+            clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+            self._reference.step({name: g * clip for name, g in reduced.items()}, options)
         losses, self._losses = self._losses, []
         apart = size = 0.0
         for name, own in self._reference.named_master_weights():

@@ -23,7 +23,8 @@ class TensorSample:
     """Every `stride`-th element of a tensor, on the CPU, and the 2-norm of all elements.
 
     Attributes:
-        values: `[at most LIMIT]`, in the tensor's dtype; of a complex tensor, real and imaginary parts.
+        values: `[at most LIMIT]`, in the tensor's dtype, or float32 for 8-bit floats; of a complex tensor, real and
+            imaginary parts.
         shape: shape of the tensor.
         stride: distance of the sampled elements in the flat tensor.
         norm: 2-norm of all elements, in float64.
@@ -47,9 +48,12 @@ class TensorSample:
 
 def sample_tensor(tensor: torch.Tensor) -> TensorSample:
     """Copy a sample of `tensor`. The tensor may change afterwards."""
-    flat = tensor.detach().reshape(-1)
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    flat = dense.reshape(-1)
     if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    if flat.is_floating_point() and flat.dtype.itemsize == 1:
+        flat = flat.float()  # torch can neither sum nor unpickle 8-bit floats
     stride = max(1, -(-flat.numel() // LIMIT))
     wide = flat if flat.is_floating_point() else flat.double()
     norm = float(torch.linalg.vector_norm(wide, dtype=torch.float64))

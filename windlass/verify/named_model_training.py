@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ def train_named_model(job: VerificationJob) -> None:
     batches = build_batch_function(job, model, engine.train_micro_batch_size_per_gpu())
     for step in range(job.steps):
         for micro in range(engine.gradient_accumulation_steps()):
-            batch = _move_to_device(batches(step, micro, dist.get_rank()), engine.device)
-            engine.backward(loss_of(_call(engine, batch)))
+            batch = move_batch(batches(step, micro, dist.get_rank()), engine.device)
+            engine.backward(loss_of(call_model(engine, batch)))
             engine.step()
 
 
@@ -169,17 +169,20 @@ def _from_transformers(name: str, trust_remote_code: bool) -> nn.Module:
     return model
 
 
-def _call(engine: Any, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return engine(**batch)
-    return engine(*batch) if isinstance(batch, (tuple, list)) else engine(batch)
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
+    """Call a model with a batch: a mapping has keyword arguments, a tuple or list has positional ones."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _move_to_device(value: Any, device: torch.device) -> Any:
+def move_batch(value: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on `device`. A mapping, such as the result of a tokenizer, becomes a dict."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if isinstance(value, dict):
-        return {key: _move_to_device(item, device) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {key: move_batch(item, device) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_move_to_device(item, device) for item in value)
+        items = [move_batch(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

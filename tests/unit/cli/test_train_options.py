@@ -60,6 +60,14 @@ def test_default_configuration_has_no_auto_left() -> None:
 def test_a_configuration_without_optimizer_gets_one(tmp_path: Path) -> None:
     read = read_config(config_of(tmp_path, train_batch_size=4), steps=5, lr=0.5)
     assert read["optimizer"]["params"]["lr"] == 0.5
+    read = read_config(config_of(tmp_path, train_batch_size=4, optimizer=None), steps=5, lr=0.5)
+    assert read["optimizer"]["params"]["lr"] == 0.5
+
+
+def test_a_run_without_a_schedule_is_resumed_for_more_steps(options: TrainOptions, tmp_path: Path) -> None:
+    config = config_of(tmp_path, train_micro_batch_size_per_gpu=1, scheduler=None)
+    make_training_plan(replace(options, config=config))
+    assert make_training_plan(TrainOptions(out=options.out, resume=True, steps=70)).steps == 70
 
 
 def test_a_configuration_can_come_from_a_pipe(options: TrainOptions) -> None:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from windlass.base.atomic_file import replace_directory
-from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError, RequestError
+from windlass.base.errors import CheckpointError, ConfigError, DataError, LossError, ModelError, RequestError
 from windlass.cli import train as command
 from windlass.cli.training import run_metrics as metrics_module
 from windlass.cli.training.loss_agreement import all_reduce_losses, all_reduce_sum
@@ -69,6 +69,15 @@ def test_partial_row_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
     assert read_rows(path) == [row(1)]
     MetricsLog(path, None, after_step=2).close()
     assert read_rows(path) == [row(1)]
+
+
+@pytest.mark.parametrize("line", ["1,x,,,,,,", "0" * 200_000, "\x00" * 200_000])
+def test_a_damaged_metrics_file_is_one_error(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.csv"
+    MetricsLog(path, None, after_step=0).close()
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=r"metrics\.csv .*; move it away"):
+        read_rows(path)
 
 
 def test_a_fresh_run_starts_a_fresh_file(tmp_path: Path) -> None:

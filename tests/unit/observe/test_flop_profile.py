@@ -240,6 +240,53 @@ def test_recomputed_function_without_a_module() -> None:
     assert (found.root.forward, found.root.backward, found.root.recomputed) == (2 * product, 4 * product, 2 * product)
 
 
+class Force(nn.Module):
+    """Gradient of an energy: the forward runs a backward of the inner layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = Stack(None)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        moved = x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(moved).tanh().sum(), moved, create_graph=True)[0]
+
+
+def test_gradients_of_gradients_are_not_recomputed() -> None:
+    model, x = Force(), torch.randn(T, H)
+    once = 4 * 2 * T * H * WIDE + 2 * T * H * V
+
+    def penalty() -> torch.Tensor:
+        moved = x.clone().requires_grad_()
+        gradient = torch.autograd.grad(model.energy(moved).tanh().sum(), moved, create_graph=True)[0]
+        return gradient.square().sum()
+
+    for loss in (lambda: model(x).square().sum(), penalty):
+        found = count(model, loss).root
+        assert (found.forward, found.recomputed) == (once, 0)
+        # Gradients of inputs; then gradients of both factors of these products, and of both factors of the forward's.
+        assert found.backward == (1 + 2 + 2) * once
+    assert found.children["energy"].recomputed == 0
+    counter = FlopCounter(model.energy, CPU)
+    counter.attach()
+    with counter.counting(), pytest.warns(UserWarning, match="create_graph=True"):
+        model.energy(x).sum().backward(create_graph=True)
+    counter.detach()
+    root = build_profile(model.energy, counter).root
+    assert (root.forward, root.backward, root.recomputed) == (once, 2 * once - 2 * T * H * WIDE, 0)
+
+
+def test_time_of_a_module_that_runs_in_some_micro_batches() -> None:
+    model = Stack(None)
+    counter = FlopCounter(model, CPU)
+    counter.attach()
+    with counter.counting():
+        model(torch.randn(T, H)).sum().backward()  # one of two micro-batches
+    counter.detach()
+    layer = build_profile(model, counter, micro_batches=2).root.children["layers"].children["0"]
+    assert layer.seconds == pytest.approx(counter.modules["layers.0"].seconds / 2) and layer.seconds > 0
+
+
 def test_fused_kernels() -> None:
     grid = torch.randn(B, 3, 8, 8)
     rows, experts = torch.randn(T, H, requires_grad=True), torch.randn(3, H, WIDE, requires_grad=True)

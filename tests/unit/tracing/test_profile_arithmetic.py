@@ -7,16 +7,20 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from windlass.base import trace_ranges
 from windlass.base.collective_activity import WaitScope
+from windlass.base.errors import ModelError
 from windlass.base.trace_ranges import install_recorder, traced
 from windlass.tracing.chrome_trace import chrome_trace, write_trace
 from windlass.tracing.memory_timeline import ACTIVATIONS, UNSHARDED, HeldMemory, MemorySample, memory_timeline
 from windlass.tracing.operator_events import OperatorEvents, covered, device_division, read_events
+from windlass.tracing.profile_job import ProfileJob
+from windlass.tracing.profile_rank import ProfileSession
 from windlass.tracing.range_log import DISK, HOST_COPIES, RangeLog, wire_of
 from windlass.tracing.rank_profile import NCCL, RankProfile, StepTimes, make_rank_profile
 from windlass.tracing.run_profile import RunProfile, find_straggler
@@ -202,3 +206,11 @@ def test_the_summary_takes_kernels_for_the_compute_of_a_gpu(log: RangeLog) -> No
     assert step.compute == pytest.approx((middle - start) / 1000, abs=1e-6)
     assert step.waits == {NCCL: pytest.approx((end - middle) / 1000, abs=1e-6)}
     assert profile.memory[0] == MemorySample(start, {"parameters": 1 << 20, ACTIVATIONS: 0})
+
+
+def test_a_script_that_destroys_its_process_group_is_told_how_many_steps_it_made() -> None:
+    session = ProfileSession(ProfileJob("", steps=5, skip=1))
+    recorded: Any = SimpleNamespace(recorded_steps=2, seen_steps=3)
+    session.profiler = recorded
+    with pytest.raises(ModelError, match=r"destroyed its process group, .* 2 of 5 recorded steps; pass --steps 2"):
+        session.finish_early()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -57,6 +58,19 @@ def test_sample_estimates_all_elements() -> None:
     big[1] += 10.0  # an element between the sampled ones
     assert sample_tensor(big).norm > seen.norm * 1.01
     assert torch.equal(sample_tensor(torch.tensor([True, False])).values, torch.tensor([True, False]))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_samples_of_unusual_tensors() -> None:
+    plain = torch.tensor([[1.0, 0.0], [-2.0, 0.5]])
+    unusual = [plain.to_sparse(), plain.to_sparse_csr(), plain.to(torch.float8_e4m3fn), plain.to(torch.float8_e5m2)]
+    for tensor in unusual:
+        seen = sample_tensor(tensor)
+        assert torch.equal(seen.values, plain.reshape(-1)) and seen.shape == plain.shape
+        assert seen.norm == pytest.approx(math.sqrt(5.25))
+        assert torch.equal(pickle.loads(pickle.dumps(seen)).values, seen.values)  # ranks send samples to rank 0
+    seen = sample_tensor(torch.tensor([3.0 + 4.0j]).conj())
+    assert seen.values.tolist() == [3.0, -4.0] and seen.norm == 5.0
 
 
 def test_bounds_follow_from_dtypes_and_sizes() -> None:

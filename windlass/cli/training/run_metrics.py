@@ -75,7 +75,7 @@ def read_rows(path: Path) -> list[MetricsRow]:
         if lines and not lines[-1].endswith("\n"):  # a killed run or a full disk left an incomplete row
             lines.pop()
         return [_parse_row(record) for record in csv.DictReader(lines)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise DataError(f"cannot read the metrics of an earlier run in {path} ({error!r}); move it away") from error
 
 

@@ -94,7 +94,7 @@ def read_config(source: str | ConfigSource | None, steps: int, lr: float) -> dic
     found = read_source(source)  # only once, because a pipe can be read only once
     load_config(found)  # validated as it was read, so that errors name the file and its lines
     data = dict(found.data)
-    if "optimizer" not in data:
+    if data.get("optimizer") is None:
         logger.info("the configuration names no optimizer; using AdamW")
         data["optimizer"] = default_optimizer()
     return fill_auto(data, steps, lr)
@@ -193,7 +193,7 @@ def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
 
 def _warn_schedule_ends_early(config: dict[str, Any], steps: int) -> None:
     """Warn if the schedule ends before the run does: the remaining steps would keep its last learning rate."""
-    total = config.get("scheduler", {}).get("params", {}).get("total_num_steps")
+    total = (config.get("scheduler") or {}).get("params", {}).get("total_num_steps")
     if isinstance(total, int | float) and total < steps:
         logger.warning(
             "the schedule of this run ends at step %d of %d, after which the learning rate is constant; set another "
