@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass import watchdog
-from windlass.base.compute_device import local_device
+from windlass.base.compute_device import local_device, multiplies_fast
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger, set_config_log_level
 from windlass.base.malloc_thresholds import keep_freed_memory, returning_freed_memory
@@ -339,6 +339,12 @@ def _check_hardware(config: Config, device: torch.device) -> None:
             f"bf16.enabled is true, but {torch.cuda.get_device_name(device)} has no bfloat16; write false, and "
             "fp16.enabled true for 16 bits"
         )
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if getattr(config, name).enabled and not multiplies_fast(dtype, device):
+            logger.warning(
+                f"{name}.enabled is true, but this CPU has no fast {name} arithmetic: products of matrices take some "
+                "4 to 40 times as long as in fp32; write false if fp32 fits"
+            )
 
 
 def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None:

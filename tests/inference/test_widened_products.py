@@ -46,6 +46,11 @@ def test_a_product_equals_the_float32_product_rounded_once(name: str) -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
+def test_products_of_several_dtypes_are_left_to_torch() -> None:
+    with widened_products(), pytest.raises(RuntimeError, match="dtype"):
+        functional.linear(drawn(9, 16), weight=drawn(12, 16).float())
+
+
 def test_each_group_of_rows_is_multiplied_with_its_matrix() -> None:
     rows, weight, ends = (
         drawn(32, 16),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from windlass.base.compute_device import multiplies_fast
 from windlass.base.errors import ConfigError, ModelError
 from windlass.optim.hyperparameter_checks import check_hyperparameters
 
@@ -222,12 +223,9 @@ def orthogonalize(
 def _product_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which bf16 matrices are multiplied on `device`.
 
-    Without oneDNN's kernels, for example on AVX2, torch multiplies bf16 matrices some 10 to 30 times slower than fp32
-    ones. Both add up the products in fp32.
+    Both dtypes add up the products in fp32.
     """
-    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
-    return torch.bfloat16
+    return torch.bfloat16 if multiplies_fast(torch.bfloat16, device) else torch.float32
 
 
 def is_hidden_matrix(parameter: torch.Tensor) -> bool:
