@@ -137,12 +137,12 @@ class FlopCounter(TorchDispatchMode):
 
     @contextmanager
     def _noting_create_graph(self) -> Iterator[None]:
-        run: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def noting(*given: Any, **options: Any) -> Any:
             self._create_graph.append(bool(given[3]))  # after the outputs, their gradients and retain_graph
             try:
-                return run(*given, **options)
+                return run_backward(*given, **options)
             finally:
                 self._create_graph.pop()
 
