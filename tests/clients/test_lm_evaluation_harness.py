@@ -85,6 +85,8 @@ def server(harness: Client, folder: Path) -> Iterator[str]:
             except (urllib.error.URLError, ConnectionError):
                 assert process.poll() is None, f"the server ended with {process.returncode}"
                 time.sleep(0.2)
+        else:
+            raise TimeoutError(f"{address}/ready did not answer within two minutes")
         yield address
     finally:
         process.terminate()

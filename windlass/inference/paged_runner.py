@@ -104,7 +104,8 @@ class PagedModelRunner:
         if not probe.shapes:
             raise ModelError(f"{type(self.model).__name__} has no layer that computes attention through the registry")
         self._backend = PagedAttention()
-        self._is_slow_in_bf16 = multiplies_bf16_slowly(self.model)
+        # With packed weights, the few products of torch that are left keep the same bits in any batch.
+        self._is_slow_in_bf16 = self._packed is None and multiplies_bf16_slowly(self.model)
         self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
         self.num_blocks = num_blocks(self.block_nbytes)
         self._scratch_blocks = int(has_scratch)
@@ -196,7 +197,7 @@ class PagedModelRunner:
         adapters = nullcontext() if self.lora is None else self.lora.active(batch)
         # between two steps, the module of a training script may be in training mode
         mode = evaluating(self.model) if self.model.training else nullcontext()
-        wide = widened_products() if self._is_slow_in_bf16 else nullcontext()
+        wide = widened_products(batch.num_tokens) if self._is_slow_in_bf16 else nullcontext()
         with torch.no_grad(), use_backend(self._backend), active, adapters, mode, wide:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 

@@ -1,7 +1,8 @@
 """Products of bf16 tensors on a CPU without bf16 instructions: computed in float32, and rounded to bf16 once.
 
-torch takes 4 to 40 times as long there as for float32 matrices. Packed layers have native products. This is for all
-others: layers of live modules, experts, and attention in models with their own cache.
+torch takes 4 to 40 times as long there as for float32 matrices. Packed layers have native products. This is for prompts
+in all others: layers of live modules, experts, and attention in models with their own cache. Products with few rows are
+left to torch, which reads a bf16 weight faster than it is converted.
 """
 
 from __future__ import annotations
@@ -14,22 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from windlass.base.compute_device import multiplies_fast
 from windlass.inference.model_forward import find_device
 from windlass.inference.step_recording import get_recorder
 
-_LEAST_ROWS = 8  # for fewer, torch's product takes less time than a float32 copy of the weight
-_MATMUL = frozenset([torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__])
-_OTHERS = frozenset(
-    [
-        functional.scaled_dot_product_attention,
-        functional.conv1d,
-        torch.einsum,
-        *(getattr(place, name) for place in (torch, torch.Tensor) for name in ("bmm", "addmm", "baddbmm")),
-    ]
-)
+_LEAST_TOKENS = 16  # for fewer, the calls of the mode take longer than they save
+_LEAST_ROWS = 8  # of a product
+_SLICE = 1 << 18  # elements of a weight that are converted to float32 at a time: 1 MiB, which stays in the cache
 
 
 def multiplies_bf16_slowly(model: nn.Module) -> bool:
@@ -45,12 +38,12 @@ def fast_operator(overload: Callable[..., Any]) -> Callable[..., Any]:
     return overload
 
 
-def widened_products() -> AbstractContextManager[Any]:
-    """Return a context in which products of bf16 tensors are computed in float32.
+def widened_products(num_tokens: int) -> AbstractContextManager[Any]:
+    """Return a context in which products of bf16 tensors are computed in float32, for a forward of `num_tokens` tokens.
 
-    Products of a matrix and few rows are not changed, and nothing is while a forward is recorded.
+    For few tokens, and while a forward is recorded, it changes nothing. The forward computes no gradients.
     """
-    return nullcontext() if get_recorder() is not None else _WidenedProducts()
+    return nullcontext() if num_tokens < _LEAST_TOKENS or get_recorder() is not None else _WidenedProducts()
 
 
 class _WidenedProducts(TorchFunctionMode):
@@ -64,51 +57,132 @@ class _WidenedProducts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch._grouped_mm:
-            return _multiply_groups(*args, **kwargs)
-        if not _is_slow(func, args, kwargs) or "out" in kwargs:
+        widened = _PRODUCTS.get(func)
+        # Offsets of groups are integers.
+        if widened is None or (widened is not _multiply_groups and not _are_bf16((*args, *kwargs.values()))):
             return func(*args, **kwargs)
-        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _widened, (args, dict(kwargs)))
-        return func(*wide_args, **wide_kwargs).to(torch.bfloat16)
+        found = widened(*args, **kwargs)
+        return func(*args, **kwargs) if found is None else found
 
 
-def _is_slow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a call is a product of bf16 tensors that is faster in float32."""
-    if func is not functional.linear and func not in _MATMUL and func not in _OTHERS:
-        return False
-    tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Tensor)]
-    # torch refuses most products of several dtypes, and those it accepts have a result of another dtype
-    if {tensor.dtype for tensor in tensors if tensor.is_floating_point()} != {torch.bfloat16}:
-        return False
-    if func in _OTHERS or tensors[0].numel() >= _LEAST_ROWS * tensors[0].shape[-1]:
-        return True
-    # torch is fast with few rows if the weight `[in, out]` of the product is contiguous along `in`, as in linear layers
-    return func in _MATMUL and (len(tensors) < 2 or tensors[1].dim() != 2 or tensors[1].stride(0) != 1)
+def _are_bf16(arguments: Iterable[Any]) -> bool:
+    """Return True if all tensors among the arguments are dense, in bf16 and on the CPU."""
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    return all(
+        tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and tensor.layout == torch.strided
+        for tensor in tensors
+    )
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    return _multiply(input, weight.mT, bias) if weight.dim() == 2 else None
+
+
+def _matmul(input: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+    if kwargs:
+        return None
+    return _multiply(input, other) if other.dim() == 2 else _multiply_each(torch.matmul, input, other)
+
+
+def _addmm(
+    input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any
+) -> torch.Tensor | None:
+    is_bias = beta == alpha == 1 and input.shape == mat2.shape[1:]
+    return _multiply(mat1, mat2, input) if is_bias and not kwargs else None
+
+
+def _bmm(input: torch.Tensor, mat2: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+    return None if kwargs else _multiply_each(torch.bmm, input, mat2)
+
+
+def _baddbmm(
+    input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any
+) -> torch.Tensor | None:
+    if kwargs:
+        return None
+    product = _multiply_each(torch.bmm, batch1, batch2, rounds=False)
+    if product is None:
+        return None
+    found = product * alpha if beta == 0 else torch.add(input.float() * beta, product, alpha=alpha)
+    return found.bfloat16()
+
+
+def _conv1d(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *more: Any, **kwargs: Any
+) -> torch.Tensor:
+    wide = None if bias is None else bias.float()
+    return functional.conv1d(input.float(), weight.float(), wide, *more, **kwargs).bfloat16()
+
+
+def _multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Return `input @ weight + bias` in bf16; None if torch should compute it, or raise.
+
+    Args:
+        input: `[..., in]`.
+        weight: `[in, out]`, which is converted in slices of its columns.
+        bias: `[out]`.
+    """
+    if input.dim() < 2 or input.shape[-1] != weight.shape[0] or not _has_many_rows(input.shape[:-1]):
+        return None
+    rows = input.reshape(-1, input.shape[-1]).float()
+    out = input.new_empty(len(rows), weight.shape[1])
+    width = max(_SLICE // max(len(weight), 1), 1)
+    for first in range(0, weight.shape[1], width):
+        columns = slice(first, first + width)
+        part = weight[:, columns].float()
+        out[:, columns] = rows @ part if bias is None else torch.addmm(bias[columns].float(), rows, part)
+    return out.view(*input.shape[:-1], weight.shape[1])
+
+
+def _multiply_each(
+    product: Callable[..., torch.Tensor], input: torch.Tensor, other: torch.Tensor, *, rounds: bool = True
+) -> torch.Tensor | None:
+    """Return the product of stacks of matrices; None if torch should compute it, or raise."""
+    if input.dim() < 3 or other.dim() < 3 or not _has_many_rows(input.shape[-2:-1]):
+        return None
+    found = product(input.float(), other.float())
+    return found.bfloat16() if rounds else found
+
+
+def _has_many_rows(shape: torch.Size) -> bool:
+    return shape.numel() >= _LEAST_ROWS
 
 
 def _multiply_groups(
-    input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
+    input: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    """Return the product of each group of rows of `input` `[rows, in]` with its matrix of `weight` `[groups, in, out]`.
+    """Return the product of each group of rows of `input` `[rows, in]` with its matrix of `mat2` `[groups, in, out]`.
 
-    A matrix with enough rows is copied to float32, one at a time. Arguments are those of `torch._grouped_mm`, which
-    computes products of other forms, devices and dtypes.
+    Arguments are those of `torch._grouped_mm`, which computes products of other forms and dtypes.
     """
-    is_stack = input.dim() == 2 and weight.dim() == 3 and input.device.type == "cpu"
-    is_bf16 = input.dtype == weight.dtype == torch.bfloat16
-    if not (is_stack and is_bf16) or offs is None or any(value is not None for value in kwargs.values()):
-        return torch._grouped_mm(input, weight, offs=offs, **kwargs)
-    out = input.new_zeros(len(input), weight.shape[-1])
+    is_stack = input.dim() == 2 and mat2.dim() == 3 and _are_bf16((input, mat2)) and input.shape[1] == mat2.shape[1]
+    is_plain = offs is not None and offs.dtype == torch.int32 and len(offs) == len(mat2)
+    if not is_stack or offs is None or not is_plain or any(value is not None for value in kwargs.values()):
+        return torch._grouped_mm(input, mat2, offs=offs, **kwargs)
+    out = input.new_zeros(len(input), mat2.shape[-1])
     start = 0
-    for matrix, stop in zip(weight, offs.tolist(), strict=True):
+    for matrix, stop in zip(mat2, offs.tolist(), strict=True):
         rows = input[start:stop]
-        if len(rows) >= _LEAST_ROWS:
-            out[start:stop] = rows.float() @ matrix.float()
-        elif len(rows):
-            out[start:stop] = rows @ matrix
+        if len(rows):
+            found = _multiply(rows, matrix)
+            out[start:stop] = rows @ matrix if found is None else found
         start = stop
     return out
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+_PRODUCTS: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
+    functional.linear: _linear,
+    functional.conv1d: _conv1d,
+    torch._grouped_mm: _multiply_groups,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    torch.bmm: _bmm,
+    torch.Tensor.bmm: _bmm,
+    torch.baddbmm: _baddbmm,
+    torch.Tensor.baddbmm: _baddbmm,
+}

@@ -220,6 +220,7 @@ def orthogonalize(
     return x.mT if tall else x
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _product_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which bf16 matrices are multiplied on `device`.
 

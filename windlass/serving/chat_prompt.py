@@ -200,7 +200,7 @@ def render_chat(
     }
     if tools:
         arguments["tools"] = [dict(tool.definition) for tool in tools]
-    shown = with_content_form(messages, tokenizer, template, tools=tools or None)
+    shown = with_content_form(messages, tokenizer, template, tools=arguments.get("tools"))
     try:
         text = tokenizer.apply_chat_template(shown, chat_template=template, tokenize=False, **arguments)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
