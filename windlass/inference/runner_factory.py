@@ -227,7 +227,10 @@ def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: Engin
     except (CommunicationError, StorageError):
         raise
     except Exception as error:  # code of any model runs here
-        problem = _describe(error)
+        runner.program = None
+        name = type(runner.model).__name__
+        logger.warning("%s: steps run its modules, because they could not be recorded: %s", name, _describe(error))
+        return
     if problem is not None:
         runner.program = None
         logger.info("%s: steps run its modules, not a recording, because %s", type(runner.model).__name__, problem)
