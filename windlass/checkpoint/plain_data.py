@@ -316,7 +316,8 @@ def _encode_key(key: Any, path: str, found: _FoundTensors, depth: int) -> Any:
     """Encode a dictionary key or a set item."""
     encoded = _encode(key, path, found, depth + 1)
     try:
-        found.keys.require(_decode(encoded, {}, found.keys))
+        # Keys inside of this one were counted when they were encoded.
+        found.keys.require(decode(encoded, {}))
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return encoded

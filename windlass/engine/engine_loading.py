@@ -268,7 +268,8 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
     except CheckpointError as error:  # raised on all ranks, so all of them record the partial load
         if not overwrites:
             raise
-        keeps_frozen = trainable_only and absent == frozen_parameter_names(model)
+        # pipeline stages have other frozen parameters
+        keeps_frozen = all(model.mesh.gather_from_world(trainable_only and absent == frozen_parameter_names(model)))
         model.disk_health.mark_partly_loaded(str(error), keeps_frozen)
         raise CheckpointError(f"{error}. State of the model: {HALF_UPDATED}") from error
     if lost:

@@ -189,7 +189,7 @@ class StageTasks:
             return
         work, sizes = self.work, self._sizes
         kept = max(1, -(-sizes.kv_heads // self._degree))
-        seen = -(-work.volumes.tokens // self._rounds)
+        seen = work.samples * -(-work.length // self._rounds)
         others = (seen - -(-seen // self._degree)) * work.shape.resolved_head_dim * work.style.itemsize
         received = others * (sizes.attention_heads + (0 if outputs else 2 * kept))
         whole = received * self._degree / (self._degree - 1)

@@ -231,6 +231,12 @@ def test_more_keys_than_a_load_accepts_are_refused_at_the_save(kind: Any) -> Non
         encode({"client": {"seen": seen, "count": {kind(-1): 1}}}, "plain/")
 
 
+def test_keys_inside_of_keys_count_as_in_a_load() -> None:
+    value = {frozenset([(n, 1)]): 0 for n in range(1200)}
+    encoded, _ = encode(value, "plain/")
+    assert decode(encoded, {}) == value
+
+
 @pytest.mark.parametrize("value", [object(), numpy.array([None]), lambda: None])
 def test_other_values_are_refused_with_their_path(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"client\.list\[1\] is a .*never\s+pickled"):

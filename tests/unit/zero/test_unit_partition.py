@@ -93,6 +93,13 @@ def test_parameters_outside_the_optimizer_have_a_unit_each() -> None:
         assert [plan.unstepped for plan in plans] == [True, True, True, True, False]
 
 
+def test_many_parameters_outside_the_optimizer_share_units() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    outside = frozenset(id(parameter) for parameter in model[:39].parameters())
+    _, plans = plan_units(model, dataclasses.replace(UnitRules(persistence_threshold=1000), unstepped=outside))
+    assert [(len(plan.parameters), plan.unstepped) for plan in plans] == [(78, True), (2, False)]
+
+
 def test_partition_time_is_linear_in_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of parameters are read a bounded number of times: a growing unit is not recounted for each parameter."""
     asked = 0

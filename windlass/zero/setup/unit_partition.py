@@ -17,6 +17,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 # Persistent parameters are many and small: neighbours are merged until their unit has 1 MiB of float32 gradients.
 _PERSISTENT_BUCKET = 1 << 18
+# Each unit has a collective of its own, so that a model with a whole backbone outside the optimizer would be slow.
+_MOST_APART = 32
 
 
 def find_blocks(model: nn.Module, rules: UnitRules) -> list[Block]:
@@ -97,9 +99,14 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     ranks over which they are sharded and reduced, the dtype of the reduction, and in whether an optimizer steps them.
     Small neighbouring units are then merged, also across blocks: persistent ones into buckets, others below
     `merge_below` elements. Units of experts are not merged. A parameter that several pipeline stages hold is a unit of
-    its own, equal in all stages. So is a trainable parameter in no group of the optimizer, unless it is an expert's:
-    some of these parameters may join a group later, and the gradients of the others stay after a step.
+    its own, equal in all stages. So is each trainable parameter in no group of the optimizer, if these are few and it is
+    no expert's: some of them may join a group later, and the gradients of the others stay after a step.
     """
+    # Not experts: ranks may hold different numbers of them, and must have the same number of units.
+    waiting = [p for p in model.parameters() if p.requires_grad and id(p) in rules.unstepped]
+    apart = {id(p) for p in waiting if not get_placement(p).key.is_expert}
+    if len(apart) > _MOST_APART:
+        apart = set()
     blocks = find_blocks(model, rules)
     users: dict[int, list[Block]] = {}
     for block in blocks:
@@ -119,25 +126,24 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
         used_in = tuple(id(block) for block in used_by)
         lowered = id(parameter) in rules.lowered
         unstepped = parameter.requires_grad and id(parameter) in rules.unstepped
-        # Not experts: ranks may hold different numbers of them, and must have the same number of units.
-        alone = id(parameter) if kind.shared_stages or (unstepped and not kind.is_expert) else None
+        alone = id(parameter) if kind.shared_stages or id(parameter) in apart else None
         like = (parameter.dtype, parameter.device, parameter.requires_grad, kept, lowered, unstepped)
         key = (used_in, kind, alone, *like)
         plan = plans.setdefault(key, UnitPlan([], [], used_by, kept, lowered, unstepped))
         plan.names.append(get_global_name(parameter, name))
         plan.parameters.append(parameter)
-    return blocks, _merge(list(plans.values()), rules.merge_below)
+    return blocks, _merge(list(plans.values()), rules.merge_below, apart)
 
 
-def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
+def _merge(plans: list[UnitPlan], merge_below: int, apart: set[int]) -> list[UnitPlan]:
     merged: list[UnitPlan] = []
     last: dict[tuple[object, ...], _MergedPlan] = {}
     for plan in plans:
         # Experts are not merged: ranks may hold different numbers of them, but must have the same number of units.
-        if plan.kind.shared_stages or plan.kind.is_expert or plan.unstepped:
+        if plan.kind.shared_stages or plan.kind.is_expert or id(plan.parameters[0]) in apart:
             merged.append(plan)
             continue
-        like = (plan.trainable, plan.persistent, plan.lowered)
+        like = (plan.trainable, plan.persistent, plan.lowered, plan.unstepped)
         kind = (plan.kind, plan.dtype, plan.parameters[0].device, *like)
         limit = _PERSISTENT_BUCKET if plan.persistent else merge_below
         before, full_numel = last.get(kind), plan.full_numel
