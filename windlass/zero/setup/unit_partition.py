@@ -99,8 +99,8 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     ranks over which they are sharded and reduced, the dtype of the reduction, and in whether an optimizer steps them.
     Small neighbouring units are then merged, also across blocks: persistent ones into buckets, others below
     `merge_below` elements. Units of experts are not merged. A parameter that several pipeline stages hold is a unit of
-    its own, equal in all stages. So is each trainable parameter in no group of the optimizer, if these are few and it
-    is no expert's: some of them may join a group later, and the gradients of the others stay after a step.
+    its own, equal in all stages. So is each trainable parameter in no group of the optimizer, except experts, if
+    these are few: some of them may join a group later, and the gradients of the others stay after a step.
     """
     # Not experts: ranks may hold different numbers of them, and must have the same number of units.
     waiting = [p for p in model.parameters() if p.requires_grad and id(p) in rules.unstepped]
