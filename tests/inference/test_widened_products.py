@@ -50,6 +50,10 @@ def test_products_that_torch_refuses_are_refused() -> None:
             functional.linear(drawn(9, 16), weight=drawn(12, 16).float())
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             functional.linear(drawn(9, 15), drawn(12, 16))
+        with pytest.raises(TypeError):
+            drawn(9, 16) @ 2
+        by_name = torch.mm(drawn(9, 16), mat2=drawn(16, 12))
+        assert by_name.dtype == torch.bfloat16 and by_name.shape == (9, 12)
         with pytest.raises(RuntimeError, match="BFloat16"):
             torch.matmul(torch.ones(9, 16, dtype=torch.long), drawn(16, 12))
 

@@ -7,7 +7,7 @@ left to torch, which reads a bf16 weight faster than it is converted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -78,33 +78,39 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _multiply(input, weight.mT, bias) if weight.dim() == 2 else None
 
 
-def _matmul(input: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-    if kwargs:
+def _matmul(*factors: Any, **kwargs: Any) -> torch.Tensor | None:
+    if kwargs or not _are_tensors(factors, 2):
         return None
-    return _multiply(input, other) if other.dim() == 2 else _multiply_each(torch.matmul, input, other)
+    return _multiply(*factors) if factors[1].dim() == 2 else _multiply_each(torch.matmul, *factors)
 
 
-def _addmm(
-    input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any
-) -> torch.Tensor | None:
-    is_bias = beta == alpha == 1 and input.shape == mat2.shape[1:]
-    return _multiply(mat1, mat2, input) if is_bias and not kwargs else None
+def _addmm(*tensors: Any, beta: float = 1, alpha: float = 1, **kwargs: Any) -> torch.Tensor | None:
+    if kwargs or not _are_tensors(tensors, 3):
+        return None
+    bias, first, second = tensors
+    is_bias = beta == alpha == 1 and bias.shape == second.shape[1:]
+    return _multiply(first, second, bias) if is_bias else None
 
 
-def _bmm(input: torch.Tensor, mat2: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-    return None if kwargs else _multiply_each(torch.bmm, input, mat2)
+def _bmm(*factors: Any, **kwargs: Any) -> torch.Tensor | None:
+    return None if kwargs or not _are_tensors(factors, 2) else _multiply_each(torch.bmm, *factors)
 
 
 def _baddbmm(
-    input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any
+    *tensors: Any, batch1: Any = None, batch2: Any = None, beta: float = 1, alpha: float = 1, **kwargs: Any
 ) -> torch.Tensor | None:
-    if kwargs:
+    tensors += tuple(factor for factor in (batch1, batch2) if factor is not None)
+    if kwargs or not _are_tensors(tensors, 3):
         return None
-    product = _multiply_each(torch.bmm, batch1, batch2, rounds=False)
+    product = _multiply_each(torch.bmm, *tensors[1:], rounds=False)
     if product is None:
         return None
-    found = product * alpha if beta == 0 else torch.add(input.float() * beta, product, alpha=alpha)
+    found = product * alpha if beta == 0 else torch.add(tensors[0].float() * beta, product, alpha=alpha)
     return found.bfloat16()
+
+
+def _are_tensors(arguments: Sequence[Any], count: int) -> bool:
+    return len(arguments) == count and all(isinstance(argument, torch.Tensor) for argument in arguments)
 
 
 def _conv1d(
