@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo test near check lint parity fuzz lock clients-newest clients-matrix clients-quick bench bench-infinity chaos clean
 
 help:
-	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
+	@echo "make demo    train a small Llama on real text over two ranks; five to fifteen minutes with the installation"
 	@echo "make test    every test that needs no GPU and no rival library, without the full products"
 	@echo "make near    the tests that changed files can reach (BASE=commit to compare with; default: where the branch left main)"
 	@echo "make check   style, types, import contract, unit tests: required before a commit"
