@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.base.tensor_tree import iterate_tensors, replace_tensors
 from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
 from windlass.engine.optimizer_state_saving import flat_state, unsupported_shape_message
 from windlass.kernels.update_tensors import count_scales
@@ -220,14 +221,7 @@ def _set_scalars(state: dict[str, Any], scalars: dict[str, Any]) -> None:
 
 def _to_device(value: Any, device: torch.device) -> Any:
     """Return a plain value with the tensors in it on `device`, where the optimizer made them (lists of factors)."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_to_device(item, device) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    return replace_tensors(value, {id(tensor): tensor.to(device) for tensor in iterate_tensors(value)})
 
 
 def plan_state_loading(
