@@ -36,7 +36,7 @@ PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_equals_the_float32_product_rounded_once(name: str) -> None:
     expected = PRODUCTS[name](torch.Tensor.float).bfloat16()
-    with widened_products(16):
+    with widened_products(16, enabled=True):
         found = PRODUCTS[name](lambda tensor: tensor)
         assert torch.equal(PRODUCTS[name](torch.Tensor.float).bfloat16(), expected)  # other dtypes stay
     assert found.dtype == torch.bfloat16
@@ -45,7 +45,7 @@ def test_a_product_equals_the_float32_product_rounded_once(name: str) -> None:
 
 
 def test_products_that_torch_refuses_are_refused() -> None:
-    with widened_products(16):
+    with widened_products(16, enabled=True):
         with pytest.raises(RuntimeError, match="dtype"):
             functional.linear(drawn(9, 16), weight=drawn(12, 16).float())
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -66,7 +66,7 @@ def test_each_group_of_rows_is_multiplied_with_its_matrix() -> None:
     )
     parts = zip(rows.split([9, 3, 0, 20]), weight, strict=True)
     expected = torch.cat([part.float() @ matrix.float() for part, matrix in parts])
-    with widened_products(16):
+    with widened_products(16, enabled=True):
         found = functional.grouped_mm(rows, weight, offs=ends)
     torch.testing.assert_close(found.float(), expected, rtol=8e-3, atol=0.0)
     replayed = fast_operator(torch.ops.aten._grouped_mm.default)(rows, weight, ends)
@@ -86,7 +86,7 @@ def test_a_large_weight_is_never_whole_in_float32() -> None:
             created.append(out.numel() if isinstance(out, torch.Tensor) and out.dtype == torch.float32 else 0)
             return out
 
-    with widened_products(16), RecordSizes():
+    with widened_products(16, enabled=True), RecordSizes():
         functional.linear(rows, weight)
     assert 0 < max(created) <= 2**18
 
@@ -95,7 +95,7 @@ def test_few_rows_are_left_to_torch() -> None:
     row, weight = drawn(2, 512), drawn(64, 512)
     expected = functional.linear(row, weight), row @ weight.T
     seen = RecordProducts()
-    with widened_products(16), seen:
+    with widened_products(16, enabled=True), seen:
         found = functional.linear(row, weight), row @ weight.T
     assert all(map(torch.equal, found, expected)) and seen.products == [(2, torch.bfloat16)] * 2
 

@@ -196,13 +196,13 @@ class OwnCacheModelRunner:
         if "logits_to_keep" in self._forward.accepts:
             inputs["logits_to_keep"] = 1 if only_last else 0  # 0: logits of all tokens; models' defaults differ
         inputs["return_dict"] = True
-        with widened_products(len(ids) - state.num_computed) if self._is_slow_in_bf16 else nullcontext():
+        with widened_products(len(ids) - state.num_computed, enabled=self._is_slow_in_bf16):
             outputs = self.model(**inputs)
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
         return get_logits(outputs)[0]
 
     def _recompute(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        with widened_products(len(ids)) if self._is_slow_in_bf16 else nullcontext():
+        with widened_products(len(ids), enabled=self._is_slow_in_bf16):
             return self._forward(ids, None, rows)
 
 

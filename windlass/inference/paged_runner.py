@@ -197,7 +197,7 @@ class PagedModelRunner:
         adapters = nullcontext() if self.lora is None else self.lora.active(batch)
         # between two steps, the module of a training script may be in training mode
         mode = evaluating(self.model) if self.model.training else nullcontext()
-        wide = widened_products(batch.num_tokens) if self._is_slow_in_bf16 else nullcontext()
+        wide = widened_products(batch.num_tokens, enabled=self._is_slow_in_bf16)
         with torch.no_grad(), use_backend(self._backend), active, adapters, mode, wide:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 

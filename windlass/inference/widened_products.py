@@ -38,12 +38,15 @@ def fast_operator(overload: Callable[..., Any]) -> Callable[..., Any]:
     return overload
 
 
-def widened_products(num_tokens: int) -> AbstractContextManager[Any]:
+def widened_products(num_tokens: int, *, enabled: bool) -> AbstractContextManager[Any]:
     """Return a context in which products of bf16 tensors are computed in float32, for a forward of `num_tokens` tokens.
 
-    For few tokens, and while a forward is recorded, it changes nothing. The forward computes no gradients.
+    If not `enabled`, for few tokens, and while a forward is recorded, it changes nothing. The forward computes no
+    gradients.
     """
-    return nullcontext() if num_tokens < _LEAST_TOKENS or get_recorder() is not None else _WidenedProducts()
+    if not enabled or num_tokens < _LEAST_TOKENS or get_recorder() is not None:
+        return nullcontext()
+    return _WidenedProducts()
 
 
 class _WidenedProducts(TorchFunctionMode):
@@ -162,8 +165,8 @@ def _multiply_groups(
     Arguments are those of `torch._grouped_mm`, which computes products of other forms and dtypes.
     """
     is_stack = input.dim() == 2 and mat2.dim() == 3 and _are_bf16((input, mat2)) and input.shape[1] == mat2.shape[1]
-    is_plain = offs is not None and offs.dtype == torch.int32 and len(offs) == len(mat2)
-    if not is_stack or offs is None or not is_plain or any(value is not None for value in kwargs.values()):
+    is_plain = is_stack and all(value is None for value in kwargs.values())
+    if not is_plain or offs is None or offs.dtype != torch.int32 or len(offs) != len(mat2):
         return torch._grouped_mm(input, mat2, offs=offs, **kwargs)
     out = input.new_zeros(len(input), mat2.shape[-1])
     start = 0

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -146,8 +145,11 @@ class FlopCounter(TorchDispatchMode):
             finally:
                 self._create_graph.pop()
 
-        with mock.patch.object(torch.autograd, "_engine_run_backward", noting):
+        torch.autograd._engine_run_backward = noting  # type: ignore[attr-defined]
+        try:
             yield
+        finally:
+            torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
     @contextmanager
     def _native_product(self, flops: int) -> Iterator[None]:
