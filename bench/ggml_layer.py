@@ -44,11 +44,15 @@ class GgmlLibrary:
         self._call("backend_cpu_set_n_threads", self._backend, ctypes.c_int(threads), result=None)
         self._plain, self._repack = self._call("backend_cpu_buffer_type"), self._find_repack()
 
-    def kinds(self) -> list[tuple[str, int, _pointer]]:
-        """Return name, type and buffer type of every kind of layer."""
+    def kinds(self, weight: torch.Tensor) -> list[tuple[str, int, _pointer]]:
+        """Return name, type and buffer type of every kind of layer that this CPU computes for this weight."""
         found = [(name, kind, self._plain) for name, kind in _TYPES.items()]
         if self._repack is not None:
-            found += [(f"{name} repacked", _TYPES[name], self._repack) for name in _REPACKED]
+            found += [
+                (f"{name} repacked", _TYPES[name], self._repack)
+                for name in _REPACKED
+                if self._multiplies(weight, _TYPES[name], self._repack)
+            ]
         return found
 
     def bytes_of(self, weight: torch.Tensor, kind: int) -> int:
@@ -90,14 +94,29 @@ class GgmlLibrary:
             self._call("build_forward_expand", graph, result, result=None)
         return graph, given, results[-1]
 
+    def _multiplies(self, weight: torch.Tensor, kind: int, where: _pointer) -> bool:
+        # A CPU without a kernel for repacked rows accepts the buffer, and setting a tensor in it reads a null pointer.
+        rows, columns = weight.shape
+        held, run = (self._call("init", _InitParams(1 << 20, None, True)) for _ in range(2))
+        packed = self._call("new_tensor_2d", held, kind, _long(columns), _long(rows))
+        buffer = self._call("backend_alloc_ctx_tensors_from_buft", held, where)
+        product = self._call("mul_mat", run, packed, self._call("new_tensor_2d", run, 0, _long(columns), _long(1)))
+        able = self._call("backend_dev_supports_op", self._device(), product, result=ctypes.c_bool)
+        self._call("backend_buffer_free", buffer, result=None)
+        for one in (held, run):
+            self._call("free", one, result=None)
+        return bool(able)
+
+    def _device(self) -> _pointer:
+        return self._call("backend_reg_dev_get", self._call("backend_cpu_reg"), _size(0))
+
     def _find_repack(self) -> _pointer | None:
         registry = self._call("backend_cpu_reg")
         name = b"ggml_backend_dev_get_extra_bufts"
         address = self._call("backend_reg_get_proc_address", registry, name).value
         if not address:
             return None
-        device = self._call("backend_reg_dev_get", registry, _size(0))
-        types = ctypes.CFUNCTYPE(ctypes.POINTER(_pointer), _pointer)(address)(device)
+        types = ctypes.CFUNCTYPE(ctypes.POINTER(_pointer), _pointer)(address)(self._device())
         for one in types:
             if not one:
                 return None

@@ -156,7 +156,7 @@ def _kinds(
 
 def _ggml_layers(weight: torch.Tensor, cold: float, folder: Path | None) -> dict[str, Contender]:
     library, found = GgmlLibrary(folder, torch.get_num_threads()), {}
-    for name, kind, where in library.kinds():
+    for name, kind, where in library.kinds(weight):
         nbytes = library.bytes_of(weight, kind)
         copies = math.ceil(cold * 1e6 / nbytes)
         layers = [library.layer(weight, kind, where, count) for count in (copies, 1)]
