@@ -91,7 +91,7 @@ class StepProgram:
         path = get_inference_path()
         if path.module is None:
             raise NotRecordableError("there are no native kernels")
-        if not hasattr(path.module, "StepProgram"):
+        if not hasattr(getattr(path.module, "StepProgram", None), "add_product"):
             raise NotRecordableError("the native kernels were built from older sources; install windlass again")
         self._native, self._set = path.module, path.number
         self.max_tokens = max(max_tokens, 1)
@@ -118,6 +118,7 @@ class StepProgram:
         self._storages = self._allocate()
         self._programs: OrderedDict[tuple[int, int, int], tuple[list[Call], torch.Tensor]] = OrderedDict()
         self._typed: dict[tuple[StorageKey, torch.dtype], torch.Tensor] = {}
+        self._kept: list[Any] = []
         self._parts = self._divide()
 
     @property
@@ -230,6 +231,10 @@ class StepProgram:
             elif run is None:
                 parts.append(program)
         return parts
+
+    def keep(self, weight: Any) -> None:
+        """Keep an object whose address a native run has."""
+        self._kept.append(weight)
 
     @property
     def native_attributes(self) -> tuple[StepInputs, PagedAttention]:
@@ -424,11 +429,17 @@ class _NativeRun:
         source, target = operator.inputs[0], operator.outputs[0]
         assert target is not None
         x, out = self._rows(source, panels.in_features), self._rows(target, panels.out_features)
-        fixed = panels.native_weight(bias)
-        if x is None or out is None or fixed is None or x[1] != out[1] or source.dtype != target.dtype:
+        if x is None or out is None or x[1] != out[1] or source.dtype != target.dtype:
             return False
         is_bf16 = source.dtype == torch.bfloat16
-        self._native.add_linear(*fixed, x[0], out[0], out[1], is_bf16, panels.quantize_inputs)
+        if (fixed := panels.native_weight(bias)) is not None:
+            self._native.add_linear(*fixed, x[0], out[0], out[1], is_bf16, panels.quantize_inputs)
+            return True
+        if (foreign := panels.foreign_product(bias, is_bf16)) is None:
+            return False
+        function, weight = foreign
+        self._program.keep(weight)
+        self._native.add_product(function, weight.address, x[0], out[0], out[1])
         return True
 
     def _add_norm(self, operator: Operator) -> bool:

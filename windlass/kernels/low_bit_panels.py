@@ -88,6 +88,14 @@ class LowBitPanels:
         held = (self._panels, self._scales, self._group_scales, self._zeros, self._wide_scales, self._shifts)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
+    def foreign_weight(self, number: int, bias: torch.Tensor | None, is_bf16: bool, quantize_inputs: bool) -> Any:
+        """Return the weight as an object of the native module; `address` is what `foreign_product` takes.
+
+        The object has the addresses of these panels and of `bias`, which must outlive it.
+        """
+        address = 0 if bias is None else tensor_address("bias", bias)
+        return self.module.weight(number, *self._weight, *self._more, address, is_bf16, quantize_inputs)
+
     def arguments(
         self, number: int, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, quantize_inputs: bool
     ) -> tuple[object, ...]:

@@ -7,8 +7,9 @@ import torch
 
 from windlass.kernels.fused_layers import gated_activation, rms_norm
 from windlass.kernels.inference_path import get_inference_path, list_inference_paths
-from windlass.kernels.packed_gemm import pack_weight, packed_linear
+from windlass.kernels.packed_gemm import pack_panels, pack_weight, packed_linear
 from windlass.kernels.paged_attention import make_kv_cache, paged_attention, write_kv
+from windlass.kernels.weight_format import get_weight_format
 
 NATIVE = [name for name in list_inference_paths() if name != "reference"]
 
@@ -101,6 +102,43 @@ def test_threads_of_a_step_share_its_products_and_outlive_an_error(is_bf16: bool
             out.fill_(-1)
             program.run(tokens, 0, 1, threads)
             assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantizes", [False, True])
+@pytest.mark.parametrize("name", ["int8_g32", "int4_g32_zp", "ternary", "binary_g128"])
+def test_a_native_run_multiplies_low_bit_codes(name: str, quantizes: bool, dtype: torch.dtype, path: str) -> None:
+    found = get_inference_path(path)
+    assert found.module is not None
+    most, features = 1100, 160  # more rows than are computed at once
+    is_bf16, bias = dtype == torch.bfloat16, torch.randn(72)
+    x = torch.randn(most, features).to(dtype)
+    middle, out = torch.empty(most, 72, dtype=dtype), torch.empty(most, 40, dtype=dtype)
+    form = get_weight_format(name)
+    first, second = (
+        pack_panels(form.pack(torch.randn(size)), form, size, quantize_inputs=quantizes, path=path)
+        for size in ((72, features), (40, 72))
+    )
+    program, kept = found.module.StepProgram(found.number), []
+    for panels, offset, source, target, count in (
+        (first, bias, x, middle, (1, 0)),
+        (second, None, middle, out, (0, 1)),
+    ):
+        product = panels.foreign_product(offset, is_bf16)
+        assert product is not None
+        kept.append(product[1])
+        program.add_product(product[0], product[1].address, source.data_ptr(), target.data_ptr(), count)
+    for tokens, rows in ((1, 1), (13, 5), (most, most), (3, 0)):
+        expected = packed_linear(x[:tokens], first, bias)
+        last = packed_linear(expected[:rows].contiguous(), second) if rows else out[:0]
+        for threads in (1, 2, 5):
+            middle.fill_(-1)
+            out.fill_(-1)
+            program.run(tokens, rows, 1, threads)
+            assert torch.equal(middle[:tokens], expected)
+            assert torch.equal(out[:rows], last)
+            assert out[rows:].eq(-1).all()
 
 
 def _fixed(panels: object) -> tuple[int, ...]:

@@ -102,15 +102,33 @@ struct CodedStep {
     static WINDLASS_INLINE U weight(U bits, int part) { return (bits >> (8 * part)) & 0x00ff00ffu; }
     static WINDLASS_INLINE I add(I sum, U x, U weight) {
 #if defined(__AVX512BW__)
-        return sum + (I)_mm512_madd_epi16((__m512i)weight, (__m512i)x);
+        return computed_here(sum + (I)_mm512_madd_epi16((__m512i)weight, (__m512i)x));
 #elif defined(__AVX2__)
-        return sum + (I)_mm256_madd_epi16((__m256i)weight, (__m256i)x);
+        return computed_here(sum + (I)_mm256_madd_epi16((__m256i)weight, (__m256i)x));
 #else
         return sum + (I)(weight & 0xffffu) * ((I)(x << 16) >> 16) + (I)(weight >> 16) * ((I)x >> 16);
 #endif
     }
 };
 #endif
+
+// The same products, of weights that were widened to halves before: a step is a part of a CodedStep.
+struct HalvesStep {
+    using Input = std::uint32_t;
+    using Sum = I;
+    static constexpr int kInputs = 1;
+    static WINDLASS_INLINE U spread(Input x) { return all_bits(x); }
+    static WINDLASS_INLINE U weight(U bits, int) { return bits; }
+    static WINDLASS_INLINE I add(I sum, U x, U weight) { return CodedStep::add(sum, x, weight); }
+};
+
+// Inputs are rounded to int8: sums are integers, and each group of features has a scale.
+template <class Step>
+constexpr bool is_coded = std::is_same_v<Step, CodedStep> || std::is_same_v<Step, HalvesStep>;
+
+// Widening takes a ninth of the operations of a block of 6 rows. For several blocks, a slice is widened once.
+template <class Step>
+constexpr bool is_widened_once = std::is_same_v<Step, CodedStep> && CodedStep::kInputs == 2 && kLanes > 4;
 
 constexpr int kUnroll = 4;  // steps for which a loop computes addresses once: computing them competes with products
 
@@ -187,13 +205,13 @@ WINDLASS_INLINE void add_steps(const char* panels, std::int64_t panel_bytes, std
     }
 }
 
-// Bytes of one group of packed int8 inputs of a block: scales, first sums, words.
-template <class Step>
-constexpr std::int64_t group_bytes(std::int64_t rows) {
-    return rows * 4 * (2 + windlass::kCodeGroup / 4 * Step::kInputs);
-}
-
 constexpr std::int64_t kGroupSteps = windlass::kCodeGroup / 4;
+
+// Bytes of one group of packed int8 inputs of a block: scales, first sums, words.
+constexpr std::int64_t group_bytes(std::int64_t rows) { return rows * 4 * (2 + kGroupSteps * CodedStep::kInputs); }
+
+template <class Step>
+constexpr std::int64_t steps_of_group = kGroupSteps * CodedStep::kInputs / Step::kInputs;
 
 // Adds steps [begin, end) to tile[row][output] of kRows rows and kPanels panels; step 0 sets it. `packed` is the input
 // of the block. With int8 inputs a range begins at a group: integer sums of each group, times the group's scale, are
@@ -203,10 +221,11 @@ WINDLASS_INLINE void add_to_tile(const char* panels, std::int64_t panel_bytes, c
                                  std::int64_t end, Fetch& fetch, float* tile) {
     constexpr int kColumns = kPanels * kVectors;
     typename Step::Sum sums[kRows][kColumns];
-    if constexpr (std::is_same_v<Step, CodedStep>) {
+    if constexpr (is_coded<Step>) {
+        constexpr std::int64_t kSteps = steps_of_group<Step>;
         if (begin == 0) std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
-        for (std::int64_t first = begin; first < end; first += kGroupSteps) {
-            const char* group = packed + first / kGroupSteps * group_bytes<Step>(kRows);
+        for (std::int64_t first = begin; first < end; first += kSteps) {
+            const char* group = packed + first / kSteps * group_bytes(kRows);
             const auto* scales = reinterpret_cast<const float*>(group);
             const auto* firsts = reinterpret_cast<const std::int32_t*>(group) + kRows;
 #pragma GCC unroll 16
@@ -214,8 +233,7 @@ WINDLASS_INLINE void add_to_tile(const char* panels, std::int64_t panel_bytes, c
 #pragma GCC unroll 16
                 for (int column = 0; column < kColumns; ++column) sums[row][column] = I{} + firsts[row];
             }
-            add_steps<Step, kRows, kPanels>(panels, panel_bytes, first,
-                                            first + kGroupSteps < end ? first + kGroupSteps : end,
+            add_steps<Step, kRows, kPanels>(panels, panel_bytes, first, first + kSteps < end ? first + kSteps : end,
                                             reinterpret_cast<const typename Step::Input*>(group) + 2 * kRows, fetch,
                                             sums);
 #pragma GCC unroll 16
@@ -328,10 +346,12 @@ void multiply_rows(const GemmJob& job, const RowBlock& block, const char* packed
 
 // Products of a few blocks of rows take the weight in slices of this many steps, which stay in the first-level cache
 // for all blocks. While a slice is multiplied, the next one is read from memory.
-constexpr std::int64_t kSliceSteps = 6 * kGroupSteps;
+template <class Step>
+constexpr std::int64_t kSliceSteps = (is_widened_once<Step> ? 3 : 6) * kGroupSteps;
 
 // Prefetches steps [next, last) of the slice at `slice`, `rate` of them for every kUnroll steps that are multiplied.
-template <int kPanels>
+// `kNearby`: the slice itself may still be on its way to the first-level cache.
+template <int kPanels, bool kNearby>
 struct FetchSlice {
     const char* slice;
     std::int64_t panel_bytes, next, last, rate;
@@ -346,14 +366,14 @@ struct FetchSlice {
     }
 
     WINDLASS_INLINE void line(const char* panel, std::int64_t offset, int step) const {
-        __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
+        if constexpr (kNearby) __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
     }
 };
 
-template <class Step, int kRows, int kPanels>
+template <class Step, int kRows, int kPanels, bool kNearby>
 WINDLASS_INLINE bool add_slice_if(const RowBlock& block, const char* panels, std::int64_t panel_bytes,
                                   const char* packed, std::int64_t begin, std::int64_t end,
-                                  FetchSlice<kPanels>& fetch, float* tile) {
+                                  FetchSlice<kPanels, kNearby>& fetch, float* tile) {
     if constexpr (kRows <= kMostRows) {
         if (block.padded != kRows) return false;
         add_to_tile<Step, kRows, kPanels>(panels, panel_bytes, packed + block.offset, begin, end, fetch, tile);
@@ -362,9 +382,10 @@ WINDLASS_INLINE bool add_slice_if(const RowBlock& block, const char* panels, std
     return false;
 }
 
-template <class Step, int kPanels>
+template <class Step, int kPanels, bool kNearby>
 [[gnu::noinline]] void add_slice(const RowBlock& block, const char* panels, std::int64_t panel_bytes, const char* packed,
-                                 std::int64_t begin, std::int64_t end, FetchSlice<kPanels>& fetch, float* tile) {
+                                 std::int64_t begin, std::int64_t end, FetchSlice<kPanels, kNearby>& fetch,
+                                 float* tile) {
     (void)(add_slice_if<Step, 1>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
            add_slice_if<Step, 2>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
            add_slice_if<Step, 4>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
@@ -373,31 +394,59 @@ template <class Step, int kPanels>
            add_slice_if<Step, 12>(block, panels, panel_bytes, packed, begin, end, fetch, tile));
 }
 
+// Widens steps of a panel: a step becomes a line for each part of it.
+template <class Step>
+void widen_steps(const char* from, std::int64_t steps, char* to) {
+    for (std::int64_t step = 0; step < steps; ++step, from += kStepBytes) {
+#pragma GCC unroll 4
+        for (int part = 0; part < Step::kInputs; ++part, to += kStepBytes) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; ++i) {
+                store(to + i * sizeof(U), Step::weight(load<U>(from + i * sizeof(U)), part));
+            }
+        }
+    }
+}
+
 template <class Step, int kPanels>
 void multiply_slices(const GemmJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
                      std::int64_t begin, std::int64_t end) {
-    constexpr std::int64_t kTile = kMostRows * kPanels * kPanel;
+    constexpr std::int64_t kTile = kMostRows * kPanels * kPanel, kSlice = kSliceSteps<Step>;
+    constexpr std::int64_t kWideBytes = is_widened_once<Step> ? kSlice * Step::kInputs * kStepBytes : 0;  // of a panel
     alignas(64) float tiles[kSlicedBlocks * kTile];
+    alignas(64) char wide[kPanels * kWideBytes + 1];
     const std::int64_t steps = job.steps(), panel_bytes = steps * kStepBytes;
     const char* panels = job.panels + begin * panel_bytes;
-    for (std::int64_t step = 0; step < kSliceSteps && step < steps && begin + kPanels <= end; ++step) {
+    for (std::int64_t step = 0; step < kSlice && step < steps && begin + kPanels <= end; ++step) {
         for (int panel = 0; panel < kPanels; ++panel) {
             __builtin_prefetch(panels + panel * panel_bytes + step * kStepBytes, 0, 2);
         }
     }
     std::int64_t panel = begin;
     for (; panel + kPanels <= end; panel += kPanels, panels += kPanels * panel_bytes) {
-        for (std::int64_t first = 0; first < steps; first += kSliceSteps) {
-            const std::int64_t last = first + kSliceSteps < steps ? first + kSliceSteps : steps;
+        for (std::int64_t first = 0; first < steps; first += kSlice) {
+            const std::int64_t last = first + kSlice < steps ? first + kSlice : steps;
             const bool is_end = last == steps;
             const char* next = !is_end ? panels + last * kStepBytes
                                : panel + 2 * kPanels <= end ? panels + kPanels * panel_bytes
                                                             : nullptr;
-            const std::int64_t wanted = next == nullptr ? 0 : kSliceSteps;
+            const std::int64_t wanted = next == nullptr ? 0 : kSlice;
+            if constexpr (kWideBytes > 0) {
+                for (int i = 0; i < kPanels; ++i) {
+                    widen_steps<Step>(panels + i * panel_bytes + first * kStepBytes, last - first, wide + i * kWideBytes);
+                }
+            }
             for (std::int64_t i = 0; i < count; ++i) {
-                FetchSlice<kPanels> fetch{next, panel_bytes, wanted * i / count, wanted * (i + 1) / count,
-                                          (kUnroll + count - 1) / count};
-                add_slice<Step, kPanels>(blocks[i], panels, panel_bytes, packed, first, last, fetch, tiles + i * kTile);
+                FetchSlice<kPanels, kWideBytes == 0> fetch{next, panel_bytes, wanted * i / count,
+                                                           wanted * (i + 1) / count, (kUnroll + count - 1) / count};
+                float* tile = tiles + i * kTile;
+                if constexpr (kWideBytes > 0) {
+                    constexpr int kParts = Step::kInputs;
+                    add_slice<HalvesStep, kPanels>(blocks[i], wide - first * kParts * kStepBytes, kWideBytes, packed,
+                                                   first * kParts, last * kParts, fetch, tile);
+                } else {
+                    add_slice<Step, kPanels>(blocks[i], panels, panel_bytes, packed, first, last, fetch, tile);
+                }
             }
         }
         for (std::int64_t i = 0; i < count; ++i) finish_rows_of<kPanels>(job, blocks[i], tiles + i * kTile, panel * kPanel);
@@ -410,8 +459,16 @@ void multiply_slices(const GemmJob& job, const RowBlock* blocks, std::int64_t co
 template <class Step>
 void multiply_blocks(const GemmJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
                      std::int64_t begin, std::int64_t end) {
+    constexpr int kPanels = panels_for(kMostRows, Step::kInputs);
+    if (is_widened_once<Step> && count > 1) {
+        for (std::int64_t i = 0; i < count; i += kSlicedBlocks) {
+            const std::int64_t some = kSlicedBlocks < count - i ? kSlicedBlocks : count - i;
+            multiply_slices<Step, kPanels>(job, blocks + i, some, packed, begin, end);
+        }
+        return;
+    }
     if (count > 1 && count <= kSlicedBlocks) {
-        multiply_slices<Step, panels_for(kMostRows, Step::kInputs)>(job, blocks, count, packed, begin, end);
+        multiply_slices<Step, kPanels>(job, blocks, count, packed, begin, end);
         return;
     }
     for (std::int64_t i = 0; i < count; ++i) multiply_rows<Step>(job, blocks[i], packed, begin, end);
@@ -430,7 +487,7 @@ inline bool uses_dot(const GemmJob& job) {
 std::int64_t divide_rows(const GemmJob& job, RowBlock* blocks, std::int64_t* bytes) {
     const std::int64_t groups = (job.features + windlass::kCodeGroup - 1) / windlass::kCodeGroup;
     const std::int64_t row_bytes =
-        job.codes_inputs ? groups * group_bytes<CodedStep>(1)
+        job.codes_inputs ? groups * group_bytes(1)
                          : job.steps() * windlass::features_per_step(job.code) * (uses_dot(job) ? 2 : 4);
     const std::int64_t number = (job.rows + kMostRows - 1) / kMostRows;
     std::int64_t first = 0, offset = 0;
@@ -569,9 +626,9 @@ inline float code_group(const float* values, std::int8_t* codes) {
     return largest / 127.0f;
 }
 
-// Writes the words of one row in a group of `rows` rows; see CodedStep.
-WINDLASS_INLINE void write_words(const std::int8_t* codes, std::int64_t rows, std::uint32_t* words) {
-    for (std::int64_t i = 0; i < windlass::kCodeGroup; i += 4) {
+// Writes the words of `steps` steps of one of `rows` rows; see CodedStep.
+WINDLASS_INLINE void write_words(const std::int8_t* codes, std::int64_t steps, std::int64_t rows, std::uint32_t* words) {
+    for (std::int64_t i = 0; i < 4 * steps; i += 4) {
         if constexpr (CodedStep::kInputs == 1) {
             *words = load<std::uint32_t>(codes + i);
             words += rows;
@@ -589,7 +646,7 @@ WINDLASS_INLINE void write_words(const std::int8_t* codes, std::int64_t rows, st
 
 void pack_coded_rows(const GemmJob& job, const RowBlock& block, char* to) {
     constexpr std::int64_t kGroup = windlass::kCodeGroup;
-    const std::int64_t rows = block.padded, bytes = group_bytes<CodedStep>(rows);
+    const std::int64_t rows = block.padded, bytes = group_bytes(rows);
     alignas(64) std::int8_t codes[kMostRows][kGroup] = {};
     for (std::int64_t first = 0; first < job.features; first += kGroup, to += bytes) {
         auto* words = reinterpret_cast<std::uint32_t*>(to);
@@ -612,7 +669,7 @@ void pack_coded_rows(const GemmJob& job, const RowBlock& block, char* to) {
             row = transpose_squares(reinterpret_cast<const std::uint32_t*>(codes), kGroup / 4, rows, kGroup / 4, words,
                                     rows);
         }
-        for (; row < rows; ++row) write_words(codes[row], rows, words + row);
+        for (; row < rows; ++row) write_words(codes[row], kGroupSteps, rows, words + row);
     }
 }
 

@@ -491,6 +491,19 @@ class StepProgram {
         });
     }
 
+    // `product` is the address of a ForeignProduct; `weight` that of its weight, which must outlive the program.
+    void add_product(std::uint64_t product, std::uint64_t weight, std::uint64_t x, std::uint64_t y, Count count) {
+        refuse(product == 0 || weight == 0 || x == 0 || y == 0, "a product needs addresses");
+        has_foreign_ = true;
+        add([=](const Sizes& sizes) {
+            if (const std::int64_t rows = sizes.of(count)) {
+                reinterpret_cast<ForeignProduct>(product)(reinterpret_cast<const void*>(weight),
+                                                          reinterpret_cast<const void*>(x), reinterpret_cast<void*>(y),
+                                                          rows, sizes.threads, run_parallel);
+            }
+        });
+    }
+
     void add_rms_norm(std::uint64_t x, std::uint64_t weight, std::uint64_t out, bool is_bf16, Count count,
                       std::int64_t features, double epsilon) {
         const int set = set_;
@@ -584,7 +597,7 @@ class StepProgram {
                 calls_[place](sizes);
             }
         };
-        if (jobs.empty()) return lead();
+        if (jobs.empty() && !has_foreign_) return lead();
         run_with_crew(threads, lead, [&](int thread) { return ahead.request(thread); });
     }
 
@@ -608,6 +621,7 @@ class StepProgram {
     const int set_;
     std::vector<Call> calls_;
     std::vector<Product> products_;
+    bool has_foreign_ = false;
 };
 
 }  // namespace
@@ -642,6 +656,7 @@ NB_MODULE(_inference, module) {
         .def(nb::init<int>(), "instruction_set"_a)
         .def("add_linear", &StepProgram::add_linear, "code"_a, "panels"_a, "outputs"_a, "features"_a, "scales"_a,
              "bias"_a, "x"_a, "y"_a, "count"_a, "is_bf16"_a, "rounds_inputs"_a)
+        .def("add_product", &StepProgram::add_product, "product"_a, "weight"_a, "x"_a, "y"_a, "count"_a)
         .def("add_rms_norm", &StepProgram::add_rms_norm, "x"_a, "weight"_a, "out"_a, "is_bf16"_a, "count"_a,
              "features"_a, "epsilon"_a)
         .def("add_rotary", &StepProgram::add_rotary, "x"_a, "is_bf16"_a, "token_stride"_a, "heads"_a, "head_dim"_a,

@@ -103,7 +103,7 @@ void pack(int codes, bool trits, std::uint64_t from, std::int64_t row_bytes, std
     });
 }
 
-void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
+void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads, ParallelLoop loop) {
     static thread_local Scratch scratch;
     static thread_local std::vector<RowBlock> blocks;
     blocks.resize(job.rows);
@@ -111,8 +111,8 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
     const std::int64_t number = set.divide_rows(job, blocks.data(), &bytes);
     char* packed = scratch.get(bytes);
     const RowBlock* divided = blocks.data();
-    run_parallel(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
-                 [&](int block) { set.pack_rows(job, divided[block], packed); });
+    loop(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
+         [&](int block) { set.pack_rows(job, divided[block], packed); });
 
     const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
     const std::int64_t groups = (panels + group - 1) / group;
@@ -125,7 +125,7 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
     // Rows are divided too where there are fewer groups of outputs than threads could take.
     const std::int64_t wanted = (used * kPartsOfThread + chunks - 1) / chunks;
     const std::int64_t bands = used == 1 || !keeps_sums || groups >= 4 * used ? 1 : std::min(wanted, number);
-    run_parallel(used, static_cast<int>(chunks * bands), [&](int part) {
+    loop(used, static_cast<int>(chunks * bands), [&](int part) {
         static thread_local Scratch tiles;
         const std::int64_t chunk = part / bands, band = part % bands;
         const std::int64_t first = number * band / bands, last = number * (band + 1) / bands;
@@ -135,16 +135,35 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
     });
 }
 
-// y = x @ ((codes - zeros - shifts) * group_scales * scales).T + bias. An address of 0: there is no such tensor.
-void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::int64_t group,
-            std::uint64_t group_scales, std::uint64_t zeros, int zero, std::uint64_t wide_scales, std::uint64_t shifts,
-            std::uint64_t scales, std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16,
-            int threads, bool codes_inputs) {
-    const LowBitSet& chosen = set_at(supported_sets(), set);
+// A weight and how its inputs are rounded: y = x @ ((codes - zeros - shifts) * group_scales * scales).T + bias.
+struct LowBitWeight {
+    const LowBitSet& set;
+    LowBitJob job;  // without rows
+
+    void multiply(const void* x, void* y, std::int64_t rows, int threads, ParallelLoop loop) const {
+        LowBitJob part = job;
+        const std::int64_t width = job.is_bf16 ? 2 : 4;
+        for (std::int64_t first = 0; first < rows; first += kRowsAtOnce) {
+            part.rows = std::min(kRowsAtOnce, rows - first);
+            part.x = static_cast<const char*>(x) + first * job.features * width;
+            part.y = static_cast<char*>(y) + first * job.outputs * width;
+            multiply_all(set, part, threads, loop);
+        }
+    }
+};
+
+void multiply_foreign(const void* weight, const void* x, void* y, std::int64_t rows, int threads, ParallelLoop loop) {
+    static_cast<const LowBitWeight*>(weight)->multiply(x, y, rows, threads, loop);
+}
+
+// An address of 0: there is no such tensor.
+LowBitWeight make_weight(int set, int codes, std::uint64_t panels, std::int64_t outputs, std::int64_t features,
+                         std::int64_t group, std::uint64_t group_scales, std::uint64_t zeros, int zero,
+                         std::uint64_t wide_scales, std::uint64_t shifts, std::uint64_t scales, std::uint64_t bias,
+                         bool is_bf16, bool codes_inputs) {
     LowBitJob job = make_job(codes, outputs, features);
     refuse(group != 32 && group != 64 && group != 128, "a group has 32, 64 or 128 features");
-    refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
-    refuse(rows <= 0 || threads <= 0, "a product needs rows and threads above 0");
+    refuse(panels == 0, "a product needs the address of the weight");
     refuse(panels % kStepBytes != 0, "packed codes begin at a multiple of 64 bytes");
     refuse(codes_inputs && job.codes == Codes::float8, "8-bit floats take float inputs");
     refuse(codes_inputs && (wide_scales != 0 || shifts != 0), "float32 scales and shifts of groups take float inputs");
@@ -159,14 +178,19 @@ void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std:
     job.bias = reinterpret_cast<const float*>(bias);
     job.is_bf16 = is_bf16;
     job.codes_inputs = codes_inputs;
+    return {set_at(supported_sets(), set), job};
+}
+
+void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::int64_t group,
+            std::uint64_t group_scales, std::uint64_t zeros, int zero, std::uint64_t wide_scales, std::uint64_t shifts,
+            std::uint64_t scales, std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16,
+            int threads, bool codes_inputs) {
+    const LowBitWeight weight = make_weight(set, codes, panels, outputs, features, group, group_scales, zeros, zero,
+                                            wide_scales, shifts, scales, bias, is_bf16, codes_inputs);
+    refuse(x == 0 || y == 0, "a product needs the addresses of input and output");
+    refuse(rows <= 0 || threads <= 0, "a product needs rows and threads above 0");
     const nb::gil_scoped_release released;
-    const std::int64_t width = is_bf16 ? 2 : 4;
-    for (std::int64_t first = 0; first < rows; first += kRowsAtOnce) {
-        job.rows = std::min(kRowsAtOnce, rows - first);
-        job.x = reinterpret_cast<const char*>(x) + first * features * width;
-        job.y = reinterpret_cast<char*>(y) + first * outputs * width;
-        multiply_all(chosen, job, threads);
-    }
+    weight.multiply(reinterpret_cast<const void*>(x), reinterpret_cast<void*>(y), rows, threads, run_parallel);
 }
 
 }  // namespace
@@ -179,6 +203,14 @@ NB_MODULE(_low_bit, module) {
     module.def("panel_bytes", windlass::panel_bytes, "codes"_a, "outputs"_a, "features"_a);
     module.def("pack", windlass::pack, "codes"_a, "trits"_a, "codes_of_rows"_a, "row_bytes"_a, "outputs"_a,
                "features"_a, "panels"_a, "threads"_a);
+    nb::class_<windlass::LowBitWeight>(module, "LowBitWeight")
+        .def_prop_ro("address", [](const windlass::LowBitWeight& weight) {
+            return reinterpret_cast<std::uint64_t>(&weight);
+        });
+    module.def("weight", windlass::make_weight, "instruction_set"_a, "codes"_a, "panels"_a, "outputs"_a, "features"_a,
+               "group"_a, "group_scales"_a, "zeros"_a, "zero"_a, "wide_scales"_a, "shifts"_a, "scales"_a, "bias"_a,
+               "is_bf16"_a, "codes_inputs"_a);
+    module.attr("foreign_product") = reinterpret_cast<std::uint64_t>(&windlass::multiply_foreign);
     module.def("linear", windlass::linear, "instruction_set"_a, "codes"_a, "panels"_a, "outputs"_a, "features"_a,
                "group"_a, "group_scales"_a, "zeros"_a, "zero"_a, "wide_scales"_a, "shifts"_a, "scales"_a, "bias"_a,
                "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "codes_inputs"_a);

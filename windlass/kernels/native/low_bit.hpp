@@ -57,7 +57,7 @@ WINDLASS_INLINE U shifted(U bits, int right) { return right < 0 ? bits << -right
 template <Codes kCodes>
 WINDLASS_INLINE U step_bytes(const char* from, int step) {
     const auto line = [from](int number) { return load<U>(from + number * kStepBytes); };
-    if constexpr (kCodes == Codes::eight || kCodes == Codes::float8) {
+    if constexpr (kCodes == Codes::eight || kCodes == Codes::float8 || kCodes == Codes::halves) {
         return line(step);
     } else if constexpr (kCodes == Codes::four) {
         return shifted(line(step / 2), 4 * (step % 2)) & 0x0f0f0f0fu;
@@ -95,33 +95,33 @@ WINDLASS_INLINE U plane_bytes(const char* from, int line, int plane) {
 }
 
 // Exact sums of products of unsigned bytes `w` and signed bytes `x`, four to a lane. `Sum` may be narrower than 32
-// bits: it holds kRun units. A byte is added in kPlanes passes; each pass adds as many bits of the byte as `Sum` has
-// room for.
+// bits: it holds kRun units. Bytes `w` of 8 bits take kPlanes passes: each adds the products with a word of 4 bits of
+// the inputs, since `Sum` has no room for more.
 #if defined(WINDLASS_BYTE_DOTS)
 template <int>
 struct ByteSum {
     using Sum = I;
     static constexpr int kRun = kGroupUnits, kPlanes = 1;
-    static WINDLASS_INLINE U plane(U w, int) { return w; }
     static WINDLASS_INLINE I add(I sum, U w, U x) { return add_byte_products(sum, w, x); }
     static WINDLASS_INLINE I wide(I sum, int) { return sum; }
 };
 #elif defined(__AVX2__)
 template <int kBits>
-struct ByteSum {  // pairs of products in 16 bits: at most 2 * 127 * (2^bits - 1), times 8 steps of a unit
+struct ByteSum {
+    // Pairs of products in 16 bits: at most 2 * 127 * (2^bits - 1), or 2 * 8 * 255, times 8 steps of a unit.
     using Sum = SignedHalves;
     static constexpr int kRun = kBits <= 2 ? 4 : kBits == 3 ? 2 : 1, kPlanes = kBits == 8 ? 2 : 1;
-    static WINDLASS_INLINE U plane(U w, int number) {
-        if constexpr (kPlanes == 1) return w;
-        return shifted(w, 4 * number) & 0x0f0f0f0fu;
-    }
 #if defined(__AVX512BW__)
-    static WINDLASS_INLINE Sum add(Sum sum, U w, U x) { return sum + (Sum)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
+    static WINDLASS_INLINE Sum add(Sum sum, U w, U x) {
+        return computed_here(sum + (Sum)_mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+    }
     static WINDLASS_INLINE I wide(Sum sum, int number) {
         return (I)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)) << (4 * number);
     }
 #else
-    static WINDLASS_INLINE Sum add(Sum sum, U w, U x) { return sum + (Sum)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
+    static WINDLASS_INLINE Sum add(Sum sum, U w, U x) {
+        return computed_here(sum + (Sum)_mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+    }
     static WINDLASS_INLINE I wide(Sum sum, int number) {
         return (I)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)) << (4 * number);
     }
@@ -132,7 +132,6 @@ template <int>
 struct ByteSum {
     using Sum = I;
     static constexpr int kRun = kGroupUnits, kPlanes = 1;
-    static WINDLASS_INLINE U plane(U w, int) { return w; }
     static WINDLASS_INLINE I add(I sum, U w, U x) {
         const I first = (I)(w & 0xffu) * ((I)(x << 24) >> 24), second = (I)((w >> 8) & 0xffu) * ((I)(x << 16) >> 24);
         const I third = (I)((w >> 16) & 0xffu) * ((I)(x << 8) >> 24), fourth = (I)(w >> 24) * ((I)x >> 24);
@@ -141,6 +140,18 @@ struct ByteSum {
     static WINDLASS_INLINE I wide(I sum, int) { return sum; }
 };
 #endif
+
+// Halves are multiplied as gemm.hpp does it, from inputs that are packed for it.
+template <>
+struct ByteSum<16> {
+    using Sum = I;
+    static constexpr int kPlanes = CodedStep::kInputs;
+    static WINDLASS_INLINE I add(I sum, U w, U x) { return HalvesStep::add(sum, x, w); }
+};
+
+// Words of input of a unit and row.
+template <int kBits>
+constexpr int unit_words = kUnitSteps * ByteSum<kBits>::kPlanes;
 
 template <Codes kCodes>
 constexpr int bits_of_codes() {
@@ -180,13 +191,26 @@ struct TilePlace {
     }
 };
 
+// True if rows are one block that expands codes in registers.
+bool is_narrow(const LowBitJob& job) { return job.rows <= (job.codes_inputs ? kNarrowRows : kNarrowFloatRows); }
+
+// True if slices of codes of 8 bits are widened to halves, which takes fewer operations than two passes of 4 bits.
+bool is_widened(const LowBitJob& job) {
+    return is_widened_once<CodedStep> && job.codes == Codes::eight && job.codes_inputs && !is_narrow(job);
+}
+
+// Words of int8 inputs of a step and row.
+inline std::int64_t step_words(const LowBitJob& job) {
+    return job.codes != Codes::eight ? 1 : is_widened(job) ? CodedStep::kInputs : ByteSum<8>::kPlanes;
+}
+
 // Bytes of a row in the packed input of a block. int8 inputs: for each group of 128 features `rows` scales, then for
-// each of its spans `rows` first sums and the words of its steps: 4 bytes a row. Float inputs: `rows` floats for each
-// feature.
+// each of its spans `rows` first sums and the words of its steps: 4 bytes a row; 4 halves if codes are widened; or the
+// 4 lower bits of 4 bytes, then the higher, see split_inputs. Float inputs: `rows` floats for each feature.
 inline std::int64_t row_bytes_of(const LowBitJob& job) {
     if (!job.codes_inputs) return job.units() * kUnit * 4;
     const std::int64_t groups = (job.units() + kGroupUnits - 1) / kGroupUnits;
-    return 4 * (groups + job.spans() + job.units() * kUnitSteps);
+    return 4 * (groups + job.spans() + job.units() * kUnitSteps * step_words(job));
 }
 
 // Prefetches codes of kPanels panels ahead of their use and, near the end of the panels, of the next kPanels; and
@@ -263,13 +287,13 @@ WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_
 #pragma GCC unroll 16
     for (int i = 0; i < kPanels; ++i) at[i] = place.lines[i] + begin * kUnitBytes;
     const std::int64_t units = kUnits > 0 ? kUnits : end - begin;
-    const auto add = [&](auto& parts, std::int64_t unit, int step, const auto& weight) __attribute__((always_inline)) {
+    const auto add = [&](auto& parts, std::int64_t unit, int word, const auto& weight) __attribute__((always_inline)) {
         U weights[kColumns];
 #pragma GCC unroll 16
         for (int column = 0; column < kColumns; ++column) {
             weights[column] = weight(at[column / kVectors] + (unit * kUnitBytes + column % kVectors * sizeof(U)));
         }
-        const std::uint32_t* words = x + (unit * kUnitSteps + step) * kRows;
+        const std::uint32_t* words = x + (unit * unit_words<kBits> + word) * kRows;
 #pragma GCC unroll 16
         for (int row = 0; row < kRows; ++row) {
             const U spread = all_bits(words[row]);
@@ -281,13 +305,13 @@ WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_
     };
     if constexpr (kUnits > 0) fetch.begin(begin);
     if constexpr (std::is_same_v<typename Add::Sum, I>) {
-        constexpr int kPlanes = planes_of<kCodes, kRows>(), kSteps = kUnitSteps / kPlanes;  // steps of a unit in a plane
+        constexpr int kPlanes = planes_of<kCodes, kRows>(), kSteps = unit_words<kBits> / kPlanes;  // of a unit in a plane
         const auto add_unit = [&](std::int64_t unit, int plane) __attribute__((always_inline)) {
             if (plane == kPlanes - 1) {
                 if constexpr (kUnits == 0) fetch.begin(begin + unit);
                 fetch.template unit<kLines>(at, unit * kUnitBytes);
             }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int line = 0; line < kSteps; ++line) {
                 add(sums, unit, line * kPlanes + plane, [=](const char* from) __attribute__((always_inline)) {
                     return plane_bytes<kCodes, planes_of<kCodes, kRows>()>(from, line, plane);
@@ -328,8 +352,8 @@ WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_
                     }
 #pragma GCC unroll 8
                     for (int step = 0; step < kUnitSteps; ++step) {
-                        add(parts, unit, step, [step, plane](const char* from) __attribute__((always_inline)) {
-                            return Add::plane(step_bytes<kCodes>(from, step), plane);
+                        add(parts, unit, step * Add::kPlanes + plane, [step](const char* from) __attribute__((always_inline)) {
+                            return step_bytes<kCodes>(from, step);
                         });
                     }
                 }
@@ -346,8 +370,9 @@ WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_
 }
 
 // Bytes of packed int8 inputs of a group of features of `rows` rows.
-inline std::int64_t input_group_bytes(const LowBitJob& job, std::int64_t rows) {
-    return 4 * rows * (1 + kGroupUnits / job.span_units + kGroupUnits * kUnitSteps);
+template <int kBits>
+std::int64_t input_group_bytes(const LowBitJob& job, std::int64_t rows) {
+    return 4 * rows * (1 + kGroupUnits / job.span_units + kGroupUnits * unit_words<kBits>);
 }
 
 // Adds units [begin, end) to tile[row][output]; unit 0 sets it. A group begins at `begin`. `place` has the lines of
@@ -360,7 +385,7 @@ WINDLASS_INLINE void add_bytes_to_tile(const LowBitJob& job, const TilePlace<kPa
     constexpr int kTop = kExact ? plane_power<kCodes>(planes_of<kCodes, kRows>() - 1) : 0;
     constexpr int kUnits = kExact && kPanels >= 4 && kRows <= 4 ? kGroupUnits : 0;
     if (begin == 0) std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
-    packed += begin / kGroupUnits * input_group_bytes(job, kRows);
+    packed += begin / kGroupUnits * input_group_bytes<kBits>(job, kRows);
     const bool has_zeros = job.zeros != nullptr, has_scales = job.group_scales != nullptr;
     const float* scales = nullptr;
     for (std::int64_t at = begin, span = begin / job.span_units; at < end; at += job.span_units, ++span) {
@@ -413,7 +438,7 @@ WINDLASS_INLINE void add_bytes_to_tile(const LowBitJob& job, const TilePlace<kPa
         } else {
             has_zeros ? finish(std::false_type{}, std::true_type{}) : finish(std::false_type{}, std::false_type{});
         }
-        packed += 4 * kRows * (1 + (stop - at) * kUnitSteps);
+        packed += 4 * kRows * (1 + (stop - at) * unit_words<kBits>);
     }
 }
 
@@ -666,6 +691,8 @@ WINDLASS_INLINE void with_codes(Codes codes, const Use& use) {
             return use(std::integral_constant<Codes, Codes::eight>{});
         case Codes::float8:
             return use(std::integral_constant<Codes, Codes::float8>{});
+        case Codes::halves:  // no weight has them
+            return;
     }
 }
 
@@ -758,10 +785,22 @@ WINDLASS_INLINE bool add_low_slice_if(const LowBitJob& job, const RowBlock& bloc
         if (block.padded != kRows) return false;
         if constexpr (kFloats) {
             add_floats_to_tile<kRows, kPanels>(job, place, wide, packed + block.offset, begin, end, fetch, tile);
-        } else if (job.codes == Codes::eight || std::is_same_v<typename ByteSum<8>::Sum, I>) {
-            add_bytes_to_tile<Codes::eight, 8, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
-        } else {  // codes of at most 4 bits: narrow sums take one pass instead of two
-            add_bytes_to_tile<Codes::eight, 4, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
+            return true;
+        }
+        const auto add = [&](auto codes, auto bits) __attribute__((always_inline)) {
+            add_bytes_to_tile<codes, bits, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
+        };
+        using Bytes = std::integral_constant<Codes, Codes::eight>;
+        if constexpr (is_widened_once<CodedStep>) {  // narrow sums hold the more units the fewer bits a code has
+            if (job.codes == Codes::eight) {
+                add(std::integral_constant<Codes, Codes::halves>{}, std::integral_constant<int, 16>{});
+            } else if (job.codes <= Codes::two) {
+                add(Bytes{}, std::integral_constant<int, 2>{});
+            } else {
+                add(Bytes{}, std::integral_constant<int, 4>{});
+            }
+        } else {
+            add(Bytes{}, std::integral_constant<int, 8>{});
         }
         return true;
     }
@@ -790,7 +829,10 @@ template <bool kFloats, int kPanels>
 void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
                          std::int64_t begin, std::int64_t end, float* tiles) {
     constexpr std::int64_t kSlice = kFloats ? kFloatSlice : kByteSlice;
-    alignas(64) char wide[kPanels * kSlice * (kFloats ? kUnit : kUnitSteps) * kStepBytes];
+    constexpr std::int64_t kSteps = kFloats                       ? kUnit
+                                    : is_widened_once<CodedStep> ? windlass::lines_of(Codes::halves)
+                                                                 : kUnitSteps;  // lines of an expanded unit at most
+    alignas(64) char wide[kPanels * kSlice * kSteps * kStepBytes];
     const std::int64_t units = job.units(), panel_bytes = job.panel_bytes(), groups = (end - begin) / kPanels;
     const std::int64_t lines = windlass::lines_of(job.codes), last = begin + groups * kPanels;
     for (std::int64_t first = 0; first < units; first += kSlice) {
@@ -800,18 +842,18 @@ void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int6
             TilePlace<kPanels> place(job, panel);
             TilePlace<kPanels> read = place;  // what the product reads
             with_codes(job.codes, [&](auto codes) {
-                constexpr bool kStays = codes == Codes::eight || codes == Codes::float8;
+                constexpr bool kWidens = codes == Codes::eight && is_widened_once<CodedStep>;
+                constexpr bool kStays = !kWidens && (codes == Codes::eight || codes == Codes::float8);
                 if constexpr (kFloats) {
                     expand_floats<codes, kPanels>(job, place, first, stop, wide);
                 } else {
                     for (int i = 0; i < kPanels; ++i) {
                         const char* from = place.lines[i] + first * lines * kStepBytes;
                         read.lines[i] = from;
-                        if constexpr (!kStays) {
-                            char* to = wide + i * kSlice * kUnitSteps * kStepBytes;
-                            expand_bytes<codes>(from, stop - first, to);
-                            read.lines[i] = to;
-                        }
+                        char* to = wide + i * kSlice * kSteps * kStepBytes;
+                        if constexpr (kWidens) widen_steps<CodedStep>(from, (stop - first) * kUnitSteps, to);
+                        if constexpr (!kWidens && !kStays) expand_bytes<codes>(from, stop - first, to);
+                        if constexpr (!kStays) read.lines[i] = to;
                     }
                 }
             });
@@ -831,9 +873,6 @@ void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int6
         if (last < end) multiply_low_slices<kFloats, kPanels / 2>(job, blocks, count, packed, last, end, tiles);
     }
 }
-
-// True if rows are one block that expands codes in registers.
-bool is_narrow(const LowBitJob& job) { return job.rows <= (job.codes_inputs ? kNarrowRows : kNarrowFloatRows); }
 
 // True if rows are two blocks that expand codes in registers, one after the other.
 bool is_pair(const LowBitJob& job) { return job.codes_inputs && !is_narrow(job) && job.rows <= kPairRows; }
@@ -915,6 +954,19 @@ std::int64_t low_bit_divide(const LowBitJob& job, RowBlock* blocks, std::int64_t
     return used;
 }
 
+// Splits int8 inputs for two passes, x = low + 16 * high with both between -8 and 8, into words as `step_words` counts.
+inline void split_inputs(const std::int8_t* codes, std::int64_t steps, std::int64_t rows, std::uint32_t* words) {
+    std::int8_t low[windlass::kCodeGroup], high[windlass::kCodeGroup];
+    for (std::int64_t i = 0; i < 4 * steps; ++i) {
+        high[i] = static_cast<std::int8_t>((codes[i] + 8) >> 4);
+        low[i] = static_cast<std::int8_t>(codes[i] - 16 * high[i]);
+    }
+    for (std::int64_t i = 0; i < 4 * steps; i += 4, words += 2 * rows) {
+        words[0] = load<std::uint32_t>(low + i);
+        words[rows] = load<std::uint32_t>(high + i);
+    }
+}
+
 void pack_byte_rows(const LowBitJob& job, const RowBlock& block, char* to) {
     const std::int64_t rows = block.padded, units = job.units();
     for (std::int64_t row = 0; row < rows; ++row) {
@@ -940,8 +992,15 @@ void pack_byte_rows(const LowBitJob& job, const RowBlock& block, char* to) {
                 reinterpret_cast<std::int32_t*>(at)[row] = job.zeros == nullptr ? -job.zero * sum : sum;
                 at += 4 * rows;
                 auto* word = reinterpret_cast<std::uint32_t*>(at) + row;
-                for (; from < stop; from += 4, word += rows) *word = load<std::uint32_t>(from);
-                at += 4 * rows * (end - span) * kUnitSteps;
+                const std::int64_t steps = (end - span) * kUnitSteps;
+                if (is_widened(job)) {
+                    write_words(from, steps, rows, word);
+                } else if (step_words(job) == 2) {
+                    split_inputs(from, steps, rows, word);
+                } else {
+                    for (; from < stop; from += 4, word += rows) *word = load<std::uint32_t>(from);
+                }
+                at += 4 * rows * steps * step_words(job);
             }
         }
     }

@@ -6,7 +6,8 @@
 namespace windlass {
 
 // Codes of a weight. A unit is kUnit features of the 16 outputs of a panel, in as many cache lines as a code has bits.
-enum class Codes : int { one = 1, two = 2, three = 3, four = 4, eight = 8, float8 = 9 };
+// `halves` are codes of 8 bits that a slice of a product was widened to; no weight is packed so.
+enum class Codes : int { one = 1, two = 2, three = 3, four = 4, eight = 8, float8 = 9, halves = 16 };
 
 constexpr std::int64_t kUnit = 32;
 constexpr std::int64_t kUnitSteps = kUnit / 4;  // a step is a line of bytes: 4 features of 16 outputs

@@ -11,6 +11,13 @@ namespace windlass {
 // all are done. `part` must not throw. Threads take parts in order, as soon as they are free.
 void run_parallel(int threads, int parts, const std::function<void(int)>& part);
 
+// `run_parallel` of one module, which another module calls in its place: each module has its own crew.
+using ParallelLoop = void (*)(int threads, int parts, const std::function<void(int)>& part);
+
+// y = x @ weight.T with `weight` of another module, for `rows` contiguous rows.
+using ForeignProduct = void (*)(const void* weight, const void* x, void* y, std::int64_t rows, int threads,
+                                ParallelLoop loop);
+
 // Calls `lead` on this thread, while the other threads stay in one parallel region and take the parts of the calls of
 // `run_parallel` in `lead`. So such a call begins within the time of a cache miss. Part i of a call, for each i below
 // the number of threads, is reserved for thread i, unless that thread is late. `idle(i)` is called again and again on

@@ -46,6 +46,16 @@ inline void store(void* to, V value) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
+// Returns a sum that is computed here. GCC moves additions of integers behind all products of an unrolled loop: the
+// products then need far more registers than there are.
+template <class V>
+WINDLASS_INLINE V computed_here(V sum) {
+#if defined(__AVX2__)
+    asm("" : "+v"(sum));
+#endif
+    return sum;
+}
+
 inline F all(float value) { return value - F{}; }  // not a sum, which turns -0 into 0
 inline U all_bits(std::uint32_t value) { return U{} + value; }
 inline F select(I mask, F yes, F no) { return mask ? yes : no; }
