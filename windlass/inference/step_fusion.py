@@ -15,11 +15,25 @@ _ACTIVATIONS = {"aten.silu.default": "silu", "aten.gelu.default": "gelu_tanh"}
 
 @dataclass(frozen=True)
 class NormCall:
-    """RMS norm of rows of `features` elements, multiplied by `weight`."""
+    """RMS norm of rows of `features` elements, multiplied by `weight`. The rows are contiguous, or heads of tokens."""
 
     features: int
     epsilon: float
     weight: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Memory of the heads of tokens, which are `token_stride` elements apart."""
+
+    heads: int
+    head_dim: int
+    token_stride: int
+
+    @property
+    def is_dense(self) -> bool:
+        """True if there is nothing between the heads of two tokens."""
+        return self.token_stride == self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -230,7 +244,10 @@ def _fuse_norms(recording: Recording) -> Recording:
             continue
         single = all(len(uses.consumers(step.outputs[0])) == 1 for step in steps)
         output = weighted.outputs[0]
-        if not single or output is None or not _has_rows(narrow) or not _has_rows(output):
+        if not single or output is None or not (_has_rows(narrow) or head_layout(narrow)):
+            continue
+        written = None if _has_rows(output) else head_layout(output)
+        if not _has_rows(output) and (written is None or not written.is_dense or head_layout(narrow) is None):
             continue
         if output.dtype != narrow.dtype:  # a float32 weight widens bfloat16 rows; the kernel has one dtype
             continue
@@ -370,6 +387,23 @@ def _fuse_gates(recording: Recording) -> Recording:
         inserted[id(product)] = Operator("gate", call, [gate], {}, product.outputs)
         removed += [root, product]
     return _rewrite(recording, removed, inserted)
+
+
+def head_layout(ref: TensorRef) -> HeadLayout | None:
+    """Return the heads of a tensor `[1, tokens, heads, head_dim]`, or `[1, heads, tokens, head_dim]` of that memory:
+    float32 or bfloat16 with contiguous heads, as in a part of a product. None for other tensors.
+    """
+    if len(ref.size) != 4 or ref.dtype not in (torch.float32, torch.bfloat16) or ref.size[0] != (1, 0, 0):
+        return None
+    tokens = next((place for place in (1, 2) if ref.size[place] == (0, 1, 0)), None)
+    if tokens is None:
+        return None
+    heads, dim, stride = ref.size[3 - tokens], ref.size[3], ref.stride[tokens]
+    if any(affine[1:] != (0, 0) for affine in (heads, dim, stride, ref.offset)) or ref.stride[3] != (1, 0, 0):
+        return None
+    if (heads[0] > 1 and ref.stride[3 - tokens] != dim) or stride[0] < heads[0] * dim[0]:
+        return None
+    return HeadLayout(heads[0], dim[0], stride[0])
 
 
 def _has_rows(ref: TensorRef | None) -> bool:

@@ -7,6 +7,7 @@ Other operators are bound to each batch size at its first occurrence.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from windlass.base.log import logger
 from windlass.inference.paged_backend import AttentionCall, PagedAttention
 from windlass.inference.step_batch import StepBatch
-from windlass.inference.step_fusion import GateCall, NormCall, RotaryCall, fuse
+from windlass.inference.step_fusion import GateCall, NormCall, RotaryCall, fuse, head_layout
 from windlass.inference.step_recording import (
     AffineInt,
     NotRecordableError,
@@ -40,6 +41,22 @@ _SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # numbers of tokens and of rows of lo
 _RECORDED_IDS = 16  # largest number of different token ids in a recording
 _KEPT = 128  # maximum number of batch sizes with stored calls; the least recently used are dropped
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
+_POSITIONS: StorageKey = ("input", 1)
+# Operators whose result for a token depends on that token alone, if `cat` joins the last dimension.
+_TABULATED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_to_copy.default",
+        "add.Tensor",
+        "cat.default",
+        "cos.default",
+        "div.Tensor",
+        "mul.Tensor",
+        "sin.default",
+    )
+)
+_TABLE_BYTES = 8 << 20  # maximum size of a table of position-dependent values
+_TABLE_CALLS = 512  # maximum number of batches for which a table is computed
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Count = tuple[int, int]  # number of rows or elements for each token, and for each row of logits
@@ -91,7 +108,7 @@ class StepProgram:
         path = get_inference_path()
         if path.module is None:
             raise NotRecordableError("there are no native kernels")
-        if not hasattr(getattr(path.module, "StepProgram", None), "add_product"):
+        if not hasattr(getattr(path.module, "StepProgram", None), "add_gather"):
             raise NotRecordableError("the native kernels were built from older sources; install windlass again")
         self._native, self._set = path.module, path.number
         self.max_tokens = max(max_tokens, 1)
@@ -223,14 +240,63 @@ class StepProgram:
         for each batch size.
         """
         parts: list[Any] = []
-        for operator in self._recording.operators:
+        tables = self._tabulate()
+        for place, operator in enumerate(self._recording.operators):
+            if place in tables and tables[place] is None:
+                continue
             run = parts[-1] if parts and not isinstance(parts[-1], Operator) else None
             program = run or self._native.StepProgram(self._set)
-            if not _NativeRun(self, program).add(operator):
+            native = _NativeRun(self, program)
+            if not (native.add(operator) if place not in tables else native.add_table(operator, tables[place])):
                 parts.append(operator)
             elif run is None:
                 parts.append(program)
         return parts
+
+    def _tabulate(self) -> dict[int, torch.Tensor | None]:
+        """Return tables of the values that depend on positions alone, e.g. the cosines of rotary embeddings.
+
+        Returns:
+            For the place of each operator that a table replaces, the table `[positions, features]`; None if only other
+            such operators use its result.
+        """
+        operators = self._recording.operators
+        dependent, places = {_POSITIONS}, []
+        for place, operator in enumerate(operators):
+            if operator.mutates or not _is_tabulated(operator, dependent, self._recording.constants):
+                if operator.mutates and any(ref.storage in dependent for ref in references(operator.inputs[:1])):
+                    return {}
+                continue
+            places.append(place)
+            dependent |= {ref.storage for ref in references(operator.outputs)}
+        others = [operators[place] for place in sorted(set(range(len(operators))) - set(places))]
+        used = {ref.storage for operator in others for ref in references([operator.inputs, operator.named])}
+        shown = [place for place in places if any(ref.storage in used for ref in references(operators[place].outputs))]
+        block_size = next((cache.block_size for cache in self._backend.caches.values()), 0)
+        positions = self._inputs.table.shape[1] * block_size  # no context is longer
+        if not shown or not 0 < positions <= _TABLE_CALLS * self.max_tokens:
+            return {}
+        targets = [ref for place in shown for ref in references(operators[place].outputs)]
+        for target in targets:
+            width = _count_elements(target)
+            if width is None or width[1] or width[0] * 4 * positions > _TABLE_BYTES:
+                return {}
+            if target.offset[1:] != (0, 0) or target.dtype not in (torch.float32, torch.bfloat16):
+                return {}
+
+        def compute(chosen: torch.Tensor) -> list[torch.Tensor]:
+            binder = _Binder(self, len(chosen), 1)
+            self._inputs.positions[0, : len(chosen)] = chosen
+            self._replay([call for place in places for call in _aten_calls(operators[place], binder)])
+            return [binder.tensor(target).reshape(len(chosen), -1).clone() for target in targets]
+
+        with torch.no_grad():
+            parts = [compute(chunk) for chunk in torch.arange(positions).split(self.max_tokens)]
+            tables = [torch.cat(columns) for columns in zip(*parts, strict=True)]
+            for sample in (torch.arange(positions).flip(0)[: self.max_tokens], torch.tensor([positions // 2])):
+                if any(not torch.equal(a, b[sample]) for a, b in zip(compute(sample), tables, strict=True)):
+                    return {}
+        return {place: None for place in places} | dict(zip(shown, tables, strict=True))
 
     def keep(self, weight: Any) -> None:
         """Keep an object whose address a native run has."""
@@ -252,6 +318,8 @@ class StepProgram:
         call = operator.target
         assert isinstance(call, NormCall)
         x, out = binder.tensor(operator.inputs[0]), binder.tensor(operator.outputs[0])
+        layout = head_layout(operator.inputs[0])
+        places = (1, 0) if layout is None else (layout.heads, layout.token_stride)
         return (
             self._native.rms_norm,
             (
@@ -265,6 +333,7 @@ class StepProgram:
                 call.features,
                 call.epsilon,
                 torch.get_num_threads(),
+                *places,
             ),
             {},
         )
@@ -409,8 +478,23 @@ class _NativeRun:
             "gate": self._add_gate,
             "attention": self._add_attention,
             "aten.add.Tensor": self._add_sum,
+            "aten.embedding.default": self._add_embedding,
+            "aten.index.Tensor": self._add_selection,
         }.get(operator.name)
         return add is not None and add(operator)
+
+    def add_table(self, operator: Operator, table: torch.Tensor | None) -> bool:
+        """Add a lookup of the operator's result by position in place of the operator."""
+        assert table is not None
+        target = operator.outputs[0]
+        assert target is not None
+        out, features = self._rows(target, table.shape[1]), table.shape[1]
+        assert out is not None
+        self._program.keep(table)
+        positions = self._program.storage_tensor(TensorRef(_POSITIONS, (), (), (0, 0, 0), torch.int64)).data_ptr()
+        row_bytes = features * table.element_size()
+        self._native.add_gather(table.data_ptr(), row_bytes, (0, 0), len(table), positions, out[0], out[1])
+        return True
 
     def _address(self, ref: TensorRef) -> int | None:
         if ref.offset[1:] != (0, 0) or ref.dtype not in (torch.float32, torch.bfloat16):
@@ -445,11 +529,20 @@ class _NativeRun:
     def _add_norm(self, operator: Operator) -> bool:
         call, source, target = operator.target, operator.inputs[0], operator.outputs[0]
         assert isinstance(call, NormCall) and target is not None
-        x, out = self._rows(source, call.features), self._rows(target, call.features)
+        x, out, places = self._rows(source, call.features), self._rows(target, call.features), (1, 0)
+        if x is None or out is None:
+            layout, written = head_layout(source), head_layout(target)
+            begin, end = self._address(source), self._address(target)
+            if layout is None or written is None or begin is None or end is None:
+                return False
+            count, places = (layout.heads, 0), (layout.heads, layout.token_stride)
+            x, out = (begin, count), (end, count)
         if x is None or out is None or x[1] != out[1] or source.dtype != target.dtype:
             return False
         is_bf16 = source.dtype == torch.bfloat16
-        self._native.add_rms_norm(x[0], call.weight.data_ptr(), out[0], is_bf16, out[1], call.features, call.epsilon)
+        self._native.add_rms_norm(
+            x[0], call.weight.data_ptr(), out[0], is_bf16, out[1], call.features, call.epsilon, *places
+        )
         return True
 
     def _add_rotary(self, operator: Operator) -> bool:
@@ -483,6 +576,43 @@ class _NativeRun:
         addresses = [rows[0] for rows in found if rows is not None]
         assert found[0] is not None
         self._native.add_sum(*addresses, refs[0].dtype == torch.bfloat16, found[0][1])
+        return True
+
+    def _add_embedding(self, operator: Operator) -> bool:
+        table, index = operator.inputs[:2]  # others do not change the forward
+        address, constant = self._address(table), [size[0] for size in table.size]
+        if address is None or len(constant) != 2 or any(size[1:] != (0, 0) for size in table.size):
+            return False
+        if table.stride != ((constant[1], 0, 0), (1, 0, 0)):
+            return False
+        return self._add_gather(operator, address, ((0, 0), constant[0]), index, constant[1])
+
+    def _add_selection(self, operator: Operator) -> bool:
+        """Add `x[rows]` or `x[:, rows]`, for a first dimension of 1."""
+        table, indices = operator.inputs[:2]
+        if operator.named or len(operator.inputs) != 2 or not indices or None in indices[-1:]:
+            return False
+        skipped = len(indices) - 1
+        features = math.prod(size[0] for size in table.size[skipped + 1 :])
+        if any(one is not None for one in indices[:-1]) or any(size != (1, 0, 0) for size in table.size[:skipped]):
+            return False
+        if any(size[1:] != (0, 0) for size in table.size[skipped + 1 :]) or features == 0:
+            return False
+        rows = self._rows(table, features)
+        return rows is not None and self._add_gather(operator, rows[0], (rows[1], 0), indices[-1], features)
+
+    def _add_gather(
+        self, operator: Operator, table: int, table_rows: tuple[Count, int], index: Any, features: int
+    ) -> bool:
+        source, target = operator.inputs[0], operator.outputs[0]
+        assert target is not None
+        if not isinstance(index, TensorRef) or index.dtype != torch.int64 or index.offset[1:] != (0, 0):
+            return False
+        out, count = self._rows(target, features), _count_elements(index)
+        if out is None or out[1] != count or source.dtype != target.dtype:
+            return False
+        at = self._program.storage_tensor(index).data_ptr() + index.offset[0] * index.dtype.itemsize
+        self._native.add_gather(table, features * source.dtype.itemsize, *table_rows, at, out[0], count)
         return True
 
     def _add_attention(self, operator: Operator) -> bool:
@@ -526,6 +656,24 @@ class _NativeRun:
         heads, features, stride = ref.size[1], ref.size[3], ref.stride[2]
         dense = ref.stride[3] == (1, 0, 0) and (heads == (1, 0, 0) or ref.stride[1] == features)
         return (address, stride[0]) if dense and stride[1:] == (0, 0) else None
+
+
+def _is_tabulated(operator: Operator, dependent: set[StorageKey], constants: Any) -> bool:
+    """Return True if the results depend on positions alone: `dependent` are the storages known to do so."""
+    refs = list(references([operator.inputs, operator.named]))
+    if operator.name not in _TABULATED or len(operator.outputs) != 1 or operator.outputs[0] is None:
+        return False
+    if not any(ref.storage in dependent for ref in refs):
+        return False
+    for ref in refs:
+        if ref.storage not in dependent and ref.storage[0] != "constant":
+            return False
+        if ref.storage[0] == "constant" and isinstance(constants[ref.storage[1]], torch.nn.Parameter):
+            return False  # may be trained
+    if operator.name == "aten.cat.default":
+        dimension = operator.inputs[1] if len(operator.inputs) > 1 else operator.named.get("dim", 0)
+        return bool(dimension in (-1, len(operator.outputs[0].size) - 1))
+    return True
 
 
 def _count_elements(ref: TensorRef) -> Count | None:

@@ -111,7 +111,16 @@ class StepProgram:
     ) -> None: ...
     def add_product(self, product: int, weight: int, x: int, y: int, count: tuple[int, int]) -> None: ...
     def add_rms_norm(
-        self, x: int, weight: int, out: int, is_bf16: bool, count: tuple[int, int], features: int, epsilon: float
+        self,
+        x: int,
+        weight: int,
+        out: int,
+        is_bf16: bool,
+        count: tuple[int, int],
+        features: int,
+        epsilon: float,
+        heads: int = 1,
+        stride: int = 0,
     ) -> None: ...
     def add_rotary(
         self,
@@ -126,6 +135,16 @@ class StepProgram:
     ) -> None: ...
     def add_gated_activation(
         self, activation: int, gate_up: int, out: int, is_bf16: bool, count: tuple[int, int], features: int
+    ) -> None: ...
+    def add_gather(
+        self,
+        table: int,
+        row_bytes: int,
+        table_rows: tuple[int, int],
+        more_rows: int,
+        index: int,
+        out: int,
+        count: tuple[int, int],
     ) -> None: ...
     def add_sum(self, a: int, b: int, out: int, is_bf16: bool, count: tuple[int, int]) -> None: ...
     def add_attention(

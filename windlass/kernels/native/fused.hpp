@@ -57,10 +57,10 @@ WINDLASS_INLINE void store_values(void* to, std::int64_t at, std::int64_t count,
 void normalize_rows(const NormJob& job, std::int64_t begin, std::int64_t end) {
     const std::int64_t features = job.features;
     for (std::int64_t row = begin; row < end; ++row) {
-        const std::int64_t first = row * features;
+        const std::int64_t first = row * features, at = row / job.heads * job.stride + row % job.heads * features;
         F squares[4] = {};
         for (std::int64_t i = 0; i < features; i += kLanes) {
-            F value = load_row(job.x, first + i, features - i, job.is_bf16);
+            F value = load_row(job.x, at + i, features - i, job.is_bf16);
             if (job.residual != nullptr) {
                 value = value + load_row(job.residual, first + i, features - i, job.is_bf16);
                 store_values(job.residual, first + i, features - i, job.is_bf16, value);
@@ -75,8 +75,9 @@ void normalize_rows(const NormJob& job, std::int64_t begin, std::int64_t end) {
         for (int lane = 0; lane < kLanes; ++lane) total += lanes[lane];
         const float factor = 1.0f / __builtin_sqrtf(total / static_cast<float>(features) + job.epsilon);
         const void* source = job.residual != nullptr ? job.residual : job.x;
+        const std::int64_t from = job.residual != nullptr ? first : at;
         for (std::int64_t i = 0; i < features; i += kLanes) {
-            const F value = load_row(source, first + i, features - i, job.is_bf16) * all(factor);
+            const F value = load_row(source, from + i, features - i, job.is_bf16) * all(factor);
             const F weight = load_row(job.weight, i, features - i, false);
             store_values(job.out, first + i, features - i, job.is_bf16, value * weight);
         }

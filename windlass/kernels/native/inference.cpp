@@ -348,12 +348,17 @@ void over_rows(std::int64_t count, std::int64_t elements, int threads, const Row
 }
 
 void rms_norm(int set, std::uint64_t x, std::uint64_t residual, std::uint64_t weight, std::uint64_t out, bool is_bf16,
-              std::int64_t rows, std::int64_t features, double epsilon, int threads) {
+              std::int64_t rows, std::int64_t features, double epsilon, int threads, std::int64_t heads,
+              std::int64_t stride) {
     const InferenceSet& chosen = set_at(set);
     refuse(x == 0 || weight == 0 || out == 0 || rows <= 0 || features <= 0 || threads <= 0,
            "a norm needs addresses, sizes and threads above 0");
+    if (stride == 0) stride = heads * features;
+    refuse(heads <= 0 || rows % heads != 0 || stride < heads * features || (residual != 0 && stride != heads * features),
+           "a norm of heads needs whole tokens that do not overlap, and takes no residual");
     const NormJob job{reinterpret_cast<const void*>(x), reinterpret_cast<void*>(residual), reinterpret_cast<void*>(out),
-                      reinterpret_cast<const float*>(weight), is_bf16, features, static_cast<float>(epsilon)};
+                      reinterpret_cast<const float*>(weight), is_bf16, features, static_cast<float>(epsilon),
+                      heads, stride};
     over_rows(rows, features, threads,
               [&](std::int64_t begin, std::int64_t end) { chosen.normalize_rows(job, begin, end); });
 }
@@ -505,11 +510,11 @@ class StepProgram {
     }
 
     void add_rms_norm(std::uint64_t x, std::uint64_t weight, std::uint64_t out, bool is_bf16, Count count,
-                      std::int64_t features, double epsilon) {
+                      std::int64_t features, double epsilon, std::int64_t heads, std::int64_t stride) {
         const int set = set_;
         add([=](const Sizes& sizes) {
             if (const std::int64_t rows = sizes.of(count)) {
-                rms_norm(set, x, 0, weight, out, is_bf16, rows, features, epsilon, sizes.threads);
+                rms_norm(set, x, 0, weight, out, is_bf16, rows, features, epsilon, sizes.threads, heads, stride);
             }
         });
     }
@@ -530,6 +535,30 @@ class StepProgram {
             if (const std::int64_t rows = sizes.of(count)) {
                 gated_activation(set, activation, gate_up, out, is_bf16, rows, features, sizes.threads);
             }
+        });
+    }
+
+    // Copies rows of a table: out[i] = table[index[i]]. The table has `table_rows` rows, as all counts for each token and
+    // each row of logits, and `more_rows` besides.
+    void add_gather(std::uint64_t table, std::int64_t row_bytes, Count table_rows, std::int64_t more_rows,
+                    std::uint64_t index, std::uint64_t out, Count count) {
+        refuse(table == 0 || row_bytes <= 0 || index == 0 || out == 0, "a gather needs addresses and bytes above 0");
+        const auto* numbers = reinterpret_cast<const std::int64_t*>(index);
+        add([=](const Sizes& sizes) {
+            const std::int64_t rows = sizes.of(count), limit = sizes.of(table_rows) + more_rows;
+            for (std::int64_t i = 0; i < rows; ++i) {
+                if (numbers[i] < 0 || numbers[i] >= limit) {
+                    throw std::invalid_argument("index " + std::to_string(numbers[i]) + " is beyond a table of " +
+                                                std::to_string(limit) + " rows");
+                }
+            }
+            if (rows == 0) return;
+            over_rows(rows, row_bytes / 4, sizes.threads, [&](std::int64_t begin, std::int64_t end) {
+                for (std::int64_t i = begin; i < end; ++i) {
+                    std::memcpy(reinterpret_cast<char*>(out) + i * row_bytes,
+                                reinterpret_cast<const char*>(table) + numbers[i] * row_bytes, row_bytes);
+                }
+            });
         });
     }
 
@@ -644,7 +673,8 @@ NB_MODULE(_inference, module) {
     module.def("write_cache", windlass::write_cache, "instruction_set"_a, "cache"_a, "key"_a, "value"_a, "is_bf16"_a,
                "slots"_a, "tokens"_a, "threads"_a, WithoutGil());
     module.def("rms_norm", windlass::rms_norm, "instruction_set"_a, "x"_a, "residual"_a, "weight"_a, "out"_a,
-               "is_bf16"_a, "rows"_a, "features"_a, "epsilon"_a, "threads"_a, WithoutGil());
+               "is_bf16"_a, "rows"_a, "features"_a, "epsilon"_a, "threads"_a, "heads"_a = 1, "stride"_a = 0,
+               WithoutGil());
     module.def("rotary", windlass::rotary, "instruction_set"_a, "x"_a, "is_bf16"_a, "tokens"_a, "token_stride"_a,
                "heads"_a, "head_dim"_a, "rotary_dim"_a, "cosines"_a, "sines"_a, "threads"_a, WithoutGil());
     module.def("gated_activation", windlass::gated_activation, "instruction_set"_a, "activation"_a, "gate_up"_a,
@@ -658,11 +688,13 @@ NB_MODULE(_inference, module) {
              "bias"_a, "x"_a, "y"_a, "count"_a, "is_bf16"_a, "rounds_inputs"_a)
         .def("add_product", &StepProgram::add_product, "product"_a, "weight"_a, "x"_a, "y"_a, "count"_a)
         .def("add_rms_norm", &StepProgram::add_rms_norm, "x"_a, "weight"_a, "out"_a, "is_bf16"_a, "count"_a,
-             "features"_a, "epsilon"_a)
+             "features"_a, "epsilon"_a, "heads"_a = 1, "stride"_a = 0)
         .def("add_rotary", &StepProgram::add_rotary, "x"_a, "is_bf16"_a, "token_stride"_a, "heads"_a, "head_dim"_a,
              "rotary_dim"_a, "cosines"_a, "sines"_a)
         .def("add_gated_activation", &StepProgram::add_gated_activation, "activation"_a, "gate_up"_a, "out"_a,
              "is_bf16"_a, "count"_a, "features"_a)
+        .def("add_gather", &StepProgram::add_gather, "table"_a, "row_bytes"_a, "table_rows"_a, "more_rows"_a, "index"_a,
+             "out"_a, "count"_a)
         .def("add_sum", &StepProgram::add_sum, "a"_a, "b"_a, "out"_a, "is_bf16"_a, "count"_a)
         .def("add_attention", &StepProgram::add_attention, "cache"_a, "query"_a, "query_stride"_a, "key"_a,
              "key_stride"_a, "value"_a, "value_stride"_a, "out"_a, "is_bf16"_a, "heads"_a, "slots"_a, "block_table"_a,

@@ -102,7 +102,8 @@ struct WriteJob {
     std::int64_t tokens;
 };
 
-// residual += x, if there is a residual; out = rms_norm(residual or x) * weight, of `rows` rows.
+// residual += x, if there is a residual; out = rms_norm(residual or x) * weight, of `rows` rows. Rows of x may be the heads
+// of tokens that are `stride` elements apart, `heads` of each; they are contiguous if `stride` is heads * features.
 struct NormJob {
     const void* x;
     void* residual;
@@ -111,6 +112,7 @@ struct NormJob {
     bool is_bf16;
     std::int64_t features;
     float epsilon;
+    std::int64_t heads, stride;
 };
 
 // out = a + b
