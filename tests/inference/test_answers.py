@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -747,6 +748,16 @@ def test_a_template_may_write_arguments_of_calls() -> None:
             llm.chat([{"role": "assistant", "tool_calls": calls}], GREEDY, chat_template=template)
 
 
+def test_a_text_that_is_not_unicode_is_refused() -> None:
+    tokenizer = byte_level_tokenizer()
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        with pytest.raises(RequestError, match="the prompt is not valid Unicode text"):
+            llm.generate("fox \ud800")
+        with pytest.raises(RequestError, match="a message is not valid Unicode text"):
+            llm.chat([{"role": "user", "content": "fox \ud800"}], chat_template=template)
+
+
 def test_tokens_beyond_the_tokenizer_have_no_text() -> None:
     tokenizer = byte_level_tokenizer()
     beyond = len(tokenizer) + 3
@@ -754,6 +765,41 @@ def test_tokens_beyond_the_tokenizer_have_no_text() -> None:
         (output,) = llm.generate("the ", GREEDY.replace(allowed_token_ids=[beyond], logprobs=1))
     assert output.outputs[0].token_ids == [beyond] * 12
     assert output.outputs[0].text == ""
+
+
+def test_a_tokenizer_without_a_token_for_a_part_of_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow tokenizer without an unknown token gives None for such a part."""
+    tokenizer = byte_level_tokenizer()
+    call = type(tokenizer).__call__
+
+    def encode(self: Any, text: Any, **options: Any) -> Any:
+        found = call(self, text, **options)
+        texts = [text] if isinstance(text, str) else text
+        lists = [found.input_ids] if isinstance(text, str) else found.input_ids
+        for ids, one in zip(lists, texts, strict=True):
+            if "x" in one:
+                ids[-1] = None
+        return found
+
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        (plain,) = llm.generate("the ", GREEDY.replace(bad_words=["fo"]))
+        monkeypatch.setattr(type(tokenizer), "__call__", encode)
+        asks: list[Any] = [llm.generate, llm.embed]
+        for ask in asks:
+            with pytest.raises(RequestError, match="has no token for a part of the prompt, and no unk_token"):
+                ask(["the ", "the fox"])
+        (output,) = llm.generate("the ", GREEDY.replace(bad_words=["fo", "x", "fox"]))
+        assert output.outputs == plain.outputs  # a text without tokens is never generated
+
+
+def test_a_tokenizer_that_cannot_decode_does_not_hide_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["<new>"])  # to the tokenizer alone
+    model = text_model(tokenizer, extra=-1)
+    with serve(model, tokenizer=tokenizer) as llm:
+        monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: {}["no such token"])
+        with pytest.raises(RequestError, match=r"gives the token \d+ \(which it cannot decode\), and"):
+            llm.generate("<new>")
 
 
 @pytest.mark.parametrize(
@@ -966,3 +1012,27 @@ def test_the_largest_token_of_a_prompt_is_that_of_the_embedding() -> None:
     """Some models embed more tokens than they have logits for, such as one of an image."""
     assert count_embeddings(build("llama", vocab_size=70)) == 70
     assert count_embeddings(torch.nn.Linear(2, 2)) == 0
+
+
+def test_a_prompt_may_have_tokens_without_logits() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    model = text_model(tokenizer, extra=-1)
+    table = torch.randn(len(tokenizer), model.get_input_embeddings().embedding_dim)
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(table))
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    params = GREEDY.replace(repetition_penalty=1.5, prompt_logprobs=1)
+    with serve(model, tokenizer=tokenizer) as llm:
+        (alone,) = llm.generate("the fox", params)
+        mixed, other = llm.generate(["the <image>fox", "the fox"], params)
+        assert mixed.error is None and len(mixed.outputs[0].token_ids) == params.max_tokens
+        assert other.outputs == alone.outputs and other.prompt_logprobs == alone.prompt_logprobs
+        place = mixed.prompt_token_ids.index(image)
+        entry = (mixed.prompt_logprobs or [])[place]
+        assert entry is not None and entry[image].logprob == -math.inf and entry[image].rank == image + 1
+        (as_tokens,) = llm.generate([mixed.prompt_token_ids], params)
+        assert as_tokens.outputs == mixed.outputs
+        (beams,) = llm.beam_search("the <image>fox", BeamSearchParams(beam_width=2, max_tokens=3))
+        assert beams.sequences[0].tokens[: len(mixed.prompt_token_ids)] == mixed.prompt_token_ids
+        with pytest.raises(RequestError, match=rf"token {image + 1} of the prompt is not in the vocabulary"):
+            llm.generate([[3, image + 1]])

@@ -283,6 +283,32 @@ def test_draining_finishes_running_requests() -> None:
     asyncio.run(main())
 
 
+def test_draining_finishes_the_embeddings_of_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        await engine.start()
+        begins, goes_on = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def embed(*_: Any) -> list[list[float]]:
+            loop.call_soon_threadsafe(begins.set)
+            assert goes_on.wait(60)
+            return [[0.0]]
+
+        monkeypatch.setattr(async_engine, "embed_prompts", embed)
+        client = asyncio.create_task(engine.embed([[3], [4], [5]]))
+        await begins.wait()
+        ending = asyncio.create_task(engine.shutdown(drain=True))
+        await asyncio.sleep(0)
+        goes_on.set()
+        assert await client == [[0.0]] * 3
+        await ending
+        with pytest.raises(EngineStoppedError):
+            await engine.embed([[3]])
+
+    asyncio.run(main())
+
+
 class FailingRunner:
     """Runner that raises for batches with `token`, or for all batches, like a forward that runs out of memory."""
 

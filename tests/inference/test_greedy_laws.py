@@ -742,3 +742,24 @@ def test_changed_weights_are_served_after_the_prefix_cache_is_cleared() -> None:
         llm.reset_prefix_cache()
         outputs = llm.generate([prompt], GREEDY)
     assert_greedy(model, outputs)
+
+
+def test_requests_that_run_while_the_weights_change_leave_no_old_keys_and_values() -> None:
+    model, prompt = build_longer("llama"), list(range(3, 23))
+    with LLM(model, max_tokens_per_step=64, max_sequences=4, swap_bytes=2**20) as llm:
+        llm.engine.add_request("running", prompt, GREEDY.replace(max_tokens=40))
+        for _ in range(6):
+            llm.engine.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        llm.reset_prefix_cache()
+        (running,) = finish(llm)
+        tokens = prompt + running.outputs[0].token_ids
+        known = len(prompt) + 6  # tokens of the old weights
+        running.prompt_token_ids, running.outputs[0].token_ids = tokens[:known], tokens[known:]
+        running.outputs[0].logprobs = (running.outputs[0].logprobs or [])[6:]
+        llm.generate([tokens[:20]], GREEDY)
+        (later,) = llm.generate([tokens[:52]], GREEDY)
+        assert later.num_cached_tokens == 48
+    assert_greedy(model, [running, later])

@@ -253,6 +253,22 @@ def test_draws_follow_the_distribution_of_top_k_and_temperature() -> None:
     assert ((observed - expected) ** 2 / expected).sum() < 13.8  # chi-square, 2 degrees of freedom: p = 0.1 %
 
 
+def test_draws_of_top_p_and_min_p_are_those_of_transformers() -> None:
+    """The mass of `top_p` includes the tokens that `min_p` excludes: here those after the second one."""
+    model = small_model()
+    ids = torch.tensor([[5, 7, 9]])
+    found = model(ids).logits[0, -1].detach().softmax(-1).sort(descending=True)
+    first, second, third = found.values[:3].tolist()
+    top_p, min_p = first + second / 2, (second + third) / 2 / first
+    assert top_p * (first + second) < first  # the first would be enough for the mass of the two
+    settings = {"do_sample": True, "max_new_tokens": 1, "top_k": 0, "top_p": top_p, "min_p": min_p}
+    engine = windlass.init_inference(model, **SMALL)
+    for generate in (engine.generate, model.generate):
+        torch.manual_seed(0)
+        drawn = generate(ids, num_return_sequences=60, attention_mask=torch.ones_like(ids), **settings)[:, -1]
+        assert set(drawn.tolist()) == set(found.indices[:2].tolist())
+
+
 def test_a_model_that_generates_nothing_is_called() -> None:
     layer = nn.Linear(4, 3)
     engine = windlass.init_inference(layer)

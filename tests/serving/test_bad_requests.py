@@ -371,6 +371,25 @@ def test_a_chat_beyond_the_window_names_its_messages(client: TestClient) -> None
     assert error["param"] == "messages" and error["code"] == "context_length_exceeded"
 
 
+def test_a_text_without_tokens_is_an_error_of_the_request() -> None:
+    """A slow tokenizer without an unknown token gives None for a part that it has no token for."""
+
+    class WithoutX(CharacterTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[Any]:
+            return [None if token == ord("x") else token for token in super().encode(text, add_special_tokens)]
+
+    client = client_of(FakeEngine(tokenizer=WithoutX()))
+    for path, body in (
+        ("/v1/completions", {"prompt": "axe"}),
+        ("/v1/embeddings", {"input": ["axe"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "axe"}]}),
+        ("/tokenize", {"prompt": "axe"}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400
+        assert "has no token for a part of the text, and no unk_token" in answer.json()["error"]["message"]
+
+
 def test_a_text_that_cannot_fit_is_refused_without_its_tokens() -> None:
     engine = FakeEngine()
     engine.tokenizer = tokenizer = make_byte_tokenizer()

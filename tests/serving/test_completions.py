@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, events_of
-from windlass.inference.outputs import Logprob
+from windlass.inference.outputs import Logprob, RequestOutput
 from windlass.inference.sampling_params import SamplingParams
 from windlass.serving import api_errors, event_stream, long_answer
 from windlass.serving.api_errors import encode_json
@@ -148,6 +150,51 @@ def test_many_logprobs_are_formatted_beside_the_event_loop(
         is_long = length * 3 > most
         assert encoded == [(not is_long, is_long)] * (2 if "n" in body else 1)
         answers.append(re.sub(r'"created":[0-9]+', "", answer.text))
+    assert answers[0] == answers[1]
+
+
+class _CoalescingEngine(FakeEngine):
+    """Engine as a client that reads slowly sees it: an output has ten tokens more than the one before."""
+
+    async def stream(self, *args: Any, **named: Any) -> AsyncIterator[RequestOutput]:
+        async for output in super().stream(*args, **named):
+            if output.finished or len(output.outputs[0].token_ids) % 10 == 1:
+                yield output
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": ["abc", "d"], "echo": True, "logprobs": 2, "max_tokens": 25}),
+        (CHAT, {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "top_logprobs": 2, "n": 2}),
+        ("/v1/responses", {"input": "abc", "top_logprobs": 2, "max_output_tokens": 25}),
+    ],
+)
+def test_events_for_a_slow_reader_are_formatted_beside_the_event_loop(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event has all tokens since the last one, and so as many log-probabilities as a whole answer."""
+    found: list[tuple[int, bool, bool]] = []
+
+    def note(encoder: json.JSONEncoder, data: Any, is_long: bool = False) -> str:
+        text = encode_json(encoder, data, is_long)
+        tokens = text.count("-1.0") // 2  # each token is shown as drawn, and among the likeliest
+        found.append((tokens, is_long, threading.current_thread().name.startswith("long-answers")))
+        return text
+
+    monkeypatch.setattr(event_stream, "encode_json", note)
+    client, answers = client_of(_CoalescingEngine()), []
+    for most in (20, 2**20):
+        found.clear()
+        monkeypatch.setattr(long_answer, "_MAX_ENTRIES", most)
+        limit = {"max_tokens": 25} if path == CHAT else {}
+        answer = client.post(path, json={**body, **limit, "stream": True, "request_id": "same"})
+        assert answer.status_code == 200
+        assert all(is_long is beside for _, is_long, beside in found)
+        assert all(is_long for tokens, is_long, _ in found if 3 * tokens > most)
+        assert any(is_long for _, is_long, _ in found) is (most == 20)
+        assert not all(is_long for _, is_long, _ in found)
+        answers.append(re.sub(r'"created(_at)?":[0-9]+|msg_[0-9a-f]+', "", answer.text))
     assert answers[0] == answers[1]
 
 

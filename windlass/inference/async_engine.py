@@ -74,6 +74,7 @@ class AsyncLLMEngine:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._embeddings: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._embedding_clients: set[object] = set()  # one object for each call of `embed` in progress
         self._subscribers: dict[str, _Subscriber] = {}  # used by the engine's thread only
         self._unread: dict[str, _Subscriber] = {}  # used by the event loop's thread only
         self._ready: list[RequestOutput] = []  # outputs of the last step; used by the engine's thread only
@@ -331,9 +332,15 @@ class AsyncLLMEngine:
         limit = self._engine.options.max_queued
         if limit is not None and self._embeddings.qsize() >= limit:
             raise EngineOverloadedError(f"{limit} embeddings are waiting, the maximum (max_queued); try again later")
+        self._check_accepts(self._stopping)
         found: list[list[float]] = []
-        for prompt in prompts:
-            found += await self._call(partial(embed_prompts, self._engine, [prompt]), self._embeddings)
+        own = object()
+        self._embedding_clients.add(own)
+        try:
+            for prompt in prompts:
+                found += await self._call(partial(embed_prompts, self._engine, [prompt]), self._embeddings)
+        finally:
+            self._embedding_clients.discard(own)
         return found
 
     def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
@@ -350,15 +357,13 @@ class AsyncLLMEngine:
         """Run a function in the engine's thread and return its result.
 
         Args:
-            calls: queue that the function waits in; None: the queue of all calls that run before the next step.
+            calls: queue that the function waits in, also while the engine drains; None: the queue of all calls that run
+                before the next step.
 
         Raises:
             EngineStoppedError: the engine has stopped, or was not started. Errors of `function` are raised too.
         """
-        if self._thread is None and not self._stopping:
-            raise EngineStoppedError("the inference engine was not started: await engine.start() first")
-        if self._stopping or not self.is_healthy:
-            raise EngineStoppedError("the inference engine has stopped; build another one") from self.error
+        self._check_accepts(self._stopping and not (self._drains and calls is not None))
         done: Future[Any] = Future()
 
         def run() -> None:
@@ -383,9 +388,16 @@ class AsyncLLMEngine:
         finally:
             waiting.cancel()
 
+    def _check_accepts(self, is_stopping: bool) -> None:
+        """Raise an EngineStoppedError if the engine was not started, has failed, or `is_stopping`."""
+        if self._thread is None and not self._stopping:
+            raise EngineStoppedError("the inference engine was not started: await engine.start() first")
+        if is_stopping or not self.is_healthy:
+            raise EngineStoppedError("the inference engine has stopped; build another one") from self.error
+
     def _run(self) -> None:
         try:
-            while not self._stopping or (self._drains and self._has_work()):
+            while not self._stopping or (self._drains and (self._has_work() or self._embedding_clients)):
                 idle = not self._has_work() and not self._stopping
                 while idle and self._calls.empty() and self._engine.use_idle_time():
                     pass

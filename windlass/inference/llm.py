@@ -239,8 +239,8 @@ class LLM:
 
         Raises:
             RequestError: there is no tokenizer or no chat template, a part is not text, arguments of a call are not
-                JSON, the content format is unknown, or the template raises an error. Other errors are those of
-                `generate`.
+                JSON, the content format is unknown, the template raises an error, or a text is not valid Unicode. Other
+                errors are those of `generate`.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
@@ -266,7 +266,10 @@ class LLM:
             except Exception as error:  # templates raise errors of any kind
                 raise RequestError(f"the chat template refuses the messages: {error}", parameter="messages") from error
             texts.append(text)
-            prompts.append(self.tokenizer(text, add_special_tokens=False).input_ids)
+            try:
+                prompts.append(self.tokenizer(text, add_special_tokens=False).input_ids)
+            except (TypeError, UnicodeError) as error:  # a lone surrogate, as in a text of `generate`
+                raise RequestError(f"a message is not valid Unicode text: {error}", parameter="messages") from error
         outputs = self.generate(prompts, sampling_params, **arguments)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text

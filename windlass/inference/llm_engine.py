@@ -296,11 +296,15 @@ class LLMEngine:
         self._planner.set_policy(policy)
 
     def clear_prefix_cache(self) -> None:
-        """Finish started steps, pack changed weights again, and drop cached prefixes."""
+        """Finish started steps, pack changed weights again, and drop all keys and values.
+
+        Unfinished requests keep their tokens, and continue with the new weights.
+        """
         with own_modes():
             self.finish_started()
             self.runner.refresh_weights()
-        self._table.blocks.clear_cache()
+            # not only the cached prefixes: blocks of a running request are added to the cache as they become full
+            self._table.preempt_all()
 
     def close(self) -> None:
         """Cancel all requests and free the KV cache."""

@@ -26,7 +26,7 @@ from torch import nn
 from windlass.base.errors import CommunicationError, ConfigError, PeerError, WindlassError
 from windlass.comm.bootstrap import init_distributed
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.comm.point_to_point import wait_for_transfers
+from windlass.comm.point_to_point import as_bytes, wait_for_transfers
 from windlass.comm.rank_group import RankGroup, create_rank_group
 from windlass.comm.store_notes import StoreNotes
 from windlass.inference.step_batch import StepBatch
@@ -149,7 +149,7 @@ class RankChannel:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.numel():
                     values = tensor.detach().contiguous().cpu()
-                    self._control.broadcast(values.view(-1).view(torch.uint8))
+                    self._control.broadcast(as_bytes(values))
                     tensor.copy_(values)
 
     def _encode(self, command: RankCommand, body: torch.Tensor) -> list[torch.Tensor]:

@@ -76,15 +76,15 @@ class RequestFactory:
 
         Raises:
             RequestError: the prompt is neither valid Unicode text nor token ids of the vocabulary, or is text and there
-                is no tokenizer, or the tokenizer gives a token beyond the vocabulary.
+                is no tokenizer, or the tokenizer gives a token beyond the vocabulary, or none for a part of the text.
         """
         if not isinstance(prompt, str):
             ids = _token_ids(prompt)
-            wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+            wrong = next((token for token in ids if not 0 <= token < self._num_embeddings), None)
             if wrong is not None:
                 raise RequestError(
-                    f"token {wrong} of the prompt is not in the vocabulary of {self._vocab_size} tokens; give smaller "
-                    "ids, from 0",
+                    f"token {wrong} of the prompt is not in the vocabulary of {self._num_embeddings} tokens; give "
+                    "smaller ids, from 0",
                     parameter="prompt",
                 )
             return None, ids
@@ -94,11 +94,16 @@ class RequestFactory:
             ids = list(self._tokenizer(prompt).input_ids)
         except (TypeError, UnicodeError) as error:  # a lone surrogate, e.g. of bytes that are not UTF-8
             raise RequestError(f"the prompt is not valid Unicode text: {error}", parameter="prompt") from error
+        if None in ids:  # as from a slow tokenizer without an unknown token
+            raise RequestError(
+                "the tokenizer has no token for a part of the prompt, and no unk_token; leave that part out, or give a "
+                "tokenizer with an unk_token",
+                parameter="prompt",
+            )
         wrong = next((token for token in ids if not 0 <= token < self._num_embeddings), None)
         if wrong is not None:  # e.g. a token that was added to the tokenizer alone
-            shown = one_line(repr(self._tokenizer.decode([wrong])), 80)
             raise RequestError(
-                f"the tokenizer gives the token {wrong} ({shown}), and the model has a vocabulary of "
+                f"the tokenizer gives the token {wrong} ({self._show(wrong)}), and the model has a vocabulary of "
                 f"{self._num_embeddings} tokens; give the tokenizer of this model, or resize the model's embeddings "
                 "before it is served",
                 parameter="prompt",
@@ -179,7 +184,14 @@ class RequestFactory:
             found = {tuple(ids) for ids in self._tokenizer(texts, add_special_tokens=False).input_ids}
         except (TypeError, UnicodeError) as error:  # a lone surrogate, as in `encode`
             raise RequestError(f"bad_words is not valid Unicode text: {error}", parameter="bad_words") from error
-        return tuple(sorted(word for word in found if word))
+        # a word with a part for which a slow tokenizer has no token, and gives None, is never generated
+        return tuple(sorted(word for word in found if word and None not in word))
+
+    def _show(self, token: int) -> str:
+        try:
+            return one_line(repr(self._tokenizer.decode([token])), 80)
+        except Exception:  # tokenizers raise errors of any kind; the one about the token matters more
+            return "which it cannot decode"
 
     def _check_prompt(self, ids: Sequence[int], params: SamplingParams) -> None:
         if not ids:

@@ -115,14 +115,16 @@ class SequenceSampler:
         self._penalize(logits)
 
     def _penalize(self, logits: torch.Tensor) -> None:
-        params = self.params
+        params, size = self.params, logits.shape[0]
         if params.repetition_penalty != 1:
             if self._prompt_ids is None:
-                self._prompt_ids = torch.tensor(sorted(set(self.prompt)), dtype=torch.long, device=logits.device)
-            seen = torch.cat([self._prompt_ids, self._generated_ids(logits)]).unique()
-            score = logits[seen]
+                # a model may embed tokens that it has no logits for
+                seen = sorted({token for token in self.prompt if token < size})
+                self._prompt_ids = torch.tensor(seen, dtype=torch.long, device=logits.device)
+            ids = torch.cat([self._prompt_ids, self._generated_ids(logits)]).unique()
+            score = logits[ids]
             penalty = params.repetition_penalty
-            logits[seen] = torch.where(score > 0, score / penalty, score * penalty)
+            logits[ids] = torch.where(score > 0, score / penalty, score * penalty)
         if (params.presence_penalty or params.frequency_penalty) and self._counts:
             counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
             logits[self._generated_ids(logits)] -= counts * params.frequency_penalty + params.presence_penalty
@@ -274,13 +276,15 @@ def take_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[
 
     Args:
         logits: float32 `[rows, vocabulary]`.
-        tokens: one token for each row. Its log-probability is the first entry of the row's result.
+        tokens: one token for each row. Its log-probability is the first entry of the row's result; minus infinity for
+            a token of a prompt that the model embeds, but has no logit for.
         counts: number of likeliest tokens for each row.
     """
     logprobs = logits.log_softmax(dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    index, size = torch.tensor(tokens, device=logits.device)[:, None], logits.shape[-1]
+    own = logprobs.gather(1, index.clamp(max=size - 1)).masked_fill(index >= size, _LOWEST)
     ranks = (logprobs > own).sum(dim=-1) + 1
-    most = min(max(counts), logits.shape[-1])
+    most = min(max(counts), size)
     values, ids = logprobs.topk(most, dim=-1) if most else (own[:, :0], own[:, :0].long())
     results = []
     rows = zip(tokens, own[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), counts, strict=True)

@@ -158,6 +158,7 @@ class SamplingParams:
         self._check_lists()
 
     min_tokens_bans_eos: ClassVar[bool] = True  # `min_tokens` also bans end-of-sequence tokens, not only stop tokens
+    min_p_is_last: ClassVar[bool] = False  # `min_p` excludes tokens after `top_p`, not before `top_k`
 
     @property
     def is_greedy(self) -> bool:

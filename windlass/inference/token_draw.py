@@ -66,11 +66,12 @@ def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> in
     ids = None
     if 0 < params.top_k < len(scores):
         ids = np.flatnonzero(scaled.numpy() >= float(scaled.topk(params.top_k).values[-1]))
-    if params.min_p:  # a fraction of the likeliest token's weight, which is 1
-        likely = (weights if ids is None else weights[ids]) >= np.float32(params.min_p)
-        ids = np.flatnonzero(likely) if ids is None else ids[likely]
+    if params.min_p and not params.min_p_is_last:
+        ids = _likely(weights, ids, params.min_p)
     if params.top_p < 1:
         ids = _nucleus(weights, ids, params.top_p)
+    if params.min_p and params.min_p_is_last:
+        ids = _likely(weights, ids, params.min_p)
     if ids is None:
         return _invert_in_chunks(weights, uniform)
     return int(ids[_invert(weights[ids], uniform)])
@@ -91,7 +92,7 @@ def draw_together(scores: torch.Tensor, params: Sequence[SamplingParams], unifor
         places = upload(torch.tensor([max(limit - 1, 0) for limit in limits]), device)[:, None]
         lowest = ordered.gather(1, places).masked_fill(column(limits) == 0, -torch.inf)
         weights = weights.masked_fill(scaled < lowest, 0)
-    weights = weights.masked_fill(weights < column([p.min_p for p in params]), 0)
+    weights = weights.masked_fill(weights < column([0.0 if p.min_p_is_last else p.min_p for p in params]), 0)
     if any(p.top_p < 1 for p in params):
         ordered, ids = weights.double().sort(dim=-1, descending=True, stable=True)
         cumulative = ordered.cumsum(dim=-1)
@@ -100,6 +101,8 @@ def draw_together(scores: torch.Tensor, params: Sequence[SamplingParams], unifor
         dropped &= column([p.top_p for p in params]) < 1
         dropped[:, 0] = False
         weights = weights.masked_fill(torch.zeros_like(dropped).scatter(1, ids, dropped), 0)
+    if any(p.min_p and p.min_p_is_last for p in params):
+        weights = weights.masked_fill(weights < column([p.min_p if p.min_p_is_last else 0.0 for p in params]), 0)
     cumulative = weights.double().cumsum(dim=-1)
     places = torch.searchsorted(cumulative, column(uniforms, torch.float64) * cumulative[:, -1:], right=True)[:, 0]
     last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)
@@ -109,6 +112,12 @@ def draw_together(scores: torch.Tensor, params: Sequence[SamplingParams], unifor
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on the device. A copy to a GPU is queued, and the host does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _likely(weights: FloatArray, ids: IntArray | None, min_p: float) -> IntArray:
+    """Return the ids, of `ids` or of all tokens, with at least `min_p` of the likeliest token's weight, which is 1."""
+    likely = (weights if ids is None else weights[ids]) >= np.float32(min_p)
+    return np.flatnonzero(likely) if ids is None else ids[likely]
 
 
 def _nucleus(weights: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:

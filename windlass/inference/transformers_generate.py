@@ -116,11 +116,13 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
 
 
 class _TransformersParams(SamplingParams):
-    """Parameters with the rule of transformers' `generate`, whose `eos_token_id`s replace those of the model: the
-    model's own may be drawn at any time."""
+    """Parameters with the rules of transformers' `generate`: its `eos_token_id`s replace those of the model, whose own
+    may be drawn at any time; and the mass of `top_p` includes the tokens that `min_p` excludes.
+    """
 
     __slots__ = ()
     min_tokens_bans_eos = False
+    min_p_is_last = True
 
 
 def _make_params(config: Any, width: int, longest: int, window: int, ends: list[int]) -> SamplingParams:

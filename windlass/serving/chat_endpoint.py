@@ -128,7 +128,8 @@ class _ChatAnswer:
                     if plain is not None and piece.finish_reason is None:
                         yield plain.encode(answer.index, piece.text)
                         continue
-                    for event in self._piece_events(answer.index, state, piece):
+                    build = partial(self._piece_events, answer.index, state, piece)
+                    for event in await build_answer(piece.num_logprobs, build):
                         yield event
         if self.fields.wants_usage_event:
             usage = self.generation.usage()
@@ -141,7 +142,7 @@ class _ChatAnswer:
         fields = self.fields
         return not (self.choice.shown or fields.logprobs or fields.stream_options or fields.return_token_ids)
 
-    def _piece_events(self, index: int, state: _ChoiceState, piece: AnswerPiece) -> list[bytes]:
+    def _piece_events(self, index: int, state: _ChoiceState, piece: AnswerPiece, is_long: bool) -> list[bytes]:
         parsed = self.choice.limit_calls(state.parser.feed(piece.text, piece.finish_reason is not None))
         state.calls = max([state.calls, *(call.index + 1 for call in parsed.calls)])
         deltas: list[dict[str, Any]] = []
@@ -157,12 +158,19 @@ class _ChatAnswer:
         silent = AnswerPiece("", [], None, None, None, None)
         deltas = deltas or [{}]
         return [
-            self._event(index, delta, piece if number == len(deltas) - 1 else silent, state.calls)
+            self._event(index, delta, piece if number == len(deltas) - 1 else silent, state.calls, is_long=is_long)
             for number, delta in enumerate(deltas)
         ]
 
     def _event(
-        self, index: int, delta: dict[str, Any], piece: AnswerPiece | None, calls: int, *, is_first: bool = False
+        self,
+        index: int,
+        delta: dict[str, Any],
+        piece: AnswerPiece | None,
+        calls: int,
+        *,
+        is_first: bool = False,
+        is_long: bool = False,
     ) -> bytes:
         piece = piece or AnswerPiece("", [], None, None, None, None)
         choice = self._choice(index, "delta", delta, piece, calls)
@@ -173,7 +181,7 @@ class _ChatAnswer:
             event["prompt_token_ids"] = self.generation.prompts[0]
         if self.fields.wants_usage_event or self.fields.wants_usage_in_each_event:
             event["usage"] = self.generation.usage() if self.fields.wants_usage_in_each_event else None
-        return encode_event(event)
+        return encode_event(event, is_long=is_long)
 
     def _choice(self, index: int, kind: str, content: Any, piece: AnswerPiece, calls: int) -> dict[str, Any]:
         logprobs = None

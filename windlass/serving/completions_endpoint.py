@@ -143,16 +143,16 @@ class _Completion:
 
     def _response(self, outputs: list[RequestOutput], is_long: bool) -> Response:
         choices = [
-            self._choice(output, index * len(output.outputs) + one.index, one)
-            for index, output in enumerate(outputs)
+            self._choice(prompt, output, prompt * len(output.outputs) + one.index, one)
+            for prompt, output in enumerate(outputs)
             for one in sorted(output.outputs, key=lambda one: one.index)
         ]
         body = {**self.generation.head(_KIND), "choices": choices, "usage": self._usage()}
         return json_response(body, is_long=is_long)
 
-    def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, prompt: int, output: RequestOutput, index: int, answer: CompletionOutput) -> dict[str, Any]:
         piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, None, answer.finish_reason, None)
-        choice = self._piece_as_json(output, index, piece, is_first=True)
+        choice = self._piece_as_json(prompt, output, index, piece, is_first=True)
         if self.fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_as_json(output)
         return choice
@@ -171,9 +171,10 @@ class _Completion:
                         continue
                     is_first = index not in begun
                     begun.add(index)
-                    build = partial(self._event, head, output, index, piece, is_first=is_first)
+                    build = partial(self._event, head, prompt, output, index, piece, is_first=is_first)
                     # only the first event can have the prompt
-                    yield await build_answer(count_entries([output]), build) if is_first else build(False)
+                    entries = count_entries([output]) if is_first else piece.num_logprobs
+                    yield await build_answer(entries, build)
         if self.fields.wants_usage_event:
             yield encode_event({**head, "choices": [], "usage": self._usage()})
         yield DONE
@@ -181,6 +182,7 @@ class _Completion:
     def _event(
         self,
         head: dict[str, Any],
+        prompt: int,
         output: RequestOutput,
         index: int,
         piece: AnswerPiece,
@@ -188,7 +190,7 @@ class _Completion:
         *,
         is_first: bool,
     ) -> bytes:
-        choice = self._piece_as_json(output, index, piece, is_first=is_first)
+        choice = self._piece_as_json(prompt, output, index, piece, is_first=is_first)
         event = {**head, "choices": [choice]}
         if self.fields.wants_usage_event or self.fields.wants_usage_in_each_event:
             event["usage"] = self._usage() if self.fields.wants_usage_in_each_event else None
@@ -200,41 +202,37 @@ class _Completion:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def _echo(self, output: RequestOutput) -> str:
-        prompt = self._prompt_of(output)
+    def _echo(self, prompt: int, output: RequestOutput) -> str:
         text = self._echoes.get(prompt, self.texts[prompt])
         if text is None:
             text = "" if self.tokenizer is None else str(self.tokenizer.decode(output.prompt_token_ids))
             self._echoes[prompt] = text
         return text
 
-    def _echo_offsets(self, output: RequestOutput) -> list[int]:
+    def _echo_offsets(self, prompt: int, output: RequestOutput) -> list[int]:
         """Return the offset of each prompt token in the prompt's text. The text of a prompt that
         came as token ids includes special tokens.
         """
         if self.tokenizer is None:
             return [0] * len(output.prompt_token_ids)
-        has_text = self.texts[self._prompt_of(output)] is not None
+        has_text = self.texts[prompt] is not None
         return text_offsets(self.tokenizer, output.prompt_token_ids, skip_special_tokens=has_text)
 
-    def _prompt_of(self, output: RequestOutput) -> int:
-        return next(index for index, one in self.generation.outputs.items() if one is output)
-
     def _piece_as_json(
-        self, output: RequestOutput, index: int, piece: AnswerPiece, *, is_first: bool
+        self, prompt: int, output: RequestOutput, index: int, piece: AnswerPiece, *, is_first: bool
     ) -> dict[str, Any]:
         text, tokens = piece.text, piece.tokens
         rows: list[TokenLogprobs | None] = [*(piece.logprobs or [])]
-        begin = len(self._echo(output)) if self.fields.echo else 0
+        begin = len(self._echo(prompt, output)) if self.fields.echo else 0
         offsets = [begin + offset for offset in piece.text_offsets or [0] * len(tokens)]
         if self._prompt_only:
             text, tokens, rows, offsets = "", [], [], []
         if is_first and self.fields.echo:
-            text = self._echo(output) + text
+            text = self._echo(prompt, output) + text
             tokens = [*output.prompt_token_ids, *tokens]
             rows = [*(output.prompt_logprobs or []), *rows]
             if self.fields.logprobs is not None:
-                offsets = [*self._echo_offsets(output), *offsets]
+                offsets = [*self._echo_offsets(prompt, output), *offsets]
         shown = None
         if self.fields.logprobs is not None:
             shown = self._logprobs.completion(tokens, rows, self.fields.logprobs, offsets)

@@ -36,6 +36,11 @@ class AnswerPiece:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
 
+    @property
+    def num_logprobs(self) -> int:
+        """Number of log-probabilities: many if the client has read slowly, since a piece has all that is new."""
+        return sum(map(len, self.logprobs or ()))
+
 
 @dataclass
 class AnswerProgress:
@@ -262,7 +267,8 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
         field: name of the request's field with the text.
 
     Raises:
-        ApiError: the model has no tokenizer, the text is not valid Unicode, or it cannot fit the context window.
+        ApiError: the model has no tokenizer, or none that has tokens for all of the text; the text is not valid
+            Unicode, or cannot fit the context window.
     """
     tokenizer, window = context.engine.tokenizer, context.engine.max_model_len
     if tokenizer is None:
@@ -277,12 +283,20 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
             code="context_length_exceeded",
         )
     try:
-        return list(
+        ids: list[int] = list(
             await context.in_tokenizer_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
         )
     except (TypeError, UnicodeError) as error:
         # e.g. a lone surrogate that a template decoded from a nested escape sequence
         raise ApiError(400, f"the text of the prompt is not valid Unicode: {error}", code="invalid_text") from error
+    if None in ids:
+        raise ApiError(
+            400,
+            "the model's tokenizer has no token for a part of the text, and no unk_token; leave that part out",
+            parameter=field,
+            code="invalid_text",
+        )
+    return ids
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -85,6 +86,18 @@ def _fields_renamed() -> Iterator[None]:
         ) from raised
 
 
+@dataclass(frozen=True)
+class _Change:
+    """Events of one addition to the items.
+
+    Attributes:
+        entries: number of log-probabilities that the addition has.
+    """
+
+    events: list[dict[str, Any]]
+    entries: int
+
+
 @dataclass
 class _Answer:
     """Answer to one request: as one response object, or as a stream of events."""
@@ -101,9 +114,8 @@ class _Answer:
         async with contextlib.aclosing(self._changes()) as changes:
             async for _ in changes:
                 pass
-        entries = count_entries(self.generation.outputs.values())
         body = self._body(self.items.status)
-        return await build_answer(entries, lambda is_long: json_response(body, is_long=is_long))
+        return await build_answer(self._count_entries(), lambda is_long: json_response(body, is_long=is_long))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._changes()) as changes:
@@ -111,20 +123,31 @@ class _Answer:
                 if not self.events_sent:
                     # sent only once the engine has accepted the request, so that an earlier error has an HTTP status
                     for kind in ("created", "in_progress"):
-                        yield self._encode({"type": f"response.{kind}", "response": self._body("in_progress")})
-                for event in change:
-                    yield self._encode(event)
-        yield self._encode({"type": f"response.{self.items.status}", "response": self._body(self.items.status)})
+                        yield self._encode({"type": f"response.{kind}", "response": self._body("in_progress")}, False)
+                # the events that end an item repeat the log-probabilities of all its events
+                ends_item = any(event["type"].endswith(".done") for event in change.events)
+                entries = self._count_entries() if ends_item else change.entries
+                for event in change.events:
+                    yield await build_answer(entries, partial(self._encode, event))
+        last = {"type": f"response.{self.items.status}", "response": self._body(self.items.status)}
+        yield await build_answer(self._count_entries(), partial(self._encode, last))
 
-    async def _changes(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Generate the answer. Add new text to the items, and yield the events of each addition."""
+    async def _changes(self) -> AsyncGenerator[_Change, None]:
+        """Generate the answer. Add new text to the items, and yield each addition."""
         progress, parser = AnswerProgress(), self.choice.new_parser()
         async with contextlib.aclosing(self.generation.stream()) as outputs:
             async for _, output in outputs:
                 piece = progress.advance(output.outputs[0])
-                yield self._add(parser, piece) if piece is not None else []
+                if piece is None:
+                    yield _Change([], 0)
+                    continue
+                events = await build_answer(piece.num_logprobs, partial(self._add, parser, piece))
+                yield _Change(events, piece.num_logprobs)
 
-    def _add(self, parser: ToolCallParser, piece: AnswerPiece) -> list[dict[str, Any]]:
+    def _count_entries(self) -> int:
+        return count_entries(self.generation.outputs.values())
+
+    def _add(self, parser: ToolCallParser, piece: AnswerPiece, is_long: bool) -> list[dict[str, Any]]:
         parsed = self.choice.limit_calls(parser.feed(piece.text, piece.finish_reason is not None))
         if self.fields.shows_logprobs and piece.logprobs:
             top = self.fields.top_logprobs or 0
@@ -136,9 +159,10 @@ class _Answer:
             events += self.items.finish("incomplete" if piece.finish_reason == "length" else "completed")
         return events
 
-    def _encode(self, event: dict[str, Any]) -> bytes:
+    def _encode(self, event: dict[str, Any], is_long: bool) -> bytes:
         self.events_sent += 1
-        return encode_event({**event, "sequence_number": self.events_sent - 1}, name=event["type"])
+        numbered = {**event, "sequence_number": self.events_sent - 1}
+        return encode_event(numbered, name=event["type"], is_long=is_long)
 
     def _body(self, status: str) -> dict[str, Any]:
         fields, ended = self.fields, status != "in_progress"
