@@ -12,6 +12,7 @@ from tests.tiny_causal_configs import VOCABULARY, make_tiny_model
 from windlass.base.errors import ModelError
 from windlass.compress.block_calibration import BlockCalibration, CalibratedBlock, InputStatistics
 from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.post_training import RoundingOptions, compress_directory
 
 
 def batches() -> list[Tensor]:
@@ -99,6 +100,24 @@ class Experts(nn.Module):
                 out[rows] = out[rows] + expert["down"](torch.relu(expert["gate"](given)) * expert["up"](given))
         found: Tensor = self.last(out)
         return found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([torch.arange(6, 18)], r"batch 0 is torch.int64 \(12,\); give ids"),
+        ([torch.ones(2, 12)], r"batch 0 is torch.float32 \(2, 12\)"),
+        ([[5, 6, 7]], "batch 0 is list"),
+        ([torch.full((2, 12), 6), torch.full((1, 12), 6)], r"batch 1 is \(1, 12\), the first one \(2, 12\)"),
+        ([torch.full((0, 12), 6)], r"batch 0 is \(0, 12\)"),
+        ([torch.full((2, 12), 6), torch.full((2, 12), VOCABULARY)], rf"batch 1 of 2 rows .* ids up to {VOCABULARY}"),
+    ],
+    ids=str,
+)
+def test_batches_that_are_no_text_of_the_model_are_refused(wrong: list[Tensor], said: str, tmp_path: Path) -> None:
+    make_tiny_model("llama").save_pretrained(tmp_path / "wide")
+    with pytest.raises(ModelError, match=said):
+        compress_directory(tmp_path / "wide", tmp_path / "out", "int8", RoundingOptions("gptq"), batches=wrong)
 
 
 def test_experts_that_only_later_batches_reach_are_calibrated() -> None:

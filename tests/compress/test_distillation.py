@@ -14,7 +14,12 @@ from torch.nn import functional as F
 
 from windlass.base.errors import ConfigError, DataError, ModelError
 from windlass.compress.distillation import PROJECTION, Distillation, block_names, check_tokenizers
-from windlass.compress.distillation_losses import TopProbabilities, logits_divergence
+from windlass.compress.distillation_losses import (
+    TopProbabilities,
+    attention_divergence,
+    hidden_difference,
+    logits_divergence,
+)
 from windlass.compress.engine_steps import check_distillation
 from windlass.compress.teacher_cache import TeacherCache
 from windlass.config.distillation_section import DistillationConfig
@@ -86,6 +91,34 @@ def test_excluded_classes_add_nothing(count: int | None, reverse: bool) -> None:
     assert student.grad is not None
     torch.testing.assert_close(student.grad[:, :3], twin.grad)
     assert not student.grad[:, 3:].any()
+
+
+@pytest.mark.parametrize("kind", ["logits", "top", "hidden", "attention"])
+def test_positions_that_do_not_count_may_hold_nan(kind: str) -> None:
+    torch.manual_seed(2)
+    student, teacher = torch.randn(2, 3, 5, 5).softmax(-1), torch.randn(2, 3, 5, 5).softmax(-1)
+    counted = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    if kind != "attention":
+        student, teacher = student[:, 0], teacher[:, 0]
+    found = []
+    for filled in (0.2, float("nan")):
+        own, other = student.clone(), teacher.clone()
+        for one in (own, other):
+            (one.movedim(1, 2) if kind == "attention" else one)[0, :2] = filled
+        own.requires_grad_()
+        if kind == "hidden":
+            loss = hidden_difference(own, other, counted)
+        elif kind == "attention":
+            loss = attention_divergence(own, other, counted)
+        elif kind == "top":
+            values, indices = other.log_softmax(-1).topk(2)
+            loss = logits_divergence(own, TopProbabilities(values, indices, 1.0, 5), counted=counted)
+        else:
+            loss = logits_divergence(own, other, counted=counted)
+        loss.backward()
+        found.append((loss.detach(), own.grad))
+    (loss, grad), (other_loss, other_grad) = found
+    assert float(loss) > 0 and torch.equal(loss, other_loss) and torch.equal(grad, other_grad)
 
 
 def llama(layers: int, width: int = 16, seed: int = 0, **more: Any) -> Any:

@@ -138,6 +138,21 @@ def test_gptq_activation_order_is_loaded_as_floats(tmp_path: Path) -> None:
         assert packed.format.name == "fp32" and torch.equal(packed.unpack(), weight)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("factor", [2.0**-24, 2.0**24])
+def test_scales_outside_of_float16_keep_their_numbers(bits: int, factor: float, tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    entry = {"quant_method": "gptq", "bits": bits, "group_size": 32}
+    weights = quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, False)
+    file, layer = tmp_path / "packed" / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    tensors = load_file(file)
+    tensors[f"{layer}.scales"] = tensors[f"{layer}.scales"].float() * factor
+    save_file(tensors, file)
+    found = load_packed_model(tmp_path / "packed")
+    assert torch.equal(found.get_submodule(layer).unpack(), weights[layer] * factor)
+    assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == f"int{bits}_g32_zp"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -18,6 +18,7 @@ from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress import layer_importance
 from windlass.compress.block_calibration import InputStatistics
+from windlass.compress.conv1d_layers import use_linear_class
 from windlass.compress.layer_importance import (
     block_influences,
     choose_layers,
@@ -32,6 +33,7 @@ from windlass.compress.low_rank import factorize_linear_layers, low_rank_factors
 from windlass.compress.low_rank_config import apply_ranks
 from windlass.compress.merge_models import dare_merge, linear_merge, merge_models, spherical_merge, ties_merge
 from windlass.compress.packed_model import load_packed_model
+from windlass.compress.prune_model import prune_model
 
 BATCHES = [torch.arange(3, 23).view(2, 10)]
 
@@ -86,6 +88,12 @@ def test_layers_without_effect_are_chosen() -> None:
         return nn.functional.mse_loss(one(batch, use_cache=False).logits, wanted)
 
     assert choose_layers(model, 2, BATCHES, distance) == [1, 4]
+
+
+def test_a_text_without_a_loss_is_refused() -> None:
+    one_token = [torch.arange(4, 8)[:, None]]  # nothing to predict
+    with pytest.raises(ConfigError, match="the loss on the calibration text is nan.*rows of at least two tokens"):
+        choose_layers(deep(layers=5), 2, one_token)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "influence", "spaced"])
@@ -313,6 +321,37 @@ def test_a_layer_used_in_two_places_is_factorized_in_both() -> None:
     apply_ranks(loaded, {"first": 4, "first.1": 2})
     assert loaded.last is loaded.first and isinstance(loaded.first, nn.Sequential)
     assert isinstance(loaded.first[1], nn.Sequential)
+
+
+def test_layers_that_share_a_weight_share_its_factors(tmp_path: Path) -> None:
+    model = make_tiny_model("zamba")  # two blocks share the weights of their attention
+    ids = BATCHES[0]
+    ranks = factorize_linear_layers(model, 0.5, lambda name: "shared_transf" in name, batches=[ids])
+    one, other = (model.get_submodule(name) for name in ranks if name.endswith("q_proj"))
+    assert one is not other and all(a.weight is b.weight for a, b in zip(one, other, strict=True))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load_packed_model(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_factorized_models_lose_layers_and_are_saved(tmp_path: Path) -> None:
+    model = deep()
+    factorize_linear_layers(model, 0.5, lambda name: "mlp" in name)
+    prune_model(model, {"layers": 1}, batches=BATCHES)
+    with pytest.raises(ConfigError, match=r"prune heads = 1, but layers .* in two factors .*; prune before"):
+        prune_model(model, {"heads": 1}, importance="magnitude")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load_packed_model(tmp_path)(BATCHES[0]).logits, model(BATCHES[0]).logits)
+
+
+def test_factorized_layers_of_a_family_with_its_own_linear_class_are_loaded(tmp_path: Path) -> None:
+    model = build("falcon").eval()
+    use_linear_class(model)  # as windlass loads it
+    assert factorize_linear_layers(model, 0.5)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load_packed_model(tmp_path)(BATCHES[0]).logits, model(BATCHES[0]).logits)
 
 
 def test_factorized_models_are_saved_with_their_ranks(tmp_path: Path) -> None:

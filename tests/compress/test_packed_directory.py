@@ -229,6 +229,28 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path) -> None:
     assert read_files(tmp_path / "packed") == read_files(tmp_path / "whole")
 
 
+def test_files_of_a_stopped_run_in_the_source_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "wide")
+    for name in ("plan.json", "journal"):  # as a process leaves them that is stopped right after the renaming
+        (tmp_path / "wide" / name).write_text("{}")
+    packed: list[str] = []
+
+    def pack(layer: str, weight: torch.Tensor, form: Any) -> Any:
+        packed.append(layer)
+        return form.pack(weight)
+
+    def stop(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partial_directory, "replace_directory", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8", pack=pack)
+    packed.clear()
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8", pack=pack)
+    assert not packed  # the run continued
+
+
 def read_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -328,6 +350,70 @@ def test_groups_in_activation_order_have_their_own_features(tmp_path: Path) -> N
     wanted = (coded.codes.float() - 8) * coded.scale.float()[:, order]
     assert torch.equal(found.get_submodule(layer).weight, wanted) and not torch.equal(plain.weight, wanted)
     assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == "int4_g32"
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int8_g32_zp"])
+def test_scales_outside_of_float16_keep_their_numbers(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", name)
+    first, second = (f"model.layers.0.self_attn.{one}_proj" for one in "qk")
+    before = load_packed_model(tmp_path / "packed")
+    scales = {one: before.get_submodule(one).packed()["weight_scale"].float() for one in (first, second)}
+    edited(tmp_path / "packed", {}, {
+        f"{first}.weight_scale": scales[first] * 2.0**-24, f"{second}.weight_scale": scales[second] * 2.0**24,
+    })  # fmt: skip
+    found = load_packed_model(tmp_path / "packed")
+    for one, factor in ((first, 2.0**-24), (second, 2.0**24)):
+        assert torch.equal(found.get_submodule(one).unpack(), before.get_submodule(one).unpack() * factor)
+    edited(tmp_path / "packed", {}, {f"{first}.weight_scale": scales[first] * float("inf")})
+    with pytest.raises(ModelError, match=r"q_proj\.weight_scale has values outside of the range of torch\.float16"):
+        load_packed_model(tmp_path / "packed")
+
+
+def with_own_head(directory: Path) -> Any:
+    """Write a model whose configuration ties its head, and whose files have another one."""
+    saved(directory, "llama")
+    tensors = load_file(directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def test_a_stored_head_that_the_configuration_ties_is_kept(tmp_path: Path) -> None:
+    model = with_own_head(tmp_path / "wide")
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8_g32", head=True)
+    assert report.layers["lm_head"] == "int8_g32"
+    assert not json.loads((tmp_path / "packed" / "config.json").read_text())["tie_word_embeddings"]
+    rounds = [
+        load_packed_model(tmp_path / "packed"),
+        load_rounded_model(tmp_path / "wide", "int8_g32", everything=True),
+    ]
+    with torch.no_grad():
+        for found in rounds:
+            difference = (found(IDS).logits - model(IDS).logits).abs().max()
+            assert float(difference) < 0.05 * float(model(IDS).logits.abs().max())
+
+
+def test_a_stored_copy_of_the_embedding_stays_tied(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    file, path = tmp_path / "wide" / "model.safetensors", tmp_path / "wide" / "config.json"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8_g32", head=True)
+    assert report.kept == {"lm_head": "it shares another tensor"}
+    found = load_packed_model(tmp_path / "packed")
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+
+
+def test_a_head_that_shares_an_embedding_of_another_class_stays_wide(tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide", "gemma3")  # the embedding multiplies its outputs
+    found = load_rounded_model(tmp_path / "wide", "int8", everything=True)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert isinstance(found.model.layers[0].mlp.up_proj, PackedLinear)
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, rounded(model, body("int8"))(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_targets_are_names_expressions_or_the_class(tmp_path: Path) -> None:

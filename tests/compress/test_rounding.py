@@ -24,6 +24,7 @@ from windlass.compress.integer_grid import (
     half_quadratic_grid,
     plain_grid,
 )
+from windlass.compress.low_rank import factorize_linear_layers
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_model import load_packed_model
 from windlass.compress.post_training import METHODS, RoundingOptions, compress_directory
@@ -245,6 +246,23 @@ def test_folded_scales_preserve_every_family(name: str, tmp_path: Path) -> None:
     assert divergence(model, load_packed_model(tmp_path / "int8")) < 2e-3
 
 
+@pytest.mark.parametrize(("name", "folds"), [("gemma3", False), ("llama", True)])
+def test_folds_are_checked_beside_a_token_of_large_hidden_states(name: str, folds: bool, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide", name, head_dim=16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1, 5] = 4000.0  # as first tokens of trained models have them
+    model.save_pretrained(tmp_path / "wide")
+    batches = [torch.cat([torch.ones_like(batch[:, :1]), batch[:, 1:].clamp(min=2)], 1) for batch in text()]
+    options = RoundingOptions("rtn", smooth=True)
+    compress_directory(tmp_path / "wide", tmp_path / "int8", "int8_g32", options, batches=batches)
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("wide", "int8"))
+    norms = [one for one in before if one.endswith("input_layernorm.weight")]
+    assert [not torch.equal(before[one], after[one]) for one in norms] == [folds] * len(norms)
+    with torch.no_grad():
+        wanted, found = (one(batches[0]).logits[:, 1:] for one in (model, load_packed_model(tmp_path / "int8")))
+    assert float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
 def test_smoothing_preserves_the_function_before_rounding(
     wide: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +353,14 @@ def test_rotation_of_a_classifier_is_refused(tmp_path: Path) -> None:
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "wide")
     with pytest.raises(ModelError, match="has the tensor 'score.weight', e.g. of a classifier"):
         compress_directory(tmp_path / "wide", tmp_path / "no", "int8", RoundingOptions(rotate=True))
+
+
+def test_rotation_of_factorized_layers_is_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    factorize_linear_layers(model, 0.5, lambda name: "mlp" in name)
+    model.save_pretrained(tmp_path / "wide")
+    with pytest.raises(ModelError, match="has layers in two factors.*leave out rotate"):
+        compress_directory(tmp_path / "wide", tmp_path / "out", "int8", RoundingOptions("rtn", rotate=True))
 
 
 def test_values_of_each_head_are_rotated_with_the_columns_that_read_them(tmp_path: Path) -> None:

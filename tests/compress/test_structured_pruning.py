@@ -19,6 +19,7 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.base.module_modes import evaluating
 from windlass.compress.layer_importance import remove_layers
 from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.packed_model import load_packed_model
 from windlass.compress.prune_directory import load_wide_model
 from windlass.compress.prune_model import prune_model
 from windlass.compress.pruned_config import PRUNING_ENTRY, describe_widths
@@ -34,6 +35,32 @@ ROWS = [
     *((name, "heads") for name in ("llama", "qwen3", "phi3", "gemma2", "cohere", "gpt_neox", "gpt2", "opt", "bert")),
     *((name, "groups") for name in ("llama", "qwen3", "gemma3", "mixtral", "phi3")),
 ]
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon", "gpt_bigcode"])
+def test_the_only_key_head_stays(name: str, tmp_path: Path) -> None:
+    model: Any = build(name, **({"num_key_value_heads": 1} if name == "llama" else {})).eval()
+    smaller, masked, _ = pruned_and_masked(model, "heads", 1)
+    prune_model(model, {"heads": 1}, importance="magnitude")
+    model.save_pretrained(tmp_path)
+    own = PRUNING_ENTRY in ModelDirectory(tmp_path).config
+    loaded = load_packed_model(tmp_path) if own else AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = masked(IDS).logits
+        for found in (smaller, model, loaded):
+            torch.testing.assert_close(found(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [("heads", "groups"), ("groups", "heads")])
+def test_heads_with_keys_of_their_own_are_removed_under_both_names(kinds: tuple[str, str], tmp_path: Path) -> None:
+    model: Any = build("gpt2", n_head=4).eval()
+    for kind in kinds:
+        prune_model(model, {kind: 1}, importance="magnitude")
+    model.save_pretrained(tmp_path)
+    loaded = load_packed_model(tmp_path)
+    assert loaded.transformer.h[0].attn.num_heads == 2
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
 def pruned_and_masked(model: Any, kind: str, share: float = 0.5) -> tuple[Any, Any, list[UnitGroup]]:

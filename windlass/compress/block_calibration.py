@@ -261,7 +261,8 @@ class BlockCalibration:
         group: ranks that calibrate together; None: this rank alone.
 
     Raises:
-        ModelError: there are no batches, they differ in shape, or the model has no list of blocks with linear layers.
+        ModelError: there are no batches, they are not token ids of one shape, or the model has no list of blocks with
+            linear layers.
     """
 
     directory: ModelDirectory
@@ -276,8 +277,7 @@ class BlockCalibration:
     _tied: dict[str, list[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.batches or any(batch.shape != self.batches[0].shape for batch in self.batches):
-            raise ModelError("calibration needs batches of token ids of one shape; give some text")
+        check_batches(self.batches)
         self.model = build_empty(self.directory, trust_remote_code=self.trust_remote_code).eval()
         self.prefix = find_blocks(self.model)
         self._names = CheckpointNames(self.model, self.directory.places)
@@ -296,7 +296,8 @@ class BlockCalibration:
         """Compute the hidden states before the first block, and the other arguments of each block.
 
         Raises:
-            ModelError: the model is not a chain of blocks that pass on only hidden states.
+            ModelError: the model is not a chain of blocks that pass on only hidden states, or a batch has ids or
+                positions that the model lacks.
         """
         with torch.no_grad():
             names, head = self._names.source_of, self._head_names()
@@ -404,6 +405,12 @@ class BlockCalibration:
                 self.model(batch, use_cache=False)
             except _Stopped:
                 pass
+            except IndexError as error:  # tables of tokens and positions raise it
+                raise ModelError(
+                    f"{self.directory.path} cannot run the calibration batch {number} of {len(batch)} rows of "
+                    f"{batch.shape[1]} tokens with ids up to {int(batch.max())}: {error}; give ids below the size of "
+                    "its vocabulary, and rows that are not longer than its positions"
+                ) from error
             finally:
                 for stop in stops:
                     stop.remove()
@@ -416,6 +423,27 @@ class BlockCalibration:
             self._hidden.append(log.first)
             first = self._calls[0] if self._calls else log.calls
             self._calls.append([_share_call(call, other) for call, other in zip(log.calls, first, strict=True)])
+
+
+def check_batches(batches: Sequence[Any]) -> None:
+    """Check that a calibration text is tensors of token ids `[rows, length]` of one shape.
+
+    Raises:
+        ModelError: there are no batches, or a batch is something else.
+    """
+    for number, batch in enumerate(batches):
+        kind = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+        if not isinstance(batch, Tensor) or batch.dim() != 2 or batch.dtype not in (torch.int32, torch.int64):
+            raise ModelError(
+                f"calibration needs batches of token ids, int64 [rows, length], and batch {number} is {kind}; give ids"
+            )
+        if batch.shape != batches[0].shape or not batch.numel():
+            raise ModelError(
+                f"calibration needs batches of token ids of one shape, and batch {number} is {tuple(batch.shape)}, the "
+                f"first one {tuple(batches[0].shape)}; cut or pad the text to rows of one length"
+            )
+    if not batches:
+        raise ModelError("calibration needs batches of token ids of one shape; give some text")
 
 
 def _share_call(call: BlockArguments, other: BlockArguments) -> BlockArguments:

@@ -49,7 +49,7 @@ def logits_divergence(
         student, teacher: logits `[..., classes]`; computed in float32. Classes with the logit -inf in the first
             argument of KL add nothing.
         reverse: KL(student, teacher) instead.
-        counted: positions that count, `[...]`; None: all.
+        counted: positions that count, `[...]`; None: all. Values at other positions, NaN included, add nothing.
 
     Raises:
         ConfigError: `TopProbabilities` are of another temperature.
@@ -59,11 +59,12 @@ def logits_divergence(
             f"temperature is {temperature:g}, but the teacher's probabilities are of temperature "
             f"{teacher.temperature:g}; use one temperature for both"
         )
-    own = F.log_softmax(student.float() / temperature, -1)
+    left_out = None if counted is None else counted.to(student.device)[..., None] == 0
+    own = F.log_softmax(_cleared(student.float() / temperature, left_out), -1)
     if isinstance(teacher, TopProbabilities):
-        own, wanted = _with_rest(own, teacher)
+        own, wanted = _with_rest(own, teacher, left_out)
     else:
-        wanted = F.log_softmax(teacher.float() / temperature, -1)
+        wanted = F.log_softmax(_cleared(teacher.float() / temperature, left_out), -1)
     first, second = (own, wanted) if reverse else (wanted, own)
     # 0 * log 0 is 0, not NaN
     difference = (first - second).masked_fill(first == float("-inf"), 0)
@@ -79,13 +80,19 @@ def attention_divergence(student: Tensor, teacher: Tensor, counted: Tensor | Non
         counted: queries that count, `[batch, queries]`.
     """
     wanted, own = teacher.float(), student.float()
+    if counted is not None:
+        left_out = counted.to(own.device)[:, None, :, None] == 0
+        wanted, own = wanted.masked_fill(left_out, 0), own.masked_fill(left_out, 0)
     each = (wanted * (wanted.clamp(min=_LEAST).log() - own.clamp(min=_LEAST).log())).sum(-1).mean(1)
     return mean_of(each, counted)
 
 
 def hidden_difference(student: Tensor, teacher: Tensor, counted: Tensor | None = None) -> Tensor:
     """Return the mean squared difference of hidden states `[batch, ..., features]` over features and positions."""
-    return mean_of((student.float() - teacher.float()).square().mean(-1), counted)
+    difference = student.float() - teacher.float()
+    if counted is not None:
+        difference = _cleared(difference, counted.to(difference.device)[..., None] == 0)
+    return mean_of(difference.square().mean(-1), counted)
 
 
 def mean_of(values: Tensor, counted: Tensor | None) -> Tensor:
@@ -96,11 +103,18 @@ def mean_of(values: Tensor, counted: Tensor | None) -> Tensor:
     return (values * weights).sum() / weights.sum().clamp(min=1)
 
 
-def _with_rest(own: Tensor, teacher: TopProbabilities) -> tuple[Tensor, Tensor]:
+def _cleared(fresh: Tensor, left_out: Tensor | None) -> Tensor:
+    """Set values at positions that do not count to 0, in place: a model may compute NaN for padding, and a weight of 0
+    would leave NaN in the sum and in the gradient."""
+    return fresh if left_out is None else fresh.masked_fill_(left_out, 0)
+
+
+def _with_rest(own: Tensor, teacher: TopProbabilities, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return two tensors of log-probabilities, of the student and of the teacher: those of the teacher's most probable
     classes, then one entry for all other classes together, if there are any.
     """
     indices, wanted = teacher.indices.to(own.device), teacher.values.to(own.device, torch.float32)
+    wanted = wanted if left_out is None else wanted.masked_fill(left_out, 0)
     largest = own.gather(-1, indices)
     if indices.shape[-1] >= teacher.classes:
         return largest, wanted

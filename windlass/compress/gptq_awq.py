@@ -17,7 +17,7 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.compress.model_directory import ModelDirectory
 from windlass.kernels.bit_packing import unpack_words
-from windlass.kernels.coded_formats import CodedWeightFormat, GroupCodes
+from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, GroupCodes, fits_scale_dtype
 from windlass.kernels.weight_format import PackedWeight, get_weight_format, list_weight_formats
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output feature in each nibble of a packed word, lowest nibble first
@@ -34,8 +34,8 @@ def read_packed_layer(
 ) -> tuple[str, PackedWeight, set[str]]:
     """Return the format of a layer, its packed tensors, and the names of its tensors in the files.
 
-    A layer whose features are ordered by activation (`desc_act`), so that its groups are scattered, has no packed
-    form: it is returned as float32, with the same values.
+    A layer whose features are ordered by activation (`desc_act`), so that its groups are scattered, or whose scales are
+    outside of the range of float16, has no packed form: it is returned as float32, with the same values.
 
     Args:
         entry: `quantization_config`.
@@ -76,9 +76,11 @@ def read_packed_layer(
     groups, columns = scales.shape[1], codes.shape[1]
     group = None if size in (-1, None) or groups == 1 else int(size)
     straight = torch.arange(columns) // (group or columns)
-    if order is not None and not torch.equal(order.to(torch.int64), straight):
-        logger.warning("layer %s has groups of scattered features (desc_act), and is held in float32", layer)
-        places = order.to(torch.int64)
+    is_scattered = order is not None and not torch.equal(order.to(torch.int64), straight)
+    if is_scattered or not (fits_scale_dtype(scales) or (bits, group) == (8, None)):
+        reason = "groups of scattered features (desc_act)" if is_scattered else f"scales outside of {SCALE_DTYPE}"
+        logger.warning("layer %s has %s, and is held in float32", layer, reason)
+        places = straight if order is None else order.to(torch.int64)
         wide = (codes.float() - zeros.float()[:, places]) * scales.float()[:, places]
         return "fp32", {"weight": wide}, set(names.values())
     symmetric = bool((zeros == 2 ** (bits - 1)).all())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from windlass.base.errors import ConfigError
-from windlass.compress.block_calibration import CalibratedBlock
+from windlass.compress.block_calibration import CalibratedBlock, check_batches
 from windlass.compress.fake_rounding import straight_through
 from windlass.compress.integer_grid import IntegerGrid
 from windlass.compress.linear_directory import as_linear_directory
@@ -158,11 +158,13 @@ def distil_directory(
 
     Raises:
         ConfigError: there is no text, or `options` need no text or change the weights before they are rounded.
+        ModelError, WeightFormatError: as for `compress_directory`.
     """
     start = options or RoundingOptions("gptq", input_scales=False)
     chosen = distillation or LayerDistillationOptions()
     if not batches:
         raise ConfigError("layer-by-layer distillation needs a calibration text; give some, or use method hqq")
+    check_batches(batches)
     folds = start.smooth or start.rotate or start.method == "awq" or (start.method == "gptq" and start.input_scales)
     if folds or not start.needs_text:
         raise ConfigError(

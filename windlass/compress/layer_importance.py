@@ -85,13 +85,19 @@ def choose_layers(
     """Return the numbers of the layers whose removal increases the loss least; see [Note: layer importance].
 
     Raises:
-        ConfigError: the model does not have more than `count` layers, or there is no text.
+        ConfigError: the model does not have more than `count` layers, there is no text, or its loss is not finite.
     """
     total = len(_layers(model))
     if not 0 <= count < total:
         raise ConfigError(f"prune layers = {count}, but the model has {total} layers; remove fewer")
     if not batches:
         raise ConfigError("the importance of layers is measured on a calibration text; give some")
+    before = mean_loss(model, batches, loss)
+    if not math.isfinite(before):
+        raise ConfigError(
+            f"the loss on the calibration text is {before}, so that no layer can be compared with another; give rows "
+            "of at least two tokens, and a model that computes numbers"
+        )
     greedy: list[int] = []
     for _ in range(count):
         losses = losses_without(model, batches, loss, greedy)

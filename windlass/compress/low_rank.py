@@ -62,7 +62,7 @@ def factorize_linear_layers(
     loss: LossFunction = language_loss,
 ) -> dict[str, int]:
     """Replace linear layers by two, in place: `nn.Sequential(nn.Linear(in, rank), nn.Linear(rank, out))`. A layer is
-    replaced under all of its names.
+    replaced under all of its names. Layers that share a weight share its factors.
 
     The ranks are added to the configuration of a transformers model, so that `save_pretrained` writes a directory that
     windlass loads; see [Note: ranks in the configuration].
@@ -89,13 +89,19 @@ def factorize_linear_layers(
     }
     hessians = _input_sums(model, layers, batches, loss) if batches else {}
     ranks, all_names = {}, names_of_modules(model)
+    made: dict[int, list[nn.Parameter]] = {}  # factors by id of the weight, which several layers may share
     for name, layer in layers.items():
         rank = rank_of_share(layer.out_features, layer.in_features, share)
-        up, down = low_rank_factors(layer.weight.detach(), rank, hessians.get(name))
+        if id(layer.weight) not in made:
+            users = [one for one, other in layers.items() if other.weight is layer.weight and one in hessians]
+            hessian = torch.stack([hessians[one] for one in users]).sum(0) if users else None
+            up, down = low_rank_factors(layer.weight.detach(), rank, hessian)
+            trains = layer.weight.requires_grad
+            made[id(layer.weight)] = [nn.Parameter(one.contiguous(), requires_grad=trains) for one in (down, up)]
         ranks[name] = rank
         pair = factor_pair(layer, rank)
-        for part, factor in zip(pair, (down, up), strict=True):
-            part.weight = nn.Parameter(factor.contiguous(), requires_grad=layer.weight.requires_grad)
+        for part, factor in zip(pair, made[id(layer.weight)], strict=True):
+            part.weight = factor
         for one in all_names[id(layer)]:
             model.set_submodule(one, pair)
     record_ranks(model, ranks)

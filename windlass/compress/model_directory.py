@@ -18,6 +18,7 @@ from windlass.base.atomic_file import write_atomically
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.regular_file import open_regular
+from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.conv1d_layers import make_linear, use_linear_class
 from windlass.compress.low_rank_config import RANKS_ENTRY, apply_ranks
 from windlass.compress.pruned_config import PRUNING_ENTRY, apply_widths
@@ -188,7 +189,9 @@ class ModelDirectory:
 def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_remote_code: bool = False) -> Any:
     """Build the model of a directory with its parameters on the meta device and its buffers on the CPU.
 
-    Its layers fit the tensors in the files: narrower, low-rank, or `nn.Linear` in place of `Conv1D`.
+    Its layers fit the tensors in the files: narrower, low-rank, or `nn.Linear` in place of `Conv1D`. A head in the
+    files that differs from the embedding to which the configuration ties it is not tied, as in transformers, and
+    `directory.config` is corrected.
 
     Args:
         model_class: class of transformers; None: `AutoModelForCausalLM`.
@@ -200,12 +203,25 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
         import transformers
     except ImportError as error:
         raise ModelError("models of a directory need transformers: pip install 'windlass[hf]'") from error
+    config, model = _build(directory, model_class or transformers.AutoModelForCausalLM, trust_remote_code)
+    if _stores_other_head(directory, model):
+        directory.config["tie_word_embeddings"] = False
+        config, model = _build(directory, model_class or transformers.AutoModelForCausalLM, trust_remote_code)
+    apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
+    use_linear_class(model)  # before the ranks, which may be those of layers that had this class
+    apply_ranks(model, getattr(config, RANKS_ENTRY, None) or {})
+    if directory.has_linear_layers:
+        make_linear(model)
+    return model
+
+
+def _build(directory: ModelDirectory, source: Any, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Return the configuration of a directory, and the model that a class of transformers builds from it."""
     config = directory.transformers_config(trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if "tie_word_embeddings" in directory.config:  # a subclass may have untied the head in memory
         config.tie_word_embeddings = directory.config["tie_word_embeddings"]
-    source = model_class or transformers.AutoModelForCausalLM
     with _parameters_on_meta():
         try:
             if hasattr(source, "from_config"):
@@ -217,12 +233,24 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
             raise ModelError(
                 f"transformers cannot build the model of {directory.path}: {reason}; give a causal language model"
             ) from error
-    apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
-    apply_ranks(model, getattr(config, RANKS_ENTRY, None) or {})
-    use_linear_class(model)
-    if directory.has_linear_layers:
-        make_linear(model)
-    return model
+    return config, model
+
+
+def _stores_other_head(directory: ModelDirectory, model: Any) -> bool:
+    """Return True if the files have an output head with other values than the embedding to which it is tied. False for
+    a model that shares other parameters too, since the configuration unties all of them or none."""
+    weight = getattr(getattr(model, "get_output_embeddings", lambda: None)(), "weight", None)
+    names = [name for name, one in model.named_parameters(remove_duplicate=False) if one is weight]
+    if len(names) < 2 or shared_parameters(model) != {id(weight)}:
+        return False
+    sources = CheckpointNames(model, directory.places).source_of
+    stored = [sources[name] for name in names if name in sources]
+    return any(not _are_equal(directory, stored[0], other) for other in stored[1:])
+
+
+def _are_equal(directory: ModelDirectory, name: str, other: str) -> bool:
+    one, two = (directory.map(n)[0] if directory.can_map(n) else directory.read(n) for n in (name, other))
+    return one.shape == two.shape and torch.equal(one.to(two.dtype), two)
 
 
 @contextmanager

@@ -15,7 +15,12 @@ from windlass.comm.rank_group import RankGroup
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers, shared_parameters
-from windlass.compress.partial_directory import WrittenTensors, check_target, open_partial_directory
+from windlass.compress.partial_directory import (
+    BOOKKEEPING,
+    WrittenTensors,
+    check_target,
+    open_partial_directory,
+)
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.coded_formats import SAFE_MAGNITUDE, SCALE_DTYPE
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
@@ -292,6 +297,7 @@ def companion_files(source: Path) -> list[Path]:
         and not path.name.startswith(".")
         and not path.name.endswith(_WEIGHTS)
         and not path.name.startswith("compression.")  # reports of an earlier compression
+        and path.name not in BOOKKEEPING
     ]
 
 

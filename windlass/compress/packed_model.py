@@ -21,7 +21,7 @@ from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
 from windlass.compress.save_refusal import refuse_packed_saves
-from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, fits_scale_dtype
 from windlass.kernels.mapped_bytes import MappedBytes, set_pages
 from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
@@ -94,11 +94,13 @@ def load_packed_model(
     else:
         layers = sorted({name.rpartition(".")[0] for name in directory.places if name.endswith(".weight_scale")})
         for layer, name in read_formats(entry, layers).items():
-            order = _scattered_groups(directory, layer, name)
-            if order is None:
+            groups = _scattered_groups(directory, layer, name)
+            if groups is None:
+                groups = _groups_of_wide_scales(directory, layer, name)
+            if groups is None:
                 packed[layer] = name, partial(_read_parts, directory, layer, name)
             else:
-                packed[layer] = "fp32", partial(_read_scattered, directory, layer, name, order)
+                packed[layer] = "fp32", partial(_read_values, directory, layer, name, groups)
             used |= {f"{layer}.{part}" for part in (*get_weight_format(name).file_form(1, 1), *_UNUSED)}
     weights = {f"{layer}.weight" for layer in packed}
     names = CheckpointNames(model, (set(directory.places) - used) | weights)
@@ -194,19 +196,35 @@ def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch
         return None
     order = directory.read(f"{layer}.{_ORDER}").to(torch.int64)
     straight = torch.arange(len(order)) // form.group
-    return None if bool((order < 0).any()) or torch.equal(order, straight) else order  # -1: the file has no order
-
-
-def _read_scattered(
-    directory: ModelDirectory, layer: str, name: str, order: torch.Tensor
-) -> tuple[PackedWeight, dict[str, MappedBytes]]:
-    """Return the values of a layer whose groups are scattered, which no packed form supports."""
+    if bool((order < 0).any()) or torch.equal(order, straight):  # -1: the file has no order
+        return None
     logger.warning("layer %s has groups of scattered features (actorder), and is held in float32", layer)
+    return order
+
+
+def _groups_of_wide_scales(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:
+    """Return the group number of each input feature of a layer if the layer's format cannot store its scales, whose
+    range is wider in the file; None if it can, or if a scale is not finite."""
+    form, place = get_weight_format(name), directory.places[f"{layer}.weight_scale"]
+    if not isinstance(form, CodedWeightFormat) or place.dtype == SCALE_DTYPE:
+        return None
+    scale = directory.read(f"{layer}.weight_scale")
+    if fits_scale_dtype(scale) or not bool(torch.isfinite(scale).all()):
+        return None
+    logger.warning("layer %s has scales outside of %s, and is held in float32", layer, SCALE_DTYPE)
+    columns = int(directory.read(f"{layer}.weight_shape")[1])
+    return torch.arange(columns) // (form.group or columns)
+
+
+def _read_values(
+    directory: ModelDirectory, layer: str, name: str, groups: torch.Tensor
+) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    """Return the values of a layer that has no packed form, given the group number of each input feature."""
     form = get_weight_format(name)
     assert isinstance(form, CodedWeightFormat)
-    coded = form.unpack_codes(_as_formed(_read_parts(directory, layer, name)[0], name, layer))
-    zero = form.zero if coded.zero is None else coded.zero.float()[:, order]
-    return {"weight": (coded.codes.float() - zero) * coded.scale.float()[:, order]}, {}
+    coded = form.unpack_codes(_read_parts(directory, layer, name)[0])
+    zero = form.zero if coded.zero is None else coded.zero.float()[:, groups]
+    return {"weight": (coded.codes.float() - zero) * coded.scale.float()[:, groups]}, {}
 
 
 def _as_formed(tensors: PackedWeight, name: str, layer: str) -> PackedWeight:

@@ -31,6 +31,8 @@ FileForms = Mapping[str, Mapping[str, PackedTensorForm]]
 """For each tensor of the source, by its name: name, dtype and shape of each tensor that is written for it."""
 
 _PLAN, _JOURNAL = "plan.json", "journal"
+BOOKKEEPING = (_PLAN, _JOURNAL)
+"""Files of a run, which a complete directory has only if the run was stopped right after the directory was renamed."""
 _COMPLETE = " complete"  # end of each complete line of a journal
 
 

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.comm.rank_group import RankGroup
-from windlass.compress.block_calibration import BlockCalibration, CalibratedBlock, InputStatistics, LayerGroup
+from windlass.compress.block_calibration import (
+    BlockCalibration,
+    CalibratedBlock,
+    InputStatistics,
+    LayerGroup,
+    check_batches,
+)
 from windlass.compress.gptq import ColumnOrder, gptq_codes
 from windlass.compress.input_scales import activation_aware_scales, fold_scales, output_error, smoothing_scales
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid, half_quadratic_grid, is_integer_format
@@ -32,7 +38,10 @@ Method = Literal["rtn", "gptq", "awq", "hqq"]
 METHODS = ("rtn", "gptq", "awq", "hqq")
 NEEDS_TEXT = ("gptq", "awq")
 _FOLD_TOKENS = 4096  # number of tokens for the search of input scales
-_PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
+# Change of a token's output that folded scales may cause: relative to the change that the block makes to the token, and
+# relative to the token, whose rounding may be larger. A few tokens of a model may be thousands of times as large as all
+# others, whose change would be lost beside them.
+_PRESERVED, _ROUNDING = 1e-4, 1e-6
 
 # linear layer -> linear layer of the same parent that produces its inputs: a factor of the second layer's output
 # feature i also multiplies the first layer's input feature i
@@ -321,14 +330,17 @@ def _fold_if_preserved(
     elements: list[int] = []  # in the inputs; without any (an expert without tokens), an equal output proves nothing
     handle = consumers[0].register_forward_pre_hook(lambda module, inputs: elements.append(inputs[0].numel()))
     try:
-        change = (block.run(0) - before).abs().max() / before.abs().max().clamp(min=1e-12)
+        change = (block.run(0) - before).abs().amax(-1)
     finally:
         handle.remove()
-    found = torch.stack([change, change.new_tensor(float(any(elements)))])
+    own = before - block.hidden[0] if before.shape == block.hidden[0].shape else before
+    allowed = _PRESERVED * own.abs().amax(-1) + _ROUNDING * before.abs().amax(-1)
+    worst = (change / allowed.clamp(min=1e-12)).max()
+    found = torch.stack([worst, worst.new_tensor(float(any(elements)))])
     if group is not None:
         group.all_reduce(found, dist.ReduceOp.MAX)
     largest = max(float(module.get_parameter("weight").abs().max()) for module in modules)
-    if bool(found[0] <= _PRESERVED) and bool(found[1]) and largest <= SAFE_MAGNITUDE:
+    if bool(found[0] <= 1) and bool(found[1]) and largest <= SAFE_MAGNITUDE:
         return True
     for module, values in zip(modules, saved, strict=True):
         for name, value in values.items():
@@ -367,7 +379,8 @@ def compress_directory(
     Raises:
         ConfigError: an option is wrong, the method needs text and `batches` is empty, or there are fewer batches than
             ranks.
-        ModelError, WeightFormatError: as for `write_packed_directory`, or the model cannot be rotated.
+        ModelError, WeightFormatError: as for `write_packed_directory`, the model cannot be rotated, or `batches` are
+            not token ids of one shape.
     """
     chosen = options or RoundingOptions()
     if chosen.method not in METHODS:
@@ -386,6 +399,8 @@ def compress_directory(
                 f"sparsity_method {chosen.sparsity_method} needs a calibration text; give some, or use magnitude"
             )
         raise ConfigError(f"{what} needs a calibration text; give some, or use method hqq or rtn")
+    if batches:
+        check_batches(batches)
     directory = as_linear_directory(ModelDirectory(source), trust_remote_code=trust_remote_code)
     if chosen.rotate:
         directory = RotatedDirectory(directory)

@@ -15,6 +15,7 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.base.module_modes import evaluating
 from windlass.compress.channel_units import find_channel_units
 from windlass.compress.layer_importance import find_layer_list, shorten_layers
+from windlass.compress.low_rank_config import RANKS_ENTRY
 from windlass.compress.pruned_config import check_layers, describe_widths
 from windlass.compress.pruning_units import Kept, UnitGroup, choose_units, count_kept, remove_units
 from windlass.compress.transformer_units import find_transformer_units, fit_module
@@ -130,12 +131,18 @@ def _find_units(model: nn.Module, kind: str, share: float, example: Any) -> tupl
     """Return the groups of units of a kind, and the number of units of each group that stay.
 
     Raises:
-        ConfigError: there are no units of the kind, no units or more than there are would be removed, or `example` is
-            missing.
+        ConfigError: there are no units of the kind, no units or more than there are would be removed, `example` is
+            missing, or the model is factorized.
     """
     if example is not None:
         groups = [group for group in find_channel_units(model, example) if group.kind == kind]
     elif hasattr(model, "config"):
+        if getattr(model.config, RANKS_ENTRY, None):
+            raise ConfigError(
+                f"prune {kind} = {share:g}, but layers of this {type(model).__name__} are in two factors "
+                f"({RANKS_ENTRY}), from which only whole layers of the model can be removed; prune before "
+                "factorize_linear_layers"
+            )
         groups = find_transformer_units(model, [kind])
     else:
         raise ConfigError(f"prune {kind} of a {type(model).__name__} needs example inputs, to trace its dependencies")

@@ -11,7 +11,7 @@ refuses the shapes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.compress.conv1d_layers import use_linear_class
+from windlass.compress.low_rank_config import RANKS_ENTRY, apply_ranks
 from windlass.compress.pruning_units import UnitGroup, remove_units
 from windlass.compress.transformer_units import find_transformer_units, fit_module
 
@@ -53,7 +55,7 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
     """
     config = model.config
     earlier = dict(getattr(config, PRUNING_ENTRY, None) or {})
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    wanted = _shapes(model)
     kinds = {group.kind for group, _ in pruned}
     for recorded in (set[str](), {"heads", "groups"}, kinds):
         trial = copy.deepcopy(config)
@@ -62,22 +64,30 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
         for group, kept in pruned:
             if group.kind not in recorded:
                 _state_width(text, stated, group, kept)
-        entry = {**earlier, **{_key(group): kept for group, kept in pruned if group.kind in recorded}}
-        with suppress(ValueError, TypeError, KeyError, RuntimeError, ModelError, ZeroDivisionError):
-            _check_valid(trial)
-            _check_valid(text)
-            with torch.device("meta"):
-                empty = type(model)(copy.deepcopy(trial))
-            apply_widths(empty, entry)
-            if {name: tuple(value.shape) for name, value in empty.state_dict().items()} == wanted:
-                if entry:
-                    setattr(trial, PRUNING_ENTRY, entry)
-                _copy_values(trial, config)
-                return
+        for entry in _entries(earlier, [(group, kept) for group, kept in pruned if group.kind in recorded]):
+            with suppress(ValueError, TypeError, KeyError, RuntimeError, ModelError, ZeroDivisionError):
+                _check_valid(trial)
+                _check_valid(text)
+                if _shapes(_build_empty(model, trial, entry)) == wanted:
+                    if entry:
+                        setattr(trial, PRUNING_ENTRY, entry)
+                    _copy_values(trial, config)
+                    return
     raise ModelError(
         f"no configuration of {type(model).__name__} describes the pruned model: "
         f"{', '.join(sorted(kinds))} of some layers have other sizes than those of others; prune fewer kinds"
     )
+
+
+def _entries(earlier: Mapping[str, int], pruned: Sequence[tuple[UnitGroup, int]]) -> Iterator[dict[str, int]]:
+    """Yield entries `windlass_pruning` that may describe a model: with the kinds as they were pruned; and, if heads
+    have keys of their own, so that heads and groups are the same units, with one kind for both."""
+    yield {**earlier, **{_key(group): kept for group, kept in pruned}}
+    same = {group.name for group, _ in pruned if group.has_own_keys}
+    if same:
+        others = {key: kept for key, kept in earlier.items() if key.removeprefix("groups:") not in same}
+        new = {f"heads:{group.name}" if group.has_own_keys else _key(group): kept for group, kept in pruned}
+        yield {**others, **new}
 
 
 def check_layers(model: Any) -> None:
@@ -86,18 +96,29 @@ def check_layers(model: Any) -> None:
     Raises:
         ModelError: no configuration describes the model, e.g. since every second layer has experts.
     """
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    wanted = _shapes(model)
     with suppress(ValueError, TypeError, KeyError, IndexError, RuntimeError, ModelError, ZeroDivisionError):
         _check_valid(model.config)
-        with torch.device("meta"):
-            empty = type(model)(copy.deepcopy(model.config))
-        apply_widths(empty, getattr(model.config, PRUNING_ENTRY, None) or {})
-        if {name: tuple(value.shape) for name, value in empty.state_dict().items()} == wanted:
+        if _shapes(_build_empty(model, model.config, getattr(model.config, PRUNING_ENTRY, None) or {})) == wanted:
             return
     raise ModelError(
         f"no configuration of {type(model).__name__} describes the model without these layers, whose kind follows from "
         "their number; prune other kinds"
     )
+
+
+def _build_empty(model: Any, config: Any, widths: Mapping[str, int]) -> nn.Module:
+    """Return a model of the class of `model` on the meta device, with pruned widths, and low ranks as configured."""
+    with torch.device("meta"):
+        empty: nn.Module = type(model)(copy.deepcopy(config))
+    apply_widths(empty, widths)
+    use_linear_class(empty)
+    apply_ranks(empty, getattr(config, RANKS_ENTRY, None) or {})
+    return empty
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def _check_valid(config: Any) -> None:
@@ -178,7 +199,7 @@ def _state_width(config: Any, stated: Mapping[str, Any], group: UnitGroup, kept:
     if group.kind in ("heads", "groups"):
         query, key = group.heads
         new_query = kept if group.kind == "heads" else query // key * kept
-        new_key = key if group.kind == "heads" and group.sections > 1 else kept
+        new_key = key if group.kind == "heads" and not group.has_own_keys else kept
         reader = next(tensor for tensor in group.tensors if tensor.reads)
         size = reader.index.shape[1] // (query // key if group.kind == "groups" else 1)
         _set(config, stated, _QUERY_COUNTS, query, new_query)

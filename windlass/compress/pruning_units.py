@@ -60,6 +60,11 @@ class UnitGroup:
     least: int = 1
 
     @property
+    def has_own_keys(self) -> bool:
+        """True if each query head has a key head of its own, so that heads and groups are the same units."""
+        return self.heads[0] == self.heads[1] > 0
+
+    @property
     def parts(self) -> tuple[int | None, ...]:
         """Values of `CoupledTensor.part`: experts, whose units are chosen independently; `(None,)` without experts."""
         return tuple(dict.fromkeys(tensor.part for tensor in self.tensors))

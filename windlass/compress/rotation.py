@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
+from windlass.compress.low_rank_config import RANKS_ENTRY
 from windlass.compress.model_directory import ModelDirectory, TensorPlace
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # families with pre-norm RMS blocks and the layer names below
@@ -41,8 +42,8 @@ class RotatedDirectory(ModelDirectory):
     the last norm is multiplied into the head but not into the embedding.
 
     Raises:
-        ModelError: the model type is not llama, mistral, qwen2 or qwen3, a tensor is missing, or the model is not a
-            causal language model.
+        ModelError: the model type is not llama, mistral, qwen2 or qwen3, a tensor is missing, layers are factorized, or
+            the model is not a causal language model.
     """
 
     def __init__(self, source: ModelDirectory, seed: int = 0) -> None:
@@ -51,6 +52,11 @@ class RotatedDirectory(ModelDirectory):
             raise ModelError(
                 f"{source.path} is of type {kind!r}, whose hidden states are not rotated; rotation supports "
                 f"{', '.join(_FAMILIES)}"
+            )
+        if source.config.get(RANKS_ENTRY):
+            raise ModelError(
+                f"{source.path} has layers in two factors ({RANKS_ENTRY} in its config.json), which rotation does not "
+                "support: leave out rotate"
             )
         other = next((name for name in source.places if not name.startswith("model.") and name != _HEAD), None)
         # A causal language model ignores other tensors, such as a value head.

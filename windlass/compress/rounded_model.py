@@ -59,6 +59,10 @@ def load_rounded_model(
         for name, module in model.named_modules()
         if type(module) in kinds and (misfit(form, module) is None if everything else module is not head)
     }
+    # a weight that an unpacked module holds too stays unquantized, e.g. that of an embedding which scales its outputs
+    places = {id(module) for module in chosen.values()}
+    kept = {id(one) for module in model.modules() if id(module) not in places for one in module._parameters.values()}
+    chosen = {name: module for name, module in chosen.items() if id(module.get_parameter("weight")) not in kept}
     names = CheckpointNames(model, directory.places)
     made: dict[int, PackedMatrix] = {}  # packed modules by id of the weight
     weights = {name: module.get_parameter("weight") for name, module in chosen.items()}

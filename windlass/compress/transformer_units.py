@@ -223,7 +223,8 @@ def fit_module(model: nn.Module, group: UnitGroup, kept: int) -> None:
     module = model.get_submodule(group.name)
     if group.kind in ("heads", "groups"):
         query, key = group.heads
-        after = (kept, key if group.sections > 1 else kept) if group.kind == "heads" else (query // key * kept, kept)
+        fewer = (kept, kept if group.has_own_keys else key)
+        after = fewer if group.kind == "heads" else (query // key * kept, kept)
         reader = next(tensor for tensor in group.tensors if tensor.reads)
         elements = reader.index.shape[1] // (query // key if group.kind == "groups" else 1)
         set_head_counts(module, group.heads, after, elements)

@@ -35,6 +35,8 @@ SCALE_DTYPE = torch.float16  # as in GPTQ, AWQ and GGUF files, so that their wei
 # Weights up to this magnitude have finite scales in every format: the largest scale, of `BinaryWeightFormat`, is twice
 # a mean magnitude, in float16.
 SAFE_MAGNITUDE = 2.0**14
+# Largest error of a stored scale, relative to the largest scale of its matrix: half a code of 8 bits.
+_SCALE_ERROR = 2.0**-8
 _TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 
@@ -352,6 +354,16 @@ def make_coded_formats() -> Iterator[CodedWeightFormat]:
             yield IntegerWeightFormat(8, group, has_zeros=True)
             yield TernaryWeightFormat(group)
     yield TritWeightFormat()
+
+
+def fits_scale_dtype(scale: torch.Tensor) -> bool:
+    """Return True if the scales of a matrix, e.g. bfloat16 ones of another library's checkpoint, keep their values in
+    `SCALE_DTYPE`: none becomes infinite, and none changes by more than 1/256 of the largest."""
+    wide = scale.to(torch.float64)
+    if scale.dtype == SCALE_DTYPE or not wide.numel():
+        return True
+    error = (wide.to(SCALE_DTYPE).to(torch.float64) - wide).abs().max()
+    return bool(error <= _SCALE_ERROR * wide.abs().max())
 
 
 def _divisor(scale: torch.Tensor) -> torch.Tensor:
