@@ -37,6 +37,7 @@ class StepWorkload:
         ulysses_degree: number of sp ranks that exchange heads with each other; 0: all sp ranks. With fewer, keys and
             values are also passed along rings of sp / ulysses_degree ranks.
         virtual_stages: model chunks on each pp rank.
+        samples: sequences of equal length that `tokens` consists of; sequence parallelism shards each by itself.
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class StepWorkload:
     tp_sequence_norms: bool = False
     ulysses_degree: int = 0
     virtual_stages: int = 1
+    samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def compute_step_volumes(
     ranks.
     """
     dense, experts = count_local_parameters(model, grid, pipeline_rank)
-    layers, tokens = count_local_layers(model.layers, grid.pp, pipeline_rank), -(-workload.tokens // grid.sp)
+    layers, tokens = count_local_layers(model.layers, grid.pp, pipeline_rank), count_local_tokens(workload, grid.sp)
     # bytes of one activation between layers, for one micro-batch
     shared = tokens * model.hidden * workload.activation_bytes
     found = list(compute_data_parallel_volumes("data", dense, grid.data, grid.dp_replicate, workload, grid.pp > 1))
@@ -100,6 +102,11 @@ def sum_bytes_by_axis(volumes: Iterable[CommVolume]) -> dict[str, int]:
 def count_local_layers(layers: int, stages: int, pipeline_rank: int) -> int:
     """Return the number of layers of a stage; one more on the first stages if `stages` does not divide `layers`."""
     return layers // stages + (pipeline_rank < layers % stages)
+
+
+def count_local_tokens(workload: StepWorkload, ranks: int) -> int:
+    """Return the most tokens of a micro-batch that one of `ranks` ranks has, each of whose sequences they share."""
+    return workload.samples * -(-workload.tokens // (workload.samples * ranks))
 
 
 def count_local_parameters(model: ModelShape, grid: MeshShape, pipeline_rank: int = 0) -> tuple[int, int]:
@@ -246,15 +253,13 @@ def compute_sequence_parallel_volumes(
     forwards = 2 if workload.recompute else 1
     heads, keys = -(-model.heads // tp_ranks), -(-model.resolved_kv_heads // tp_ranks)
     here, kept = -(-heads // degree), max(1, -(-keys // degree))
-    seen = -(-workload.tokens // rounds)  # tokens of one group that exchanges heads
-    others = (
-        (seen - -(-seen // degree))
-        * model.resolved_head_dim
-        * workload.activation_bytes
-        * workload.micro_batches
-        * layers
-    )
-    yield CommVolume("sp", "all_to_all", "queries, keys, values, outputs", (forwards + 1) * 2 * (here + kept) * others)
+    seen, own = count_local_tokens(workload, rounds), count_local_tokens(workload, ranks)
+    head = model.resolved_head_dim * workload.activation_bytes * workload.micro_batches * layers
+    # Tokens of the other ranks of a group arrive for the rank's heads, and the rank's tokens for the others' heads.
+    gathered, returned = (seen - own) * head, own * (degree - 1) * head
+    forward = gathered * (here + 2 * kept) + returned * here
+    backward = gathered * here + returned * (here + 2 * kept)
+    yield CommVolume("sp", "all_to_all", "queries, keys, values, outputs", forwards * forward + backward)
     block = 2 * seen * kept * model.resolved_head_dim * workload.micro_batches * layers  # elements of keys and values
     passes = (forwards + 1) * (rounds - 1) * workload.activation_bytes + rounds * max(workload.activation_bytes, 4)
     yield CommVolume("sp", "pass_on", "keys, values and their gradients", passes * block if rounds > 1 else 0)

@@ -132,7 +132,7 @@ class StageTasks:
 
     def _before(self, segment: Segment, block: SimulatedBlock, *, backward: bool) -> None:
         if segment.name == "attention":
-            self._exchange_heads(block, outputs=backward)
+            self._exchange_heads(block, gathers=True, outputs=backward)
             self._pass_keys(block, backward=backward)
         elif segment.name == "feed-forward":
             self._exchange_tokens(block, counts=not backward)
@@ -147,7 +147,7 @@ class StageTasks:
                 self.lanes.flush()
                 self.lanes.block_on(self._passed)
                 self._passed = None
-            self._exchange_heads(block, outputs=not backward)
+            self._exchange_heads(block, gathers=False, outputs=not backward)
         elif segment.name == "feed-forward":
             self._exchange_tokens(block, counts=False)
         ends = ("feed-forward", "attention inputs") if backward else ("attention output", "feed-forward")
@@ -183,14 +183,20 @@ class StageTasks:
             received = 2 * 2 * _FLOAT * (sp - 1) // sp
             self.lanes.blocking("sp", "all_reduce", 2 * _FLOAT, _SP, label="losses", counted={"all_reduce": received})
 
-    def _exchange_heads(self, block: SimulatedBlock, *, outputs: bool) -> None:
-        """Add the all-to-all of Ulysses: queries, keys and values before the attention, or outputs after it."""
+    def _exchange_heads(self, block: SimulatedBlock, *, gathers: bool, outputs: bool) -> None:
+        """Add an all-to-all of Ulysses: queries, keys and values before the attention, outputs after it, or their
+        gradients.
+
+        Args:
+            gathers: The rank receives the other ranks' tokens for its heads; else its tokens for the others' heads.
+        """
         if self._degree == 1:
             return
         work, sizes = self.work, self._sizes
         kept = max(1, -(-sizes.kv_heads // self._degree))
         seen = work.samples * -(-work.length // self._rounds)
-        others = (seen - -(-seen // self._degree)) * work.shape.resolved_head_dim * work.style.itemsize
+        rows = seen - sizes.tokens if gathers else sizes.tokens * (self._degree - 1)
+        others = rows * work.shape.resolved_head_dim * work.style.itemsize
         received = others * (sizes.attention_heads + (0 if outputs else 2 * kept))
         whole = received * self._degree / (self._degree - 1)
         self.lanes.blocking("sp", "all_to_all", whole, self._heads, label=block.name, counted={"all_to_all": received})

@@ -205,6 +205,7 @@ def describe_step(
         tp_sequence_norms=parallel.tp_sequence_norms,
         ulysses_degree=ulysses,
         virtual_stages=pipeline.resolved_virtual_stages,
+        samples=batch.micro,
     )
     state = parse_dtype(dtypes.state_dtype)
     if step < 1:

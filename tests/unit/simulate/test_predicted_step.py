@@ -116,6 +116,28 @@ def test_simulated_bytes_equal_the_formulas(
         assert found[pipe] == expected
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"sp": 4},
+        {"sp": 4, "sp_mode": "ring"},
+        {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 2},
+        {"sp": 2, "tp": 2},
+    ],
+)
+def test_simulated_bytes_of_an_odd_length_equal_the_formulas(axes: dict[str, Any]) -> None:
+    """Each sequence is sharded by itself: two samples of 7 tokens are 8 tokens on one of two ranks."""
+    settings, length = config(0, KEYS, parallel=axes), 7
+    work = describe_step(DENSE, settings, 4, length)
+    (found,) = predict_step(DENSE, settings, place(4), world_size=4, length=length).moved
+    expected: dict[tuple[str, str], int] = {}
+    for volume in compute_step_volumes(DENSE, work.grid, work.volumes):
+        key = volume.axis, volume.operation
+        expected[key] = expected.get(key, 0) + volume.nbytes
+    for axis, operation in (("sp", "all_to_all"), ("sp", "pass_on"), ("tp", "all_reduce")):
+        assert found.get(axis, {}).get(operation, 0) == expected.get((axis, operation), 0)
+
+
 def _add_scalars(expected: dict[str, dict[str, int]], grid: MeshShape, pipe: int, forwards: int) -> None:
     """Add the traffic that the formulas leave out: losses, numbers of tokens, and numbers of rows for experts."""
     if pipe < grid.pp - 1:

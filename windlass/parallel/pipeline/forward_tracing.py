@@ -6,10 +6,13 @@ separates the modules called before the layers from the modules called after the
 It also checks four properties that a split relies on: the layers are called in the order of the list; a layer receives
 exactly the hidden states that the previous layer returned; no other argument of a layer depends on parameters; and the
 result of the forward uses neither hidden states before the last layer nor outputs of the modules before the layers.
+If the forward takes labels, a second trial with labels shows the modules that only the loss uses, such as heads that
+predict further tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +39,7 @@ from windlass.parallel.pipeline.stub_modules import (
 )
 
 _ROWS, _TOKENS = 2, 3
+_FAILS = "its forward fails without layers"
 
 
 @dataclass
@@ -53,6 +57,7 @@ class ForwardTrace:
         example_kwargs: arguments of the traced forward.
         example_hidden: hidden states that the first layer received in the traced forward.
         num_routers: number of routers whose logits may enter a loss.
+        loss_problem: the reason why stages cannot compute the loss, although they can compute the logits; "" if none.
     """
 
     layers_path: str
@@ -64,6 +69,7 @@ class ForwardTrace:
     example_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
     example_hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     num_routers: int = 0
+    loss_problem: str = ""
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers in the order of their calls. A module that is in the list twice is returned twice
@@ -169,10 +175,33 @@ def _trace_list(
     for form in ("tensor", "tuple"):
         for arguments in make_trial_kwargs(model, example_kwargs):
             try:
-                return _trace_once(model, path, layers, form, arguments)
+                found = _trace_once(model, path, layers, form, arguments)
             except _CannotSplit as reason:
                 reasons.append(str(reason))
-    raise _CannotSplit(next((one for one in reasons if not one.startswith("its forward")), reasons[0]))
+                continue
+            return _add_modules_of_loss(found, model, layers)
+    raise _CannotSplit(next((one for one in reasons if not one.startswith(_FAILS)), reasons[0]))
+
+
+def _add_modules_of_loss(plan: ForwardTrace, model: nn.Module, layers: nn.Module) -> ForwardTrace:
+    """Trace the forward with labels too, and add the modules that only this forward calls.
+
+    Labels have no meaning known here: if the forward fails with the ids as labels, `plan` is returned unchanged.
+    """
+    ids = plan.example_kwargs.get("input_ids")
+    if ids is None or "labels" in plan.example_kwargs or "labels" not in inspect.signature(model.forward).parameters:
+        return plan
+    arguments = {**plan.example_kwargs, "labels": ids}
+    try:
+        found = _trace_once(model, plan.layers_path, layers, plan.output_form, arguments)
+    except _CannotSplit as reason:
+        return plan if str(reason).startswith(_FAILS) else replace(plan, loss_problem=str(reason))
+    return replace(
+        plan,
+        input_modules={**found.input_modules, **plan.input_modules},
+        output_modules=list(dict.fromkeys([*plan.output_modules, *found.output_modules])),
+        uncalled_modules=[name for name in plan.uncalled_modules if name in found.uncalled_modules],
+    )
 
 
 def make_trial_kwargs(model: nn.Module, example_kwargs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -215,9 +244,7 @@ def _trace_once(
         with trial_mode(model, list(outer.values())):
             result = model(**kwargs)
     except Exception as error:
-        raise _CannotSplit(
-            f"its forward fails without layers ({type(error).__name__}: {_first_line(error)})"
-        ) from error
+        raise _CannotSplit(f"{_FAILS} ({type(error).__name__}: {_first_line(error)})") from error
     finally:
         layers._modules.update(real)
         for handle in handles:
@@ -295,7 +322,13 @@ def _main_tensors(result: Any) -> list[torch.Tensor]:
         value = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if isinstance(value, torch.Tensor):
             return [value]
+    if isinstance(result, (tuple, list)) and result and _is_loss(result[0]):
+        return [result[0]]
     return [tensor for tensor in iterate_tensors(result) if tensor.grad_fn is not None]
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _classify_module(trace: ForwardTrace, name: str, when: set[int], shape_rule: OutputShapeRule | None) -> None:

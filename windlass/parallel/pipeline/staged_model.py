@@ -66,6 +66,11 @@ class StagedModel:
         labelled = not isinstance(batch, Mapping) or not {"labels", "shift_labels"}.isdisjoint(batch)
         if compute_loss and "labels" in self._positional and not labelled:
             raise ModelError(_missing_loss_text(batch))
+        if compute_loss and labelled and self.trace.loss_problem:
+            raise ModelError(
+                f"the stages of {type(self.model).__name__} can't compute its loss: {self.trace.loss_problem}. Write "
+                "it as a PipelineModule, or train it without pp"
+            )
 
     def run_stage(
         self, call_module: Callable[..., Any], stage: int, stage_input: Any, batch: Any, *, compute_loss: bool = True
@@ -175,7 +180,7 @@ class StagedModel:
         if path in layers:
             return StubLayer(layers.index(path), self._forward_state, self.trace.output_form, real)
         rule = self.trace.input_modules.get(path)
-        return StubOutput(real) if rule is None else StubInput(rule, self._forward_state, real)
+        return StubOutput(real) if rule is None else StubInput(path, rule, self._forward_state, real)
 
     def _find_shared_parameters(self) -> dict[str, nn.Parameter]:
         """Set `shared_parameters`: names of the parameters that several ranks hold, with these ranks.
@@ -241,6 +246,7 @@ class StagedModel:
             self.stage_bounds[stage + 1],
             None,
         )
+        now.has_passed_layers = False
         for path in swapped:
             replace_module(self.model, path, self._stubs[path])
         try:

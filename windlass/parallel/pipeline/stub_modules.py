@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.errors import ModelError
 from windlass.parallel.hidden_states import get_hidden_states
 
 OutputForm = str  # "tensor": a layer returns hidden states; "tuple": it returns a tuple that begins with them
@@ -21,12 +22,14 @@ class StageForwardState:
         stage_input: hidden states from the previous stage; None on the first stage.
         first_layer, end_layer: the stage has the layers `[first_layer, end_layer)`.
         stage_output: hidden states after the stage's last layer, once they are computed.
+        has_passed_layers: True once the forward has called a layer of a stage before this one.
     """
 
     stage_input: torch.Tensor | None = None
     first_layer: int = 0
     end_layer: int = 0
     stage_output: torch.Tensor | None = None
+    has_passed_layers: bool = False
 
 
 class StubModule(nn.Module):
@@ -61,6 +64,7 @@ class StubLayer(StubModule):
         """Accept a layer's arguments and return hidden states in the layer's output form."""
         hidden = get_hidden_states(args, kwargs)
         if self.index < self.state.first_layer:
+            self.state.has_passed_layers = True
             hidden = hidden if self.state.stage_input is None else self.state.stage_input
         elif self.state.stage_output is None:
             self.state.stage_output = hidden
@@ -95,13 +99,23 @@ class StubInput(StubModule):
     Later modules use only the shape of its output, so the output is a single zero, expanded.
     """
 
-    def __init__(self, shape_rule: OutputShapeRule, state: StageForwardState, module: nn.Module) -> None:
+    def __init__(self, path: str, shape_rule: OutputShapeRule, state: StageForwardState, module: nn.Module) -> None:
         super().__init__()
-        self.shape_rule, self.state = shape_rule, state
+        self.path, self.shape_rule, self.state = path, shape_rule, state
         _add_empty_weight(self, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Accept the module's arguments and return a zero of the output's shape."""
+        """Accept the module's arguments and return a zero of the output's shape.
+
+        Raises:
+            ModelError: the forward of a stage calls the module after layers, so it uses the values.
+        """
+        if self.state.has_passed_layers and self.state.stage_output is None:
+            raise ModelError(
+                f"the forward calls {self.path} after layers of the model, which the trial before the split did not "
+                "show, e.g. because it happens in training only; this stage lacks the module. Write the model as a "
+                "PipelineModule, or train it without pp"
+            )
         given = first_tensor(args, kwargs)
         like = (
             self.state.stage_input

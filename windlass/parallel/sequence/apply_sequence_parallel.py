@@ -6,6 +6,7 @@ Hooks shard the inputs before the forward. Attention and loss are those of full 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from windlass.parallel.sequence.sequence_support import check_sequence_support, 
 from windlass.parallel.sequence_loss import ModelLoss, install_loss
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
-GATHERED_OUTPUTS = ("logits", "last_hidden_state")
+GATHERED_OUTPUTS = ("logits", "last_hidden_state", "start_logits", "end_logits")
 """Outputs `[samples, tokens, ...]` that are all-gathered if the caller passed full sequences without labels."""
 
 
@@ -152,14 +153,15 @@ class SequenceParallel:
         call.exit_stack.close()
         if output is None:  # the forward raised
             return None
+        output = _without_pooled_token(output)
         if call.has_labels:
             if self.loss.calls == call.loss_calls and _output_loss(output) is not None:
                 raise ModelError(
                     f"{type(module).__name__} computes its loss without model.loss_function, so the loss covers only "
                     "this rank's tokens; call it without labels and compute the loss from its outputs"
                 )
-            return None
-        return self._gather_outputs(call.shard, output) if call.shard.gathers_outputs else None
+            return output
+        return self._gather_outputs(call.shard, output) if call.shard.gathers_outputs else output
 
     def _gather_outputs(self, shard: SequenceShard, output: Any) -> Any:
         def whole(value: Any) -> Any:
@@ -195,9 +197,9 @@ def apply_sequence_parallel(
 
     - With labels, the loss is that of full sequences, equal on all ranks; `logits` are those of this rank's tokens. The
       mean over the axis of the parameters' gradients is the gradient of the loss.
-    - Without labels, `logits` and `last_hidden_state` are those of full sequences. The mean over the axis of the
-      gradients is then the gradient of a loss that is computed from them. Other outputs (`hidden_states`) are those of
-      this rank's tokens.
+    - Without labels, the outputs `GATHERED_OUTPUTS`, such as `logits`, are those of full sequences. The mean over the
+      axis of the gradients is then the gradient of a loss that is computed from them. Other outputs (`hidden_states`)
+      are those of this rank's tokens, and `pooler_output`, of one token of the sequence, is None.
     - Generation (`past_key_values`, or `logits_to_keep` without labels) computes full sequences on every rank.
 
     An axis of one rank changes nothing. Apply tensor parallelism before, not after.
@@ -271,6 +273,13 @@ def sequence_parallel_of(model: Any) -> SequenceParallel | None:
     """Return the `SequenceParallel` of `model`; None if its sequences are not sharded."""
     found = getattr(unwrap_peft(model), "_windlass_sequence", None)
     return found if isinstance(found, SequenceParallel) else None
+
+
+def _without_pooled_token(output: Any) -> Any:
+    """Return a model's output without `pooler_output`: it is of this rank's first token, not of the sequence's."""
+    if not isinstance(output, Mapping) or output.get("pooler_output") is None:
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != "pooler_output"})
 
 
 def _output_loss(output: Any) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,8 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_axis import MeshAxis
 
 SP_MODES = ("ulysses", "ring", "ulysses+ring")
+_RESULT_OF_ONE_TOKEN = re.compile("For(SequenceClassification|MultipleChoice|NextSentencePrediction)")
+"""Names of transformers' classes whose result is computed from one token of each sequence."""
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -58,6 +61,12 @@ def check_sequence_support(model: Any, axis: MeshAxis) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(
             f"{name} has an encoder and a decoder, and sequence parallelism needs a model with one of them; set "
+            "parallel.sp to 1"
+        )
+    if any(_RESULT_OF_ONE_TOKEN.search(kind.__name__) for kind in type(model).__mro__):
+        raise ModelError(
+            f"{name} computes its result from one token of each sequence, which only one of the ranks over "
+            f"{axis.name} has; compute the result from the hidden states of a model without this head, or set "
             "parallel.sp to 1"
         )
     check_attention_interface(model, f"so its sequences cannot be sharded over {axis.name}")

@@ -17,7 +17,14 @@ from windlass.parallel.tensor.fused_qkv import (
     compute_qkv_sections,
     find_fused_qkv_layout,
 )
-from windlass.parallel.tensor.head_counts import FUSED_NAMES, KEY_NAMES, VALUE_NAMES, count_heads, is_attention
+from windlass.parallel.tensor.head_counts import (
+    FUSED_NAMES,
+    KEY_NAMES,
+    VALUE_NAMES,
+    count_heads,
+    is_attention,
+    requires_input_width,
+)
 from windlass.parallel.tensor.head_partition import HeadPartition, partition_heads
 from windlass.parallel.tensor.linear_layers import (
     LinearLayer,
@@ -87,6 +94,14 @@ def _is_trained_scalar(module: nn.Module) -> bool:
     return bool(parameters) and all(parameter.numel() == 1 for parameter in parameters)
 
 
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _is_trained_number(parameter: nn.Parameter) -> bool:
+    return parameter.numel() == 1 and parameter.requires_grad
+
+
 def _is_between(key: str, parent: str, keys: Sequence[str], columns: Sequence[LinearLayer], row: LinearLayer) -> bool:
     """Return True if child `key` of the sequential module `parent`, with children `keys`, runs after the columns and
     before the row."""
@@ -111,6 +126,7 @@ class ChainResolver:
 
     def __init__(self, model: nn.Module, entries: Mapping[str, PlanEntry], ranks: int) -> None:
         self._modules = dict(model.named_modules())
+        self._parameter_names = {parameter: name for name, parameter in model.named_parameters()}  # the first names
         config: Any = getattr(find_language_model(model)[1], "config", None)
         text = getattr(config, "get_text_config", None)
         self._config = text() if callable(text) else config
@@ -271,7 +287,7 @@ class ChainResolver:
         share. Each rank computes their gradient for its features only.
 
         Raises:
-            ModelError: a trained activation may be between these layers or outside of them.
+            ModelError: a trained activation or another trained number may be between these layers or outside of them.
         """
         members = [layer.name for layer in (*columns, row)]
         holder = next(one for one in iterate_parent_names(row.name) if all(is_inside(name, one) for name in members))
@@ -289,13 +305,19 @@ class ChainResolver:
             keys = [key for key in keys if names[inner[key]] not in self._entries]
             found = [names[inner[key]] for key in keys]
             is_certain = isinstance(module, nn.Sequential) or (len(keys) == 1 and keys[0] in _ACTIVATION_NAMES)
-            if found and not is_certain:
+            unknown = [] if is_certain else list(found)
+            if not isinstance(module, nn.Sequential):  # the forward of any other class may use them anywhere
+                others = [child for key, child in inner.items() if key not in keys and _is_trained(child)]
+                direct = [one for one in module._parameters.values() if one is not None and _is_trained_number(one)]
+                unknown += [names[child] for child in others] + [self._parameter_names[one] for one in direct]
+            unknown = [name for name in unknown if name not in self._entries]
+            if unknown:
                 raise make_cannot_shard_error(
-                    found[0],
+                    unknown[0],
                     f"it trains one number for all features, and it is unknown whether it is between "
                     f"{columns[0].name} and {row.name}, where each rank computes a part of its gradient (partial), "
                     "or not (replicated)",
-                    (found[0], "partial"),
+                    (unknown[0], "partial"),
                 )
             shards += [ModuleShard(name, ShardStyle.PARTIAL, chain=row.name) for name in found]
         shards = [one for one in shards if one.name not in self._activations]
@@ -315,6 +337,13 @@ class ChainResolver:
             raise make_cannot_shard_error(
                 module_name,
                 f"{query} query heads are too few for {self._ranks} ranks; use at most {query}, or replicate it",
+                *((name, "replicated") for name in (*(layer.name for layer in columns), row.name)),
+            )
+        if self._ranks > 1 and requires_input_width(self._modules[module_name]):
+            raise make_cannot_shard_error(
+                module_name,
+                f"the forward of {type(self._modules[module_name]).__name__} gives its result as many features as its "
+                "input has, and the heads of one rank have fewer; replicate it",
                 *((name, "replicated") for name in (*(layer.name for layer in columns), row.name)),
             )
         projections = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,25 @@ def is_attention(module: nn.Module, columns: Sequence[LinearLayer]) -> bool:
     known = {*QUERY_NAMES, *KEY_NAMES, *VALUE_NAMES, *FUSED_NAMES}
     return find_positive_int(module, QUERY_COUNT_ATTRIBUTES) is not None or any(
         column.leaf_name in known for column in columns
+    )
+
+
+_INPUT_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.(?:size\(\)|shape)\s")
+
+
+def requires_input_width(module: nn.Module) -> bool:
+    """Return True if the forward of an attention module gives its result as many features as its input has.
+
+    Some forwards, e.g. TrOCR's, reshape the result of their heads to the number of features that they read from the
+    shape of `hidden_states`. The result of some of the heads has fewer.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):  # a class without a source file
+        return False
+    return any(
+        re.search(rf"(?<!hidden_states)\.(?:reshape|view)\([^()]*, {name}\)", source)
+        for name in _INPUT_WIDTH.findall(source)
     )
 
 

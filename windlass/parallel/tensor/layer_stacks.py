@@ -95,8 +95,10 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
     stack.full_sequence_modules += inside
     stack.chains |= {chain for chain in _chains_in(name, plan) if not any(is_inside(chain, inner) for inner in inside)}
     for parameter, value in layer.named_parameters(prefix=name):
-        shard = plan.shard_of(parameter) or plan.shard_of(parameter.rpartition(".")[0])
-        if value.dim() == 1 and shard is None and not any(is_inside(parameter, inner) for inner in inside):
+        holder = parameter.rpartition(".")[0]
+        shard = plan.shard_of(parameter) or plan.shard_of(holder)
+        is_vector = value.dim() <= 1 or holder == name  # a direct parameter may be [1, 1, features]
+        if is_vector and shard is None and not any(is_inside(parameter, inner) for inner in inside):
             stack.partial_parameters.append(parameter)
 
 

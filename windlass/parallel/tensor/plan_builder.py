@@ -233,7 +233,9 @@ def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard
         )
     if layout.down_bias is not None:
         shards.append(ModuleShard(f"{name}.{layout.down_bias}", ShardStyle.PARTIAL, chain=name))
-    return shards
+    # Trained activations, whose number all features share: each rank computes the gradient of its features.
+    numbers = [leaf for leaf, parameter in module.named_parameters() if "." in leaf and parameter.numel() == 1]
+    return [*shards, *(ModuleShard(f"{name}.{leaf}", ShardStyle.PARTIAL) for leaf in numbers)]
 
 
 def _in_model_order(model: nn.Module, shards: list[ModuleShard]) -> tuple[ModuleShard, ...]:

@@ -337,6 +337,69 @@ def test_module_before_and_after_the_layers_may_be_used_around_them() -> None:
     torch.testing.assert_close(ended.loss, model(ids))
 
 
+class Predicting(nn.Module):
+    """Model whose loss has a second head, which predicts from hidden states and embeddings of later tokens.
+
+    Args:
+        later: the loss calls the embedding again ("called", or "trained" if it does so in train mode only), or uses the
+            embeddings that the layers received ("kept").
+    """
+
+    def __init__(self, later: str) -> None:
+        super().__init__()
+        self.later, self.embed, self.head = later, nn.Embedding(40, 8), nn.Linear(8, 40)
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.further = nn.Linear(16, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = given = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"loss": None, "logits": logits}
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.later != "trained" or self.training:
+            more = given if self.later == "kept" else self.embed(input_ids)
+            further = self.head(self.further(torch.cat([x[:, :-1], more[:, 1:]], -1)))
+            loss = loss + F.cross_entropy(further.flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (2, 2), (4, 1)])
+def test_modules_that_only_the_loss_calls_are_on_the_last_stage(ranks: int, each: int) -> None:
+    torch.manual_seed(0)
+    model, ids = Predicting("called"), _batch()["input_ids"]
+    cuts, ended = _in_stages(model, ranks, each, {"input_ids": ids, "labels": ids})
+    expected = model(ids, ids)["loss"]
+    torch.testing.assert_close(ended.loss, expected)
+    for loss in (expected, ended.loss):
+        assert loss is not None
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        held = [dict(cut.model.named_parameters()).get(name) for cut in cuts]
+        found = [one.grad for one in held if one is not None and one.grad is not None]
+        torch.testing.assert_close(torch.stack(found).sum(0), parameter.grad, msg=name)
+    assert cuts[0].trace.uncalled_modules == cuts[-1].trace.uncalled_modules == []
+
+
+def test_a_loss_that_uses_the_embeddings_of_another_stage_is_refused_and_logits_are_not() -> None:
+    ids = _batch()["input_ids"]
+    part = split_into_stages(Predicting("kept"), 0, 2)
+    said = "can't compute its loss: after its last layer it uses the output of embed, which another stage computes"
+    with pytest.raises(ModelError, match=said):
+        part.check_batch({"input_ids": ids, "labels": ids})
+    part.check_batch({"input_ids": ids, "labels": ids}, compute_loss=False)
+
+
+def test_an_embedding_of_another_stage_that_only_training_calls_raises() -> None:
+    ids = _batch()["input_ids"]
+    model = Predicting("trained")
+    with pytest.raises(ModelError, match="calls embed after layers of the model, .* this stage lacks the module"):
+        _in_stages(model, 2, 1, {"input_ids": ids, "labels": ids})
+    _in_stages(model.eval(), 2, 1, {"input_ids": ids, "labels": ids})
+
+
 @dataclass
 class Answer:
     hidden_states: list[Tensor]

@@ -214,6 +214,18 @@ def test_too_many_ranks_are_refused() -> None:
         build_tensor_parallel_plan(build("llama", vocab_size=3), 4)
 
 
+def test_attention_that_keeps_the_features_of_its_input_is_refused_or_replicated() -> None:
+    from transformers import TrOCRConfig, TrOCRForCausalLM
+
+    sizes = {"d_model": 16, "decoder_ffn_dim": 24, "decoder_layers": 1, "decoder_attention_heads": 4}
+    with torch.device("meta"):
+        model = TrOCRForCausalLM(TrOCRConfig(vocab_size=40, max_position_embeddings=16, **sizes))
+    with pytest.raises(ModelError, match="the forward of TrOCRAttention gives its result as many features as its inpu"):
+        build_tensor_parallel_plan(model, 2)
+    plan = build_tensor_parallel_plan(model, 2, {r".*_attn": "replicated", r".*_attn\..*": "replicated"})
+    assert {cut.name.rpartition(".")[2] for cut in plan.shards} == {"embed_tokens", "fc1", "fc2", "output_projection"}
+
+
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
