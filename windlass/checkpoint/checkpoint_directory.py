@@ -55,7 +55,7 @@ def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | 
     path = Path(directory) / name
     try:
         with open_regular(path, Path(directory)) as file:
-            tag = file.read(_LONGEST_LATEST).decode("utf-8").strip()
+            tag = _written_tag(Path(directory), file.read(_LONGEST_LATEST).decode("utf-8"))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -67,6 +67,13 @@ def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | 
         return check_tag(tag)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}") from error
+
+
+def _written_tag(directory: Path, text: str) -> str:
+    """Return the tag in the text of a file `latest`, without the blanks around it unless a checkpoint has them."""
+    tag = text.strip("\r\n")
+    paths = (directory / tag, replaced_path(directory, tag))
+    return tag if any(os.path.lexists(path) for path in paths) else tag.strip()
 
 
 def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:

@@ -228,7 +228,8 @@ def _by_handle(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[W
 
 def _needs_no_conversion(one: Wanted, target: torch.Tensor) -> bool:
     """Return True if the file's bytes can be read directly into the memory of the target."""
-    return target.device.type == "cpu" and target.dtype == one.dtype and target.is_contiguous()
+    is_lazy = target.is_conj() or target.is_neg()  # its memory has other values than the tensor
+    return target.device.type == "cpu" and target.dtype == one.dtype and target.is_contiguous() and not is_lazy
 
 
 def _is_flat(one: Wanted, target: torch.Tensor) -> bool:

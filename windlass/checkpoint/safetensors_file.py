@@ -92,15 +92,18 @@ class TensorFileWriter:
         """Start to write the entry `name`, and return its crc32. A CPU tensor must not change before `wait`.
 
         Raises:
-            CheckpointError: the tensor has another shape than the entry, or the disk fails.
+            CheckpointError: the tensor has another shape than the entry or no memory, or the disk fails.
         """
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name!r} was declared with shape {entry.shape} and has {tuple(tensor.shape)}")
-        here = tensor.detach()
+        here = tensor.detach().resolve_conj().resolve_neg()  # the bytes of a lazy conjugate are not its values
         if here.device.type != "cpu" or here.dtype != entry.dtype or not here.is_contiguous():
             here = here.to(device="cpu", dtype=entry.dtype).contiguous()
-        raw = tensor_bytes(here)
+        try:
+            raw = tensor_bytes(here)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r}: {error}") from error
         self.submit_bytes((name,), self._offsets[name], here.view(-1).view(torch.uint8) if len(raw) else _NOTHING)
         return crc32_of(raw)  # computed while the disk writes
 

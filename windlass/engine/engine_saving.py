@@ -35,7 +35,7 @@ from windlass.engine.frozen_parameters import (
 )
 from windlass.engine.full_weights import require_unchanged_model, weight_metadata
 from windlass.engine.metadata_merge import merge_metadata
-from windlass.engine.model_refresh import has_pending_gradients
+from windlass.engine.model_refresh import step_has_gradients
 from windlass.engine.module_buffers import modules_with_saved_buffers, persistent_buffers, require_dense_buffers
 from windlass.engine.offloaded_storage import OffloadedChunkStorage
 from windlass.engine.optimizer_groups import (
@@ -142,7 +142,7 @@ def _complete_updates(engine: EngineState) -> bool:
             f"nothing is saved: {model.disk_health.loss_reason}; earlier checkpoints are intact. {LOST}"
         )
     model.reducer.finish()
-    if in_step := has_pending_gradients(model):
+    if in_step := step_has_gradients(model):
         logger.warning(
             "this checkpoint is saved in the middle of a step: it does not contain the gradients accumulated so "
             "far, and a resumed run repeats the step from its first micro-batch; save after step() at the "

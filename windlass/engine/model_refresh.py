@@ -50,7 +50,7 @@ def refresh_model(
         unfreeze(before, joining)
         return
     # Raise on all ranks if one has gradients: ranks may run different numbers of backwards.
-    if any(before.mesh.world.all_gather_object(has_pending_gradients(before))):
+    if step_has_gradients(before):
         raise ModelError(
             "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
         )
@@ -59,7 +59,7 @@ def refresh_model(
         check_parameters(before.update.optimizer, before.model)
     transfer = _StateTransfer(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
-    if left := [slot.unit.names[0] for slot in before.slots if slot.has_reduced]:
+    if left := [slot.unit.names[0] for slot in before.slots if slot.has_reduced and slot.unit.unstepped]:
         logger.warning(
             f"refresh() drops the gradient of {left[0]!r}, which is in no group of the optimizer and stayed after the "
             "last step"
@@ -81,6 +81,17 @@ def has_pending_gradients(model: ShardedModel) -> bool:
     """
     model.runtime.end_failed_backwards()  # gradients of a backward that raised are pending too
     return any((slot.has_reduced and not slot.unit.unstepped) or slot.written for slot in model.slots)
+
+
+def step_has_gradients(model: ShardedModel) -> bool:
+    """Return True if any rank has gradients since the last step, except those that stayed after it. Collective.
+
+    Unlike `has_pending_gradients`, this is False if a script has dropped all gradients: a rank that has dropped its own
+    may still join reductions of its peers, with zeros.
+    """
+    model.runtime.end_failed_backwards()
+    here = any(slot.written or (slot.used and not slot.unit.unstepped) for slot in model.slots)
+    return any(model.mesh.world.all_gather_object(here))
 
 
 def unfrozen_parameters(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:

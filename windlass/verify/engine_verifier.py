@@ -134,7 +134,8 @@ class EngineVerifier(EngineObserver):
         trained = {name: self.engine.module.get_parameter(name) for name in self._trained}
         # The gradients of parameters in no optimizer group accumulate over steps and count neither in the norm nor in
         # the update.
-        stepped = {name: parameter for name, parameter in trained.items() if not require(parameter).unit.unstepped}
+        places = {name: require(parameter) for name, parameter in trained.items()}
+        stepped = {name: p for name, p in trained.items() if places[name].index not in places[name].unit.outside}
         self._reduced_gradients = {name: full_grad(parameter) for name, parameter in stepped.items()}
         self._clip = norm, clip
         assert self.engine.optimizer is not None

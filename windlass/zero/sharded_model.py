@@ -180,6 +180,7 @@ class ShardedModel:
             )
         self._handles: list[RemovableHandle | ShardedGenerate | ObservedModules] = []
         self._hooked_parameters: set[int] = set()  # ids of parameters with gradient hooks
+        self._has_outside = False  # True: some of them were in no group of the optimizer in the last step
         self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, tiers.disk)
         self.disk_health.check("initialize could not write the model to disk", loses=True)
@@ -525,9 +526,9 @@ class ShardedModel:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.disk_health.require_intact("a step")
         self.scheduler.sync(SyncPoint.STEP)
-        self._find_unstepped()
         # The delayed update of the previous step has to end before this step changes the same master weights.
         trouble = self._await_result()
+        self._find_unstepped()
         self.replicas.restore_local_weights()
         lost = self.replicas.refused_edit() or self.masters.pop_lost_edit(self.units)
         none_since = float(self._gradients_consumed and not self.reducer.backward_count)
@@ -620,11 +621,17 @@ class ShardedModel:
             )
 
     def _find_unstepped(self) -> None:
-        """Find again the units that steps skip ([Note: gradients that stay]): some may be in an optimizer group now."""
-        if self._planned_unstepped and self.update is not None:
-            grouped = {id(p) for group in self.update.optimizer.param_groups for p in group["params"]}
-            for unit in self._planned_unstepped:
-                unit.unstepped = not any(id(parameter) in grouped for parameter in unit.parameters)
+        """Find again what steps skip ([Note: gradients that stay]): parameters may have joined or left a group."""
+        assert self.update is not None
+        grouped = {id(p) for group in self.update.optimizer.param_groups for p in group["params"]}
+        for unit in self._planned_unstepped:
+            unit.unstepped = not any(id(parameter) in grouped for parameter in unit.parameters)
+        # Frozen parameters have no gradient that could count.
+        outside = self._hooked_parameters - grouped
+        for slot in self.slots if outside or self._has_outside else ():
+            unit = slot.unit
+            unit.outside = frozenset(index for index, p in enumerate(unit.parameters) if id(p) in outside)
+        self._has_outside = bool(outside)
 
     def rescale_unstepped(self, factor: float) -> None:
         """Multiply the gradients that stayed after the step by `factor`, because the loss scale has changed."""

@@ -224,6 +224,36 @@ def test_a_tag_is_replaced_and_tags_are_listed_oldest_first(saved: Path) -> None
     assert {path.name for path in saved.iterdir()} == {"a", "b", "global_step12", "latest"}
 
 
+@pytest.mark.parametrize("tag", ["a ", " b", "c"])
+def test_blanks_of_a_tag_are_kept(tmp_path: Path, tag: str) -> None:
+    save(tmp_path, tag, SavedState(tensors={"x": torch.ones(2)}))
+    assert load(tmp_path, None, SavedState(tensors={"x": torch.zeros(2)})).tag == tag
+    (tmp_path / "latest").write_text(f"{tag}\n")
+    assert read_latest(tmp_path) == tag
+    if tag == "c":  # written by hand
+        (tmp_path / "latest").write_text(" c \n")
+        assert read_latest(tmp_path) == "c"
+
+
+def test_lazy_conjugates_are_saved_and_loaded(tmp_path: Path) -> None:
+    phases = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    tensors = {"buffer/phases": phases, "buffer/imaginary": phases.imag}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert phases.is_conj() and phases.imag.is_neg()
+    save(tmp_path, "t", SavedState(tensors=tensors))
+    for tensor in tensors.values():
+        tensor.zero_()
+    load(tmp_path, "t", SavedState(tensors=tensors))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
+def test_a_tensor_without_memory_is_named(tmp_path: Path) -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointError, match=r"'buffer/gone': .* can't be saved"):
+        save(tmp_path, "t", SavedState(tensors={"buffer/gone": freed}))
+
+
 def test_ranges_must_cover_each_tensor_once(tmp_path: Path) -> None:
     part = FlatShard("x", (4, 2), 0, torch.zeros(3))
     with pytest.raises(CheckpointError, match="no rank holds element 3 of 'x'"):

@@ -52,10 +52,11 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         `key`.
 
     Raises:
-        ModelError: the state exists per shard (e.g. the scales of 8-bit states) and cannot be assembled.
+        ModelError: the state exists per shard (e.g. the scales of 8-bit states) and cannot be assembled, or it is
+            neither a tensor nor numbers.
     """
     state = full_states(parameter, key).get(key)
-    return state if state is None or isinstance(state, torch.Tensor) else torch.tensor(state)
+    return state if state is None else shard_values.state_tensor(require(parameter), key, state)
 
 
 def full_states(parameter: nn.Parameter, *keys: str) -> dict[str, Any]:

@@ -302,6 +302,9 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """Return this rank's fragment of the optimizer state `key`, or None if the rank has no such state.
 
     The result is a view of the state, or a copy if that is on NVMe, is updated in several chunks, or is quantized.
+
+    Raises:
+        ModelError: the state is neither a tensor nor numbers.
     """
     place = _updated(parameter)
     with place.model.masters.resident([place.unit], alone=True):
@@ -310,7 +313,7 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         if not values:
             return None
         if not isinstance(values[0], torch.Tensor):
-            return torch.tensor(values[0])
+            return state_tensor(place, key, values[0])
         return values[0] if values[0].dim() == 0 else _joined(place, values)
 
 
@@ -384,6 +387,23 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
             return
         for (_, state), part in zip(states, _split(value, [size for size, _ in states]), strict=True):
             _write(place, state, key, part.detach().to(on, copy=True))
+
+
+def state_tensor(place: ParameterLocation, key: str, value: Any) -> torch.Tensor:
+    """Return the value of the optimizer state `key` as a tensor.
+
+    Raises:
+        ModelError: the value is neither a tensor nor numbers.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"state {key!r} of {place.name!r} is a {type(value).__name__}, which is neither a tensor nor numbers; take "
+            "it from engine.optimizer.state_dict(), called on all ranks"
+        ) from error
 
 
 def _finished(parameter: nn.Parameter) -> ParameterLocation:

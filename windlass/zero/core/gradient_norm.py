@@ -122,15 +122,8 @@ def reduce_step_status(
     squares = []
     for slot in slots:
         if slot.has_reduced and not slot.unit.unstepped:
-            if slot.norm_squares is None:  # usually computed during the reduction of the unit
-                if gradients.keeps_local_gradients:  # the mean square over ranks, see [Note: local gradients]
-                    slot.norm_squares = sum_of_squares(slot.read()) / mesh.dense.data.size
-                else:
-                    start, stop = local_norm_squares(slot, policy)
-                    slot.norm_squares = sum_of_squares(slot.read()[start:stop])
-            squares.append(
-                slot.norm_squares * slot.unit.norm_weight if slot.unit.norm_weight != 1.0 else slot.norm_squares
-            )
+            own = _norm_squares(slot, gradients, policy, mesh)
+            squares.append(own * slot.unit.norm_weight if slot.unit.norm_weight != 1.0 else own)
     device = vector.device
     vector.fit(slots)
     # Replicas (MiCS) may reduce in different orders, so only the ranks of one replica are compared.
@@ -170,6 +163,25 @@ def reduce_step_status(
             for history, of_history in zip(histories[::2], histories[1::2], strict=True)
         ),
     )
+
+
+def _norm_squares(slot: GradientSlot, gradients: GradientReducer, policy: ShardingPolicy, mesh: Mesh) -> torch.Tensor:
+    """Return this rank's part of the squared norm of a unit, without parameters in no group of the optimizer."""
+    unit, local = slot.unit, gradients.keeps_local_gradients
+    if slot.norm_squares is not None and not unit.outside:  # usually computed during the reduction of the unit
+        return slot.norm_squares
+    values = slot.read()
+    begin, (start, stop) = (0, (0, values.numel())) if local else (unit.state_start, local_norm_squares(slot, policy))
+    # The mean square over ranks, see [Note: local gradients].
+    ranks = mesh.dense.data.size if local else 1
+    if not unit.outside:
+        slot.norm_squares = sum_of_squares(values[start:stop]) / ranks
+        return slot.norm_squares
+    squares = torch.zeros((), dtype=torch.float64, device=values.device)
+    for piece in unit.layout.pieces(begin + start, begin + stop):
+        if piece.index not in unit.outside:
+            squares += sum_of_squares(values.narrow(0, start + piece.offset, piece.numel))
+    return squares / ranks
 
 
 def _values_differ(total: float, squares: float, ranks: int) -> bool:

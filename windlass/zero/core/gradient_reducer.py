@@ -18,7 +18,9 @@ message. Each replica (MiCS) reduces and drops independently, before the sums of
 is in no group of the optimizer. The gradient accumulates until a script drops it. These parameters have separate units
 (`Unit.unstepped`), whose slots the step neither reads nor resets. The norm does not include their gradients. A step
 that fails or is skipped drops all gradients. A parameter that joins a group later is stepped with all that has been
-accumulated.
+accumulated. A unit may also have both kinds of parameters: if too many were in no group for a unit each, and some of
+them join a group, or if a parameter leaves its group. The norm leaves out those in no group (`Unit.outside`), but a
+step drops all gradients of such a unit.
 """
 
 from __future__ import annotations

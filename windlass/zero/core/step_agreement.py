@@ -187,7 +187,7 @@ class StepAgreement:
                 span = (0, gradient.numel()) if local else (slot.unit.state_start, slot.unit.state_stop)
                 for piece in slot.unit.layout.pieces(*span):
                     part = gradient.narrow(0, piece.offset, piece.numel)
-                    if not bool(torch.isfinite(part).all()):
+                    if piece.index not in slot.unit.outside and not bool(torch.isfinite(part).all()):
                         mine.append((stage, slot.unit.index, piece.index, slot.unit.names[piece.index]))
         of_ranks = self._mesh.world.all_gather_object(mine)
         return min((bad for bads in of_ranks for bad in bads), default=(0, 0, 0, ""))[-1]

@@ -72,6 +72,7 @@ class Unit:
         lowered: Gradients are sent in `ZeroSettings.lowered_reduce_dtype`.
         unstepped: No parameter is in a group of the optimizer now, so a step leaves the gradient: see [Note: gradients
             that stay].
+        outside: Indices of trained parameters that were in no group of the optimizer in the last step.
         dp_group: Ranks over which the unit is sharded and reduced.
         placements: Placement of each parameter: the part of the full parameter that this rank holds.
         extra_reduce_groups: Further groups over which the reduced gradient shard is summed.
@@ -106,6 +107,7 @@ class Unit:
         self.blocks: list[Block] = list(plan.blocks)
         self.layout, self.dtype, self.trainable, self.persistent = layout, param_dtype, plan.trainable, plan.persistent
         self.lowered, self.unstepped = plan.lowered, plan.unstepped
+        self.outside: frozenset[int] = frozenset()
         self.shapes = [p.shape for p in plan.parameters]
         self.dp_group, self.placements = dp_group, [get_placement(p) for p in plan.parameters]
         self.extra_reduce_groups: list[RankGroup] = []
