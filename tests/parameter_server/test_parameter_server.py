@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from windlass.base.errors import CheckpointError, CommunicationError, ConfigErro
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
-from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress
+from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress, StoreLostError
 from windlass.parameter_server.messages import receive_gradient, receive_text, send_problem
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.parameter_partition import Fragment, PartitionedParameter, partition_parameters
@@ -499,6 +500,48 @@ def test_a_server_that_was_lost_together_with_the_store_is_named() -> None:
         job.end_store()
         worker.pull()
     worker.close()  # a second time
+
+
+def test_a_worker_that_was_lost_and_came_back_is_awaited_by_a_new_server(tmp_path: Path) -> None:
+    """A server that is restored has no connections: whether the run has ended, it reads in the store."""
+    settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=1, reconnect_seconds=60)
+    job = Job(mlp, sgd, settings, servers=2, workers=2)
+    job.start_servers()
+    model, worker = job.worker(0)
+    _, other = job.worker(1)
+    train_once(model, worker, 0)
+    for link in worker._links.values():  # the worker is killed
+        link.close()
+    store = job.rendezvous()
+    until = time.monotonic() + 60
+    while not store.has_left(0) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert store.has_left(0)
+    model, worker = job.worker(0)  # it is started again
+    train_once(model, worker, 1)
+    assert not store.has_left(0)
+    other.close()
+    lose(job, 1)
+    job.start_server(1)
+    train_once(model, worker, 2)
+    worker.close()
+    job.finish()
+
+
+def test_servers_that_lose_the_store_name_it() -> None:
+    """Without `windlass run`, the store of all servers ends with server 0."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=2, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    job.end_store()
+    for thread in job.threads:
+        thread.join(60)
+    worker.close()
+    texts = [str(failure) for failure in job.failures if isinstance(failure, StoreLostError)]
+    assert len(texts) == 2, job.failures
+    for text in texts:
+        assert re.search(r"the job's store at 127.0.0.1:\d+ does not answer: .*; the process that serves it", text)
 
 
 def test_a_server_that_was_too_slow_for_one_call_is_reached_by_the_next(

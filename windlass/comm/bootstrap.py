@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from windlass.base.compute_device import local_device
 from windlass.base.errors import CommunicationError
@@ -32,6 +34,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
 _STORE_CONNECTION = "made for the rendezvous store"
 _ENVIRONMENT = ("", "env://")  # values of `init_method` for a rendezvous at MASTER_ADDR
+_GROUP_NUMBER = "windlass default group"
+_last_numbers: dict[tuple[str, int], str] = {}  # by address and port of a launcher's store, see `_launcher_store`
 
 
 def default_timeout(otherwise: timedelta = DEFAULT_TIMEOUT) -> timedelta:
@@ -225,11 +229,16 @@ def _own_address() -> str:
 
 
 def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report_after: float | None) -> None:
+    store: Any
     try:
         with _report_missing_ranks(report_after):
             if place.one_host and not _agent_keeps_store():
                 with require_own_peers(_STORE_CONNECTION):
                     store = loopback_store(str(place.master), int(place.port or 0), place.rank, place.world, timeout)
+                init_default_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+            elif _agent_keeps_store():
+                with require_own_peers(_STORE_CONNECTION):
+                    store = _launcher_store((str(place.master), int(place.port or 0)), timeout)
                 init_default_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
             else:
                 init_default_group(backend, timeout=timeout)
@@ -244,6 +253,22 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
             f"rank {place.rank} of {place.world} could not connect to the others at {place.master}:{place.port}: "
             f"{first}; {fix}"
         ) from error
+
+
+def _launcher_store(where: tuple[str, int], timeout: timedelta) -> PrefixStore:
+    """Return the launcher's store, below a prefix under which this process has written nothing yet.
+
+    Ranks find each other by addresses in the store. A default group that is created again, after a failure or after
+    `destroy_process_group`, would find the addresses of closed sockets there, because the launcher keeps the store. So
+    the store has a number, and a rank that has used the current number counts it up.
+    """
+    store: Any = next(rendezvous("env://", timeout=timeout))[0]
+    store.set_timeout(timeout)
+    last = _last_numbers.get(where)
+    if last is not None:
+        store.compare_set(_GROUP_NUMBER, last, str(int(last or 0) + 1))  # no effect if another rank has done so
+    number = _last_numbers[where] = store.get(_GROUP_NUMBER).decode() if store.check([_GROUP_NUMBER]) else ""
+    return PrefixStore(f"default_pg{number}", store)
 
 
 def _rendezvous_by_mpi(place: RankEnvironment, backend: str, timeout: timedelta) -> None:

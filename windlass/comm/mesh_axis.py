@@ -17,6 +17,15 @@ from windlass.comm.traffic import Traffic
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Dtypes that gloo rejects: they are moved as bytes, and summed in a dtype that holds their sums modulo their size.
+_SUM_DTYPES = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+
 _checks: list[Callable[[], None]] = []
 
 
@@ -214,17 +223,33 @@ class MeshAxis:
     # Communication. `PlannedAxis` overrides these methods and sends nothing.
 
     def _start_sum(self, tensor: torch.Tensor, op: Any) -> Pending:
-        return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
+        total = tensor.to(_SUM_DTYPES.get(tensor.dtype, tensor.dtype))
+        work = dist.all_reduce(total, op=op, group=self.group.process_group, async_op=True)
+
+        def finish() -> None:
+            if total is not tensor:
+                tensor.copy_(total)
+
+        return _pending(work, self._what(), finish)
 
     def _fill_gathered(self, full: torch.Tensor, own: torch.Tensor) -> None:
+        if own.dtype in _SUM_DTYPES:
+            full, own = as_bytes(full), as_bytes(own)
         with self._what():
             _ALL_GATHER(full, own, group=self.group.process_group)
 
     def _fill_scattered(self, own: torch.Tensor, full: torch.Tensor) -> None:
+        wide = _SUM_DTYPES.get(own.dtype, own.dtype)
+        total = own if wide == own.dtype else torch.empty_like(own, dtype=wide)
         with self._what():
-            _REDUCE_SCATTER(own, full, group=self.group.process_group)
+            _REDUCE_SCATTER(total, full.to(wide), group=self.group.process_group)
+        if total is not own:
+            own.copy_(total)
 
     def _fill_exchanged(self, out: torch.Tensor, tensor: torch.Tensor, receives: list[int], sends: list[int]) -> None:
+        if out.dtype in _SUM_DTYPES:
+            row = out.element_size() * out.shape[1:].numel()
+            out, tensor = (as_bytes(rows).view(rows.shape[0], row) for rows in (out, tensor))
         with self._what():
             dist.all_to_all_single(out, tensor, receives, sends, group=self.group.process_group)
 
@@ -269,12 +294,12 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _pending(work: Any, what: WaitScope) -> Pending:
+def _pending(work: Any, what: WaitScope, finish: Callable[[], None]) -> Pending:
     def block() -> None:
         with what:
             work.wait()
 
-    return FinishingPending(work.is_completed, block, lambda: None)
+    return FinishingPending(work.is_completed, block, finish)
 
 
 def axis_from_process_group(group: dist.ProcessGroup, name: str = "sp") -> MeshAxis:

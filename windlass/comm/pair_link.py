@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from windlass.base.errors import CommunicationError
 from windlass.comm.peer_owners import ACCEPT_S, ClosedPeerError, require_own_peers
+from windlass.comm.point_to_point import as_bytes
 
 HEADER = 8
 """Number of integers at the head of a message."""
@@ -150,7 +151,7 @@ class PairLink:
         return self._closed.wait(seconds)
 
     def _transfer(self, operation: str, tensor: torch.Tensor) -> None:
-        for chunk in tensor.view(-1).view(torch.uint8).split(_CHUNK) if tensor.numel() else ():
+        for chunk in as_bytes(tensor).split(_CHUNK) if tensor.numel() else ():
             self._wait(self._start(operation, chunk))
 
     def _wait(self, operation: Any) -> None:

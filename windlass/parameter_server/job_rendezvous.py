@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.comm.polling_store import PollingStore
 
 _PAUSE = 0.02
+_RETIRED, _LOST = "retired", "lost"
 _LAST_ANSWERS = 0.5  # seconds for which the store still answers, so that other processes read that the run has ended
 
 
@@ -77,6 +79,52 @@ class ShardRecord:
         return cls(address, frozenset(int(one) for one in replicas.split(",") if one))
 
 
+class StoreLostError(CommunicationError):
+    """Error for a job whose store does not answer: the process that served it has ended."""
+
+
+class _JobStore:
+    """The job's entries in a store of torch, whose errors become `StoreLostError`.
+
+    Args:
+        store: store of torch.
+        where: address and port of the store, for the error.
+    """
+
+    def __init__(self, store: Any, where: str) -> None:
+        self._store, self._where = store, where
+
+    def check(self, key: str) -> bool:
+        """Return True if an entry exists."""
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def get(self, key: str) -> str:
+        """Return the text of an entry that exists."""
+        return str(self._ask(lambda: self._store.get(key)).decode())
+
+    def set(self, key: str, text: str) -> None:
+        """Write an entry."""
+        self._ask(lambda: self._store.set(key, text))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, and return its new value."""
+        return int(self._ask(lambda: self._store.add(key, value)))
+
+    def compare_set(self, key: str, before: str, after: str) -> str:
+        """Replace an entry if its text is `before`, and return its text."""
+        return str(self._ask(lambda: self._store.compare_set(key, before, after)).decode())
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:  # torch's error for a store that has ended
+            raise StoreLostError(
+                f"parameter server: the job's store at {self._where} does not answer: "
+                f"{str(error).strip().splitlines()[0]}; the process that serves it (server 0, or the launcher) has "
+                "ended: see its output, and start the run again"
+            ) from error
+
+
 class JobRendezvous:
     """Connection of this process to the store, and through it to other processes.
 
@@ -92,7 +140,7 @@ class JobRendezvous:
     def __init__(self, address: str, port: int, *, serve: bool, connect: timedelta) -> None:
         self._connect, self.where = connect, f"{address}:{port}"
         self._tcp = _open(address, port, serve=serve, connect=connect)
-        self._store = PrefixStore("windlass parameter server", self._tcp)
+        self._store = _JobStore(PrefixStore("windlass parameter server", self._tcp), self.where)
         self._links = PollingStore(self._tcp, connect)
 
     def has_store(self, seconds: float) -> bool:
@@ -112,14 +160,14 @@ class JobRendezvous:
     def record(self, server: int) -> ShardRecord:
         """Return the entry of a shard."""
         key = f"shard {server}"
-        if not self._store.check([key]):
+        if not self._store.check(key):
             return ShardRecord()
-        return ShardRecord.from_text(server, self._store.get(key).decode())
+        return ShardRecord.from_text(server, self._store.get(key))
 
     def _replace(self, server: int, before: ShardRecord, after: ShardRecord) -> bool:
         """Replace the entry of a shard if it still equals `before`. Return False if another process has changed it."""
         text = after.to_text()
-        return bool(self._store.compare_set(f"shard {server}", before.to_text(), text).decode() == text)
+        return self._store.compare_set(f"shard {server}", before.to_text(), text) == text
 
     def register_server(self, server: int, replica: int = 0) -> ServerAddress:
         """Register this process as the server of a shard, in place of an earlier one that has ended."""
@@ -185,7 +233,7 @@ class JobRendezvous:
         """
         try:
             ticket = self._store.add(f"tickets {address.server} {address.generation}", 1)
-        except RuntimeError as error:  # torch's error for a store that has ended
+        except StoreLostError as error:
             raise LinkClosedError(f"the job's store at {self.where} does not answer") from error
         name = f"{address.server}.{address.generation}.{ticket}"
 
@@ -210,11 +258,11 @@ class JobRendezvous:
 
     def is_over(self, server: int) -> bool:
         """Return True if the run has ended for a shard."""
-        return bool(self._store.check([f"over {server}"]))
+        return self._store.check(f"over {server}")
 
     def count_calls(self, here: ServerAddress) -> int:
         """Return the number of calls to this server so far, from workers and replicas."""
-        return int(self._store.add(f"tickets {here.server} {here.generation}", 0))
+        return self._store.add(f"tickets {here.server} {here.generation}", 0)
 
     def answer_call(self, here: ServerAddress, ticket: int) -> PairLink:
         """Connect with the caller of call number `ticket`, a worker or a replica, as the server."""
@@ -238,19 +286,19 @@ class JobRendezvous:
             CommunicationError: the entry is not written in time.
         """
         until = time.monotonic() + self._connect.total_seconds()
-        while not self._store.check([key]):
+        while not self._store.check(key):
             if time.monotonic() > until:
                 raise CommunicationError(
                     f"parameter server: {what} has not started within {self._connect.total_seconds():.0f} s; see its "
                     "output, or raise connect_seconds"
                 )
             time.sleep(_PAUSE)
-        return str(self._store.get(key).decode())
+        return self._store.get(key)
 
     def leave(self, worker: int, *, retires: bool) -> None:
         """Record that a worker has left: by `close` (`retires`), or because it was lost."""
         if retires or not self.has_left(worker):
-            self._store.set(f"left {worker}", "retired" if retires else "lost")
+            self._store.set(f"left {worker}", _RETIRED if retires else _LOST)
 
     def has_left(self, worker: int, *, retired: bool = False) -> bool:
         """Return True if a worker has left.
@@ -258,16 +306,24 @@ class JobRendezvous:
         Args:
             retired: count only workers that have left by `close`.
         """
+        return self._departure(worker) in ((_RETIRED,) if retired else (_RETIRED, _LOST))
+
+    def come_back(self, worker: int) -> None:
+        """Record that a worker that was lost has connected again."""
+        if self._departure(worker) == _LOST:
+            self._store.set(f"left {worker}", "")
+
+    def _departure(self, worker: int) -> str:
         key = f"left {worker}"
-        return bool(self._store.check([key])) and (not retired or self._store.get(key) == b"retired")
+        return self._store.get(key) if self._store.check(key) else ""
 
     def count_joined(self) -> int:
         """Return the number of workers that have joined the run."""
-        return int(self._store.add("joined", 0))
+        return self._store.add("joined", 0)
 
     def next_worker(self, workers: int) -> int:
         """Count a worker that joins a run, which began with `workers` workers, and return its number."""
-        return workers + int(self._store.add("joined", 1)) - 1
+        return workers + self._store.add("joined", 1) - 1
 
 
 def _open(address: str, port: int, *, serve: bool, connect: timedelta) -> Any:

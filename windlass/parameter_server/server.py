@@ -330,6 +330,8 @@ class ParameterServer:
             while len(self._replicas) < self._awaited_replicas and not self._ends:
                 self._changed.wait()
             self._require_place()
+            # a server that is started later would otherwise end without waiting for this worker
+            self._rendezvous.come_back(worker)
             self._awaited_replicas = 0
             self._live[worker] = ticket
             self._links[worker] = link

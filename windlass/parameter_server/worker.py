@@ -14,7 +14,7 @@ from windlass.base.errors import CommunicationError, ModelError
 from windlass.base.log import logger
 from windlass.comm.pair_link import LinkClosedError, LinkSilentError, PairLink
 from windlass.parameter_server.heartbeat import receive_message
-from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress
+from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress, StoreLostError
 from windlass.parameter_server.messages import MessageKind, receive_text, send_push
 from windlass.parameter_server.model_layout import ModelLayout
 from windlass.parameter_server.server_shard import ShardGradient
@@ -151,8 +151,8 @@ class ParameterServerWorker:
         # recorded in the store too, for servers that do not receive BYE, e.g. a replica that takes over later
         try:
             self._rendezvous.leave(self.index, retires=True)
-        except RuntimeError as error:  # torch's error for a store that has ended; then no process reads the record
-            logger.warning("worker %d leaves: %s: %s", self.index, self._silent_store, error)
+        except StoreLostError as error:  # no process reads the record
+            logger.warning("worker %d leaves: %s", self.index, error)
         for link in self._links.values():
             try:
                 link.send([MessageKind.BYE])
@@ -187,9 +187,7 @@ class ParameterServerWorker:
             left = max(0.0, began + seconds - time.time())
             try:
                 address = self._rendezvous.find_server(server, lost, left)
-            except (
-                RuntimeError
-            ) as error:  # torch's error for a store that has ended: the lost process may have served it
+            except StoreLostError as error:  # the lost process may have served the store
                 cause = f"{cause or 'it has not started'}, and {self._silent_store}"
                 raise self._lost(server, since, cause) from error
             if address is None or (calls and not left):
