@@ -683,6 +683,23 @@ def test_script_creates_expert_groups() -> None:
     run_ranks(_experts_of_a_script, 4)
 
 
+def _experts_beside_tensor_ranks() -> None:
+    from windlass.compat import parallel_groups
+
+    rank = dist.get_rank()
+    with pytest.raises(NotImplementedError, match="mp_size = 2"):
+        parallel_groups._create_expert_and_data_parallel(2, mp_size=2, use_data_before_expert_parallel_=True)
+    parallel_groups._create_expert_and_data_parallel(2, mp_size=2)
+    assert parallel_groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
+    assert parallel_groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
+    parallel_groups._create_expert_and_data_parallel(1, mp_size=2, pp_size=2, mp_mode="sp")
+    assert parallel_groups._get_expert_data_parallel_group_ranks("ep_size_1") == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def test_script_creates_expert_groups_beside_tensor_ranks() -> None:
+    run_ranks(_experts_beside_tensor_ranks, 4)
+
+
 def _activation_option_of_a_script() -> None:
     from windlass.compat import activation_names
     from windlass.compat.deepspeed_initialize import initialize

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.dist.harness import run_ranks
+from tests.dist.harness import RankError, run_ranks
 from tests.dist.test_sequence_parallel import (
     VOCABULARY,
     axis_of_all,
@@ -168,6 +168,51 @@ def test_derived_positions_are_those_of_whole_sequences(pads: bool) -> None:
     """
     for name in ("opt", "roberta"):
         run_ranks(registered, 2, pads, False, name, (("left", 13), ("holes", 12), ("plain", 13)))
+
+
+def shared_positions(pads: bool, positions: list[int]) -> None:
+    """Assert that positions `[1, tokens]`, which all samples share, are sharded like the ids."""
+    from windlass.compat.ulysses_sp import UlyssesSPDataLoaderAdapter
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
+
+    axis = axis_of_all()
+    model, plain = build("llama"), build("llama")
+    apply_sequence_parallel(model, axis, pre_sharded=True)
+    full = {**batch("plain", len(positions)), "position_ids": torch.tensor([positions])}
+    wanted_loss, expected = loss_and_gradients(plain, full)
+    group = axis.group.process_group
+    adapter = UlyssesSPDataLoaderAdapter([full], axis.index, group, axis.size, "cpu", pad_to_sp_multiple=pads)
+    for part in adapter:
+        assert part["position_ids"].shape == (1, part["input_ids"].shape[1])
+        model.zero_grad()
+        loss, gradients = loss_and_gradients(model, {**part, "labels": part.pop("shift_labels")})
+        check_close(loss, wanted_loss, "loss")
+        check_mean(axis, gradients, expected, "gradients")
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]], ids=["plain", "packed"])
+def test_positions_that_all_samples_share_are_sharded(pads: bool, positions: list[int]) -> None:
+    run_ranks(shared_positions, 2, pads, positions)
+
+
+def keys_of_ranks(order: bool) -> None:
+    """Yield batches whose keys differ between ranks: in their order, or one rank has one more."""
+    from windlass.compat.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    axis = axis_of_all()
+    given = batch("left", 8)
+    if axis.index == 1:
+        given = dict(reversed(given.items())) if order else {name: given[name] for name in ("input_ids", "labels")}
+    adapter = UlyssesSPDataLoaderAdapter([given], axis.index, axis.group.process_group, axis.size, "cpu")
+    parts = [part["attention_mask"] for part in adapter]
+    assert all(torch.equal(axis.all_gather(part, 1), batch("left", 8)["attention_mask"]) for part in parts)
+
+
+def test_batches_of_the_ranks_may_have_their_keys_in_any_order_but_not_different_ones() -> None:
+    run_ranks(keys_of_ranks, 2, True)
+    with pytest.raises(RankError, match="DataError: the batches of the ranks along sp have different keys"):
+        run_ranks(keys_of_ranks, 2, False)
 
 
 def epochs() -> None:

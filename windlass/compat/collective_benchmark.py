@@ -60,22 +60,23 @@ class CollectiveRow:
 
 
 def measure_collectives(settings: CollectiveSettings) -> Iterator[CollectiveRow]:
-    """Yield a row for each operation, dtype and size. Collective over all ranks, with the same settings.
+    """Yield a row for each operation, dtype and size, without repetitions. Collective over all ranks, with the same
+    settings.
 
     Raises:
         CommunicationError: an operation is unknown, or pt2pt is requested with one rank.
     """
     ranks = collectives.get_world_size()
-    for operation in settings.operations:
+    for operation in dict.fromkeys(settings.operations):
         if operation not in OPERATIONS:
             raise CommunicationError(
                 f"{operation!r} is not an operation to measure; write one of {', '.join(OPERATIONS)}"
             )
         if operation == "pt2pt" and ranks < 2:
             raise CommunicationError("pt2pt needs two ranks, and there is one; start more, or leave it out")
-        for dtype in settings.dtypes:
-            for size in sorted(set(settings.sizes)):
-                elements = -(-size // (dtype.itemsize * ranks)) * ranks
+        for dtype in dict.fromkeys(settings.dtypes):
+            # different sizes may be rounded up to the same number of elements
+            for elements in sorted({-(-size // (dtype.itemsize * ranks)) * ranks for size in settings.sizes}):
                 run = _make_call(operation, elements, dtype, settings.async_op)
                 seconds = _median_time(run, settings.warmups, settings.trials)
                 if operation == "pt2pt":

@@ -44,26 +44,61 @@ def _groups(group_name: str) -> _Groups:
 
 
 def _create_expert_and_data_parallel(
-    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+    expert_parallel_size_: int,
+    mp_size: int | None = None,
+    pp_size: int | None = None,
+    mp_mode: str = "tp",
+    use_data_before_expert_parallel_: bool = False,
 ) -> None:
-    """Create the groups `ep_size_N` for N = `expert_parallel_size_`, as if all ranks were data-parallel ranks.
+    """Create the groups `ep_size_N` for N = `expert_parallel_size_`. Collective. Repeated calls do nothing.
 
-    Collective. Repeated calls do nothing.
+    Args:
+        mp_size: number of ranks along the tensor (or sequence) axis, which hold experts too; None: 1.
+        pp_size: number of pipeline stages; None: 1.
+        mp_mode: "tp": neighbouring ranks of an expert-parallel group are `mp_size` ranks apart; otherwise 1 apart.
+        use_data_before_expert_parallel_: True if neighbouring data ranks hold the same experts, not different ones.
 
     Raises:
-        AssertionError: the number of ranks is not a multiple of the size, or no process group is initialized.
+        AssertionError: the ranks of a stage are not a multiple of the sizes, or no process group is initialized.
+        NotImplementedError: `use_data_before_expert_parallel_` with `mp_size` above 1, which DeepSpeed refuses too.
     """
     assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
-    name = f"ep_size_{expert_parallel_size_}"
+    name, world, stages, model_parallel = f"ep_size_{expert_parallel_size_}", dist.get_world_size(), pp_size or 1, 1
+    if mp_size is not None and mp_size > 1:
+        if use_data_before_expert_parallel_:
+            raise NotImplementedError(
+                f"use_data_before_expert_parallel_ with mp_size = {mp_size}: leave one of the two arguments out"
+            )
+        model_parallel = mp_size if mp_mode == "tp" else 1
     if name in _known():
         return
-    spread, same = _get_expert_parallel_ranks(
-        dist.get_world_size(),
-        1,
-        expert_parallel_size_,
-        use_data_before_expert_parallel_=use_data_before_expert_parallel_,
-    )
+    if model_parallel > 1:
+        spread, same = _get_strided_expert_ranks(world, model_parallel, expert_parallel_size_, stages)
+    else:
+        spread, same = _get_expert_parallel_ranks(
+            world, 1, expert_parallel_size_, stages, use_data_before_expert_parallel_=use_data_before_expert_parallel_
+        )
     _made[name] = _Groups(_make(spread), _make(same), dist.group.WORLD)
+
+
+def _get_strided_expert_ranks(
+    world: int, stride: int, expert_parallel_size: int, stages: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the groups of `_get_expert_parallel_ranks` for experts that are spread over all ranks of a stage.
+
+    Neighbours in a group are `stride` ranks apart, and ranks with the same experts may differ along the tensor axis.
+    """
+    assert world % (stride * stages) == 0 and world // stages % expert_parallel_size == 0, (
+        f"{world} ranks are not a multiple of tensor {stride} x pipeline {stages} and of expert "
+        f"{expert_parallel_size} x pipeline {stages}; choose sizes that divide the ranks"
+    )
+    length, spread, same = world // stages, [], []
+    for start in range(0, world, length):
+        order = [rank for lane in range(stride) for rank in range(start + lane, start + length, stride)]
+        rows = [order[at : at + expert_parallel_size] for at in range(0, length, expert_parallel_size)]
+        spread += rows
+        same += [list(column) for column in zip(*rows, strict=True)]
+    return spread, same
 
 
 def _make(partition: list[list[int]]) -> RankGroup:

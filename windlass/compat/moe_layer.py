@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.bootstrap import init_distributed
+from windlass.comm.point_to_point import as_bytes
 from windlass.comm.rank_group import world_group
 from windlass.compat.parameter_attributes import mark_expert
 from windlass.parallel import experts
@@ -104,7 +105,7 @@ def exchange_local_experts(model: nn.Module, config_dict: Mapping[str, Any], mpu
                 owner = number // layer.num_local_experts * neighbours
                 for tensor in (*expert.parameters(), *expert.buffers()):
                     values = tensor.detach().contiguous()
-                    world.broadcast(values.view(-1).view(torch.uint8), owner)
+                    world.broadcast(as_bytes(values), owner)
                     tensor.detach().copy_(values)
             layer.has_only_local_experts = False
 

@@ -13,6 +13,7 @@ import torch
 
 from windlass.base.errors import ModelError
 from windlass.compat.aio_handle import aio_handle, aio_read, aio_write
+from windlass.compat.collectives.byte_payload import as_bytes, is_flat_view
 from windlass.compat.fp_quantizer import MANTISSA_BITS
 from windlass.compat.not_built import NotBuiltError
 from windlass.kernels import get_active_kernel_path
@@ -175,6 +176,26 @@ class FPQuantizerBuilder(OpBuilder):
         return float(MinifloatWeightFormat(q_bits, MANTISSA_BITS[q_bits], 1).largest)
 
 
+def _cast_to_byte_tensor(tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """Return the memory of a contiguous tensor as uint8 `[bytes]`; of several tensors, a list.
+
+    Raises:
+        ModelError: a tensor is not contiguous, so its bytes are not one range of memory.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return [as_bytes(_require_contiguous(one)) for one in tensor]
+    return as_bytes(_require_contiguous(tensor))
+
+
+def _require_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if not is_flat_view(tensor):
+        raise ModelError(
+            f"cast_to_byte_tensor: the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+            "contiguous; pass tensor.contiguous()"
+        )
+    return tensor
+
+
 class UtilsBuilder(OpBuilder):
     """Builder of functions that flatten tensors."""
 
@@ -182,9 +203,11 @@ class UtilsBuilder(OpBuilder):
     TARGET_MODULE = "torch._utils"
 
     def load(self, verbose: bool = False) -> Any:
-        """Return a namespace with `flatten` and `unflatten`."""
+        """Return a namespace with `flatten`, `unflatten` and `cast_to_byte_tensor`."""
         return SimpleNamespace(
-            flatten=torch._utils._flatten_dense_tensors, unflatten=torch._utils._unflatten_dense_tensors
+            flatten=torch._utils._flatten_dense_tensors,
+            unflatten=torch._utils._unflatten_dense_tensors,
+            cast_to_byte_tensor=_cast_to_byte_tensor,
         )
 
 

@@ -149,7 +149,8 @@ class UlyssesSPDataLoaderAdapter:
         pad_token_id: padding of `input_ids`.
 
     Raises:
-        DataError: a batch has no `input_ids` or `labels`, or fewer tokens than ranks.
+        DataError: a batch has no `input_ids` or `labels`, or fewer tokens than ranks, or the batches of the ranks have
+            different keys.
     """
 
     def __init__(
@@ -198,8 +199,15 @@ class UlyssesSPDataLoaderAdapter:
         summaries = self._axis.all_gather_object(
             {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         )
+        keys = [sorted(summary) for summary in summaries]
+        if any(one != keys[0] for one in keys):
+            raise DataError(
+                f"the batches of the ranks along sp have different keys: {' and '.join(map(str, keys))}; give all "
+                "batches the same keys"
+            )
         found: list[dict[str, Any]] = [{} for _ in summaries]
-        for name, value in batch.items():
+        for name in summaries[0]:  # in one order on all ranks
+            value = batch[name]
             if not isinstance(value, torch.Tensor):
                 for one, summary in zip(found, summaries, strict=True):
                     one[name] = summary[name]
@@ -228,7 +236,11 @@ class UlyssesSPDataLoaderAdapter:
         start = self.sp_rank * each + min(self.sp_rank, rest)
         stop = start + each + (self.sp_rank < rest)
         for name, value in batch.items():
-            if isinstance(value, torch.Tensor) and value.shape[:2] == (samples, length):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if name == "position_ids" and value.shape[-1:] == (length,):  # `[samples or 1, tokens]`, maybe after others
+                batch[name] = self._padded(name, value, more)[..., start:stop].clone()
+            elif value.shape[:2] == (samples, length):
                 batch[name] = self._padded(name, value, more)[:, start:stop].clone()
         return batch
 
@@ -237,6 +249,6 @@ class UlyssesSPDataLoaderAdapter:
             return value
         if name == "position_ids":
             steps = torch.arange(1, more + 1, device=value.device, dtype=value.dtype)
-            return torch.cat([value, value[:, -1:] + steps], dim=1)
+            return torch.cat([value, value[..., -1:] + steps], dim=-1)
         filling = {"shift_labels": IGNORE_INDEX, "input_ids": self._pad_token}.get(name, 0)
         return functional.pad(value, (0, 0) * (value.dim() - 2) + (0, more), value=filling)

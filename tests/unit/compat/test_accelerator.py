@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.compat.accelerator import get_accelerator, real_accelerator, set_accelerator
 from windlass.compat.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from windlass.compat.accelerator.cpu_accelerator import CPU_Accelerator
@@ -144,8 +144,14 @@ def test_builders() -> None:
     assert not unknown.is_compatible()
     with pytest.raises(NotBuiltError, match="GDSBuilder.load: GPUDirect Storage is not used"):
         host.create_op_builder("GDSBuilder").load()
-    flat = host.create_op_builder("UtilsBuilder").load().flatten([torch.ones(2), torch.zeros(2, 2)])
-    assert flat.tolist() == [1, 1, 0, 0, 0, 0]
+    utils = host.create_op_builder("UtilsBuilder").load()
+    assert utils.flatten([torch.ones(2), torch.zeros(2, 2)]).tolist() == [1, 1, 0, 0, 0, 0]
+    typed = [torch.zeros(3, 2, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool)]
+    for one, found in zip(typed, utils.cast_to_byte_tensor(typed), strict=True):
+        assert found.dtype is torch.uint8 and found.shape == (6 * one.itemsize,) and found.data_ptr() == one.data_ptr()
+    assert utils.cast_to_byte_tensor(typed[0]).shape == (12,)
+    with pytest.raises(ModelError, match=r"shape \(2, 3\) and strides \(1, 2\) is not contiguous"):
+        utils.cast_to_byte_tensor(typed[0].t())
 
 
 def test_the_folder_of_the_package_has_a_file_for_each_accelerator() -> None:
