@@ -49,9 +49,11 @@ def profile(
         raise ConfigError(f"no such script: {script[0]}; check the path")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"cannot write a trace to {out}: give a file in a folder that exists, as trace.json")
+    from windlass.config.config_source import source_for_ranks
     from windlass.tracing.profile_job import ProfileJob, run_profile
 
-    job = ProfileJob("", list(script), str(out), steps, skip, config, operators)
+    source = None if config is None else source_for_ranks(config)
+    job = ProfileJob("", list(script), str(out), steps, skip, source, operators)
     found = run_profile(job, nproc, stand_in_environment({"PYTHONPATH": rank_import_path()}))
     if as_json:
         typer.echo(json.dumps({**found["data"], "trace": str(out)}, indent=2))

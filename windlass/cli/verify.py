@@ -67,10 +67,12 @@ def verify(
     clipping, every new weight. Exit code 0: equal; 1: not equal, or the comparison failed."""
     counts = _parse_rank_counts(nproc)
     _check_options(script, config, model, batch)
+    from windlass.config.config_source import source_for_ranks
     from windlass.verify.verification_job import VerificationJob
     from windlass.verify.verification_run import run_verification as verify_on
 
-    order = VerificationJob("", steps, config, list(script or []), model, batch, seed, alone, trust_remote_code)
+    source = None if config is None else source_for_ranks(config)
+    order = VerificationJob("", steps, source, list(script or []), model, batch, seed, alone, trust_remote_code)
     screen = PrintableConsole(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
     screen.width = max(screen.width, _TABLE_WIDTH)
     found: list[VerificationReport] = []

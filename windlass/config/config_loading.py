@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from windlass.base.errors import ConfigError
 from windlass.base.text import nearest_name, one_line, plural
 from windlass.config import optimizer_section, scheduler_section
-from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value, numbered_list
+from windlass.config.config_problems import MAX_LISTED, ConfigProblem, ProblemKind, format_value, numbered_list
 from windlass.config.config_section import ConfigSection, nested_section
 from windlass.config.config_source import ConfigSource, read_source
 from windlass.config.contradictions import find_contradictions
@@ -24,8 +24,9 @@ _MAX_PASSES = 8
 """Bound on validation passes. Each pass removes faulty keys and validates the rest again, because a missing key may
 only show after other errors are removed."""
 
-MAX_HINTS = 50
-"""After this number of problems the nearest known key is not looked up, because a lookup takes about a millisecond."""
+MAX_HINTS = MAX_LISTED
+"""Maximum number of unknown keys for which the nearest known key is looked up, because a lookup takes about a
+millisecond. Unknown keys are listed first, so every one that is printed has its hint."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def _with_line(problem: ConfigProblem, source: ConfigSource) -> ConfigProblem:
 def _validate(remaining: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
     """Return the configuration without faulty keys, which are removed from `remaining`, and a problem for each."""
     problems: dict[tuple[Any, ...], ConfigProblem] = {}
+    unknown = 0
     for _ in range(_MAX_PASSES):
         try:
             return Config.model_validate(remaining), list(problems.values())
@@ -95,7 +97,8 @@ def _validate(remaining: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
                 break
             for loc, fault in reversed(faults.items()):
                 # Keep the first problem of a key: a required key with a wrong value is missing in the next pass.
-                problems.setdefault(loc, _make_problem(loc, fault, hint=len(problems) < MAX_HINTS))
+                problems.setdefault(loc, _make_problem(loc, fault, hint=unknown < MAX_HINTS))
+                unknown += fault["type"] == "extra_forbidden"
             for loc in faults:
                 _remove_at(loc, remaining)
     return Config(), list(problems.values())

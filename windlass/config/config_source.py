@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import os
 import re
 from collections import Counter, defaultdict
@@ -34,6 +35,8 @@ _TOKEN = re.compile(
 )
 
 _LONGEST_PATH = 300
+_PROCESS_FILES = ("/dev/stdin", "/dev/fd/", "/proc/")
+"""Beginnings of paths whose file may differ between processes."""
 
 
 def find_key_lines(text: str) -> dict[str, list[int]]:
@@ -105,6 +108,19 @@ def read_source(source: object) -> ConfigSource:
     found = _read_any(source)
     _check_keys(found.data, found.name)
     return found
+
+
+def source_for_ranks(source: str) -> str:
+    """Return a source that every rank of a run can read: `source` itself, or base64 of its data if it is a pipe or
+    another file that only this process can read, such as `/dev/stdin`.
+
+    Raises:
+        ConfigError: such a file holds no configuration.
+    """
+    path = Path(source)
+    if not _is_file(path) or (path.is_file() and not os.path.abspath(source).startswith(_PROCESS_FILES)):
+        return source
+    return base64.urlsafe_b64encode(json.dumps(read_source(source).data).encode()).decode()
 
 
 def _read_any(source: object) -> ConfigSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from windlass.config.axis_sizes import axis_size, conflicting_sizes
+from windlass.config.batch_sizes import KEYS
 from windlass.config.compression_contradictions import compression_contradictions, packing_contradictions
 from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value
 from windlass.config.offload_section import OffloadOptimizer, is_offloaded
@@ -375,11 +376,12 @@ def _elastic_batch(config: Config) -> Iterator[tuple[str, str]]:
     section = config.elasticity
     if not section.enabled or section.ignore_non_elastic_batch_info:
         return
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if getattr(config, key) is not None:
+    given = {key: getattr(config, key) for key in KEYS} | {"pipeline.micro_batches": config.pipeline.micro_batches}
+    for key, value in given.items():
+        if value is not None:
             yield (
                 key,
-                f"{getattr(config, key)}, but elasticity.enabled computes the batch; delete one, or set "
+                f"{value}, but elasticity.enabled computes the batch; delete one, or set "
                 "elasticity.ignore_non_elastic_batch_info to true",
             )
 

@@ -228,13 +228,14 @@ def unsupported_pairs(case: Mapping[str, str]) -> list[FeaturePair]:
 def describe_features(config: Config, **facts: str) -> dict[str, str]:
     """Return the value of every axis under `config`. `facts` (axis=value) set axes that no key determines."""
     zero = config.zero_optimization
+    micro_batches = config.gradient_accumulation_steps or config.pipeline.micro_batches or 1
     case = {
         "stage": str(zero.stage),
         "param_tier": _tier(zero.offload_param),
         "state_tier": _tier(zero.offload_optimizer),
         "optimizer": _optimizer_kind(config),
         "precision": _precision(config),
-        "accumulation": "many" if (config.gradient_accumulation_steps or 1) > 1 else "one",
+        "accumulation": "many" if micro_batches > 1 else "one",
         "parallel": _parallel(config),
         **{axis: "many" if axis_size(config, axis) > 1 else "one" for axis in ("pp", "tp", "sp", "ep")},
         "checkpointing": _checkpointing(config),

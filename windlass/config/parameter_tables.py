@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.base.text import join_abridged, nearest_name, one_line
-from windlass.config.config_problems import ConfigProblem, ConfigRefusal, ProblemKind, format_value
+from windlass.config.config_problems import MAX_LISTED, ConfigProblem, ConfigRefusal, ProblemKind, format_value
 from windlass.config.key_status import KeyStatus
 
 ValueShape = Literal["float", "int", "bool", "str", "floats", "float or floats", "any"]
-MAX_PARAMETER_HINTS = 20
+MAX_PARAMETER_HINTS = MAX_LISTED
 """Maximum number of unknown parameters for which the nearest known parameter is looked up."""
 
 

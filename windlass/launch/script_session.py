@@ -7,6 +7,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from windlass.base.errors import WindlassError
 
@@ -17,7 +18,8 @@ def rank_import_path() -> str:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script as `__main__`. A SystemExit without a code, or with code 0, is a normal end.
+    """Run a script as `__main__`. A SystemExit without a code, or with code 0, is a normal end. A process that the
+    script forks, and that reaches the end of the script, ends there: only this process returns.
 
     Args:
         arguments: path of the script, then the arguments of the script.
@@ -27,11 +29,31 @@ def run_script(arguments: list[str]) -> None:
     """
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    process = os.getpid()
     try:
         runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as ended:
-        if ended.code or type(ended) is not SystemExit:
+    except BaseException as error:
+        if os.getpid() != process:
+            _end_forked_process(error)
+        if type(error) is not SystemExit or error.code:
             raise
+    if os.getpid() != process:
+        _end_forked_process(None)
+
+
+def _end_forked_process(error: BaseException | None) -> NoReturn:
+    """End this process with the exit code that Python has at the end of a script. Skip exit handlers, as ranks do."""
+    code = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            code = error.code or 0
+        else:
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def record_script_failure(path: Path, error: BaseException) -> None:

@@ -136,7 +136,8 @@ def possible_changes(config: dict[str, Any], micro: int, accumulation: int, fail
 
 def with_micro_batch(config: dict[str, Any], micro: int, accumulation: int) -> dict[str, Any]:
     """Return the configuration with another micro-batch and accumulation."""
-    return override_keys(config, {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation})
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+    return override_keys(config, {**sizes, "pipeline.micro_batches": None})  # another spelling of accumulation steps
 
 
 def planning_copy(model: nn.Module) -> nn.Module:

@@ -32,6 +32,8 @@ GATHER_BUCKET = "zero_optimization.allgather_bucket_size"
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 REUSE = "zero_optimization.stage3_max_reuse_distance"
 OVERLAP = "zero_optimization.overlap_comm"
+PIPELINE_BATCHES = "pipeline.micro_batches"
+"""Another spelling of `ACCUMULATION`."""
 
 _SHORT_NAMES = {
     STAGE: "z",
@@ -164,7 +166,8 @@ class SearchSpace:
         accumulation: Accumulation steps if `train` is None.
         nvme_path: Folder for the NVMe tier; None: NVMe is not searched.
         given: Values of the user's configuration at searched keys, where they are among the choices.
-        first_values: First value of each list of choices in the user's configuration, by dotted key.
+        first_values: Values that replace those of the user's configuration in all candidates, by dotted key: the first
+            value of each list of choices, and accumulation steps in place of `pipeline.micro_batches`.
         refused: Reasons why combinations cannot run, by candidate name.
     """
 
@@ -356,6 +359,9 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, sour
     _require_choices(stated)
     if TRAIN in stated and value_at_path(base, TRAIN) not in stated[TRAIN]:
         base = override_keys(base, {TRAIN: stated[TRAIN][0]})
+    if PIPELINE_BATCHES not in stated:
+        moved = _accumulation_of_pipeline(base)
+        base, first_values = override_keys(base, moved), {**first_values, **moved}
     config = load_config(ConfigSource(base, source))
     autos = {key for key in config.auto_keys if key in (*_SHORT_NAMES, TRAIN)}
     autos |= {MICRO} if autos & set(KEYS) else set()
@@ -401,6 +407,16 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, sour
     return SearchSpace(
         base, dimensions, world_size, data_ranks, train, batch.accumulation, limits.nvme_path, given, first_values
     )
+
+
+def _accumulation_of_pipeline(base: dict[str, Any]) -> dict[str, Any]:
+    """Return the values by which accumulation steps replace `pipeline.micro_batches`, since candidates set accumulation
+    steps, and a configuration may not have both; empty if it has no `pipeline.micro_batches`."""
+    steps = value_at_path(base, PIPELINE_BATCHES)
+    is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+    if not is_count or value_at_path(base, ACCUMULATION) not in (None, "auto", steps):
+        return {}  # nothing to replace, or a value that `load_config` refuses
+    return {ACCUMULATION: steps, PIPELINE_BATCHES: None}
 
 
 def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:

@@ -28,6 +28,7 @@ _NON_COLLECTIVE_FOLDERS = (
     "elastic",
     "launcher",
 )  # folders of torch.distributed whose functions do more than wait for ranks
+_COLLECTION_MARGIN = 50  # more objects than the walk of a stack allocates from one frame to the next
 _ENGINE_CALLS = {
     "Engine.eval_batch": "evaluation",
     "CheckpointMethods.save_checkpoint": "save",
@@ -176,7 +177,15 @@ def location_of_error(error: BaseException, trace: TracebackType | None) -> tupl
 def _walk_outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
     while isinstance(frame, FrameType):  # not a frame: see `observe`
         yield frame, frame.f_lineno or 0  # f_lineno is None between two lines
+        _prevent_collection()
         frame = frame.f_back
+
+
+def _prevent_collection() -> None:
+    """Collect now if a few new objects would start a collection, as the frames of a deep stack do. See `observe`."""
+    limit = gc.get_threshold()[0]
+    if limit and gc.isenabled() and gc.get_count()[0] > limit - _COLLECTION_MARGIN:
+        gc.collect(0)
 
 
 def _read_stack(stack: list[tuple[FrameType, int]], mark: WaitScope | None) -> tuple[ThreadLocation, FrameType | None]:

@@ -117,6 +117,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"weight_quantization": {"post_init_quant": {"layers": {"group_size": 64}}}},
     ),
     ("train_batch_size", {"train_batch_size": 8, "elasticity": {"enabled": True}}),
+    ("pipeline.micro_batches", {"pipeline": {"micro_batches": 4}, "elasticity": {"enabled": True}}),
 ]
 
 FINE: list[dict[str, Any]] = [

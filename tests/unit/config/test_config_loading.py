@@ -194,3 +194,14 @@ def test_reading_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("section", ["zero_optimization", "optimizer"])
+def test_every_listed_unknown_key_has_its_hint(section: str) -> None:
+    keys: dict[str, Any] = {f"unlike_any_{number}": number for number in range(90)}
+    if section == "optimizer":
+        data: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {**keys, "weight_deca": 0.1}}}
+    else:
+        data = {**dict.fromkeys(("fp16", "bf16"), 3), "zero_optimization": {**keys, "reduce_bucket_sise": 1}}
+    with pytest.raises(ConfigError, match=r"nearest is (weight_decay|.*reduce_bucket_size)"):
+        load_config(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
 from windlass.config import load_config
-from windlass.config.config_source import find_key_lines, read_source
+from windlass.config.config_source import find_key_lines, read_source, source_for_ranks
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "compat" / "configs"
 
@@ -144,3 +145,20 @@ def test_published_configurations_load() -> None:
         unfilled = [refusal for refusal in config.refusals() if '"auto": no program filled it in' in str(refusal)]
         assert config.refusals() == unfilled, path
         assert bool(unfilled) == ('"auto"' in text), path
+
+
+def test_a_pipe_becomes_a_source_that_every_rank_can_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "{}")
+    assert source_for_ranks(str(path)) == str(path)
+    reading, writing = os.pipe()
+    os.write(writing, b'// of a pipe\n{"train_batch_size": 4, "fp16": {"enabled": "auto"}}')
+    os.close(writing)
+    try:
+        source = source_for_ranks(f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+    for _ in range(2):
+        assert read_source(source).data == {"train_batch_size": 4, "fp16": {"enabled": "auto"}}
+    assert source_for_ranks(source) == source
+    with pytest.raises(ConfigError, match="is empty"):
+        source_for_ranks(os.devnull)

@@ -66,6 +66,11 @@ def test_a_configuration_is_described_by_its_choices(choice: tuple[str, str], so
     assert bool(config.refusals()) == (choice in UNBUILT)
 
 
+def test_micro_batches_of_a_pipeline_count_as_accumulation() -> None:
+    config = load_config({"parallel": {"pp": 2}, "pipeline": {"micro_batches": 4}})
+    assert describe_features(config)["accumulation"] == "many"
+
+
 def test_the_schema_refuses_what_the_matrix_does_not_offer() -> None:
     assert {(a, v) for a, values in FEATURES.items() for v, value in values.items() if value.not_built_reason} == set(
         UNBUILT

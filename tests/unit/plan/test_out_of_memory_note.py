@@ -14,7 +14,7 @@ from tests.causal_models import model_of
 from windlass.base.errors import ConfigError, DeviceMemoryError
 from windlass.cli.expected_errors import describe_expected_error
 from windlass.cli.training.run_failure import describe_failure
-from windlass.config import load_config
+from windlass.config import BatchSizes, load_config
 from windlass.engine.out_of_memory import FailedRun, batch_shape, is_out_of_memory, note_out_of_memory
 from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan import out_of_memory_note as notes
@@ -86,6 +86,13 @@ def test_single_changes_keep_the_global_batch_and_grow_dearer(llama: nn.Module) 
     single = failed(llama, config(), ranks=1)
     texts = [one.text for one in notes.possible_changes(single.config.raw, 1, 1, single, **options)]
     assert texts == ["activation_checkpointing.enabled true"]
+
+
+def test_changes_of_a_pipeline_keep_its_global_batch(llama: nn.Module) -> None:
+    raw = config(parallel={"pp": 2}, pipeline={"micro_batches": 2})
+    changes = notes.possible_changes(raw, 4, 2, failed(llama, raw), checkpointed=False, can_checkpoint=True)
+    smaller = next(one for one in changes if one.micro_batch == 2)
+    assert load_config(smaller.config).resolve_batch(2) == BatchSizes(train=8, micro=2, accumulation=4)
 
 
 def test_a_change_that_initialize_refuses_is_skipped(llama: nn.Module) -> None:

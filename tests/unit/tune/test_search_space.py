@@ -289,6 +289,21 @@ def test_ranks_of_a_searched_axis_load_the_same_samples() -> None:
         assert load_config(space.config_of(one)).resolve_batch(2, "").train == 16
 
 
+@pytest.mark.parametrize("sizes", [{MICRO: "auto"}, {TRAIN: 16, MICRO: "auto"}, {}, {MICRO: 2}])
+def test_micro_batches_of_a_pipeline_are_accumulation_steps(sizes: dict[str, Any]) -> None:
+    pipeline = {"parallel": {"pp": 2}, "pipeline": {"micro_batches": 4, "schedule": "gpipe"}}
+    plain = build_space({"parallel": {"pp": 2}, ACCUMULATION: 4, **sizes}, 4, SearchLimits())
+    space = build_space({**pipeline, **sizes}, 4, SearchLimits())
+    assert [one.name for one in space.candidates()] == [one.name for one in plain.candidates()]
+    for candidate in space.candidates():
+        own = load_config(override_keys({**pipeline, **sizes}, space.overrides_of(candidate)))  # the program's own file
+        found = load_config(space.config_of(candidate))
+        assert own.resolve_batch(4) == found.resolve_batch(4) and own.pipeline.schedule == "gpipe"
+        assert TRAIN in sizes or sizes.get(MICRO) == 2 or found.resolve_batch(4).accumulation == 4
+    with pytest.raises(ConfigError, match="pipeline.micro_batches: true does not fit"):
+        build_space({**pipeline, "pipeline": {"micro_batches": True}}, 4, SearchLimits())
+
+
 @pytest.mark.parametrize(
     ("raw", "limits", "message"),
     [

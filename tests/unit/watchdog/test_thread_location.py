@@ -56,7 +56,8 @@ def test_no_wait_outside_a_wait_scope() -> None:
     )
 
 
-def test_no_collection_starts_while_frames_are_read() -> None:
+@pytest.mark.parametrize("depth", [200, 800])
+def test_no_collection_starts_while_frames_are_read(depth: int) -> None:
     """Record where collections start: one in the walk would let the observed thread run, and so end the frames."""
     watcher, running = ThreadObserver(), list[str]()
 
@@ -74,7 +75,7 @@ def test_no_collection_starts_while_frames_are_read() -> None:
             gc.callbacks.remove(record)
             del kept
 
-    observe_at_depth(200)
+    observe_at_depth(depth)
     assert "observe" in running and "_walk_outwards" not in running
 
 
