@@ -31,9 +31,9 @@ def config_of(**changes: Any) -> Any:
     return hf.LlamaConfig(**{**SIZES, **heads, **changes})
 
 
-def moved(axis: MeshAxis, model: Any) -> dict[str, int]:
+def moved(axis: MeshAxis, model: Any, tokens: int = TOKENS) -> dict[str, int]:
     """Return the bytes of one forward and backward on full sequences, by operation."""
-    ids = torch.randint(0, 40, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 40, (SAMPLES, tokens), generator=torch.Generator().manual_seed(1))
     axis.traffic.reset()
     model(input_ids=ids, labels=ids).loss.backward()
     return dict(axis.traffic.bytes_moved)
@@ -104,7 +104,7 @@ def test_tensor_parallel_experts_reduce_the_gradient_of_their_weights(ranks: int
         assert actual == expected
 
 
-def along_sp(kind: str, degree: int | None, dtype: torch.dtype) -> dict[str, int]:
+def along_sp(kind: str, degree: int | None, dtype: torch.dtype, tokens: int = TOKENS) -> dict[str, int]:
     import transformers as hf
 
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
@@ -112,7 +112,7 @@ def along_sp(kind: str, degree: int | None, dtype: torch.dtype) -> dict[str, int
     mesh = build_mesh(MeshShape(sp=torch.distributed.get_world_size()))
     model = hf.LlamaForCausalLM(config_of(num_key_value_heads=2)).to(dtype)
     apply_sequence_parallel(model, mesh.sp, sp_mode=kind, ulysses_degree=degree)
-    return moved(mesh.sp, model)
+    return moved(mesh.sp, model, tokens)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,16 @@ def test_sequence_parallel_attention_volumes(ranks: int, kind: str, degree: int,
         scalars = {name: nbytes for name, nbytes in actual.items() if name not in ("all_to_all", "pass_on")}
         assert all(nbytes < 1000 for nbytes in scalars.values()), scalars  # the loss and counts of tokens
         assert {name: actual[name] for name in actual if name not in scalars} == expected
+
+
+@pytest.mark.parametrize(("ranks", "kind", "degree"), [(2, "ulysses", 2), (2, "ring", 1), (4, "ulysses+ring", 2)])
+def test_each_sequence_is_sharded_by_itself(ranks: int, kind: str, degree: int) -> None:
+    """Rank 0 has the most tokens of a sequence of 7, and so of each sample."""
+    shape = ModelShape(hidden=32, layers=3, heads=8, kv_heads=2, vocabulary=40, intermediate=48)
+    work = StepWorkload(SAMPLES * 7, activation_bytes=4, ulysses_degree=degree, samples=SAMPLES)
+    expected = formula_bytes(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
+    first = run_ranks(along_sp, ranks, kind, degree if kind == "ulysses+ring" else None, torch.float32, 7)[0]
+    assert {name: first[name] for name in ("all_to_all", "pass_on") if name in first} == expected
 
 
 def along_ep() -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.dist.equivalence_runs import whole_params
 from tests.dist.harness import run_ranks
+from windlass.base.log import logger
 from windlass.zero.core.gradient_reducer import GradientReducer
 
 STEPS = 4
@@ -184,3 +185,36 @@ def test_a_step_after_a_backward_that_raised_uses_all_gradients_that_arrived(con
             torch.testing.assert_close(result[name], parameter.detach())
             assert not reads or parameter.grad is not None
             torch.testing.assert_close(grads.get(name), parameter.grad if reads else None)
+
+
+def changed_after_an_error(stage: int, folder: str) -> list[str]:
+    """Save and add a layer after the gradients of a failed backward were dropped. Return the warnings of both."""
+    import windlass
+
+    model = Chain()
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(3):
+        Failing.fails = step == 2
+        try:
+            engine.backward(engine(_batch(step, 0, dist.get_rank())))
+            engine.step()
+        except torch.OutOfMemoryError:
+            engine.zero_grad()
+        finally:
+            Failing.fails = False
+    with patch.object(logger, "warning") as warned:
+        engine.save_checkpoint(folder)
+        model.layers.append(nn.Linear(8, 8))
+        engine.optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+    engine.backward(engine(_batch(3, 0, dist.get_rank())))
+    engine.step()
+    engine.destroy()
+    return [str(call.args[0]) for call in warned.call_args_list]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_dropped_gradients_of_a_failed_backward_begin_no_step(stage: int, tmp_path: Any) -> None:
+    for warnings in run_ranks(changed_after_an_error, 2, stage, str(tmp_path)):
+        assert not warnings

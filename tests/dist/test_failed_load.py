@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,28 @@ def test_engine_is_unchanged_or_refuses_to_train(
             assert "a checkpoint was loaded in part" in texts[call], (call, texts[call])
         assert texts["good"] == "" and texts["continues"]
         assert "mixed" not in texts["files"]
+
+
+def trained_alone(stage: int, folder: str) -> list[str]:
+    """Return the errors of a damaged load, and of the load of a checkpoint that excludes frozen parameters, where the
+    model has none."""
+    subject, root = specimen("tied"), Path(folder)
+    engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=stage)))
+    step(subject, engine, 0)
+    engine.save_checkpoint(folder, tag="good", exclude_frozen_parameters=True)
+    before = whole_params(engine.module)
+    step(subject, engine, 1)
+    engine.save_checkpoint(folder, tag="flipped")
+    damage(root / "flipped", "flipped")
+    errors = [attempt(partial(engine.load_checkpoint, folder, tag=tag)) for tag in ("flipped", "good")]
+    if not errors[1]:
+        errors += [name for name, value in whole_params(engine.module).items() if not torch.equal(value, before[name])]
+        step(subject, engine, 1)
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_complete_checkpoint_without_frozen_parameters_repairs_a_failed_load(stage: int, tmp_path: Path) -> None:
+    for errors in run_ranks(trained_alone, 2, stage, str(tmp_path / "saved")):
+        assert "crc32" in errors[0] and errors[1:] == [""], errors

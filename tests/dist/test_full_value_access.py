@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import oracle
+from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import Setting, ds_config, expected, specimen, start, whole_grads, whole_params
 from tests.dist.harness import run_ranks
 from tests.models import Place, cast
@@ -613,3 +614,44 @@ def test_cast_parameter_is_named() -> None:
             assert all("had dtype torch.float32 at initialize and has torch.float" in text for text in result)
     for result in run_ranks(cast_during_a_run, 2, 3):
         assert all("its values are sharded over ranks (stage 3" in text for text in result)
+
+
+class Listing(Foreign):
+    """SGD whose states are a dictionary, a text and a number."""
+
+    def rule(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
+        state |= {"table": {"a": 1}, "text": "words", "count": 3}
+        p.sub_(gradient, alpha=lr)
+
+
+def loose_states() -> list[str]:
+    """Return the errors of reading states that are not tensors, and the value of one that is a number."""
+    import windlass
+
+    layer = nn.Linear(3, 3)
+    config = ds_config(Recipe(), Setting(stage=2))
+    del config["optimizer"]
+    engine = windlass.initialize(model=layer, optimizer=Listing(layer.parameters()), config=config)[0]
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    errors = []
+    for key in ("table", "text"):
+        for read in (windlass.zero.full_state, windlass.zero.local_state):
+            try:
+                found = read(layer.weight, key)
+            except windlass.WindlassError as error:
+                errors.append(str(error))
+            else:  # this rank does not own the parameter
+                assert found is None and read is windlass.zero.local_state
+    number = windlass.zero.full_state(layer.weight, "count")
+    assert number is not None and number.item() == 3
+    table = engine.optimizer.state_dict()["state"][0]["table"]
+    engine.destroy()
+    return [*errors, repr(table)]
+
+
+def test_states_that_are_not_tensors_are_named() -> None:
+    for *errors, table in run_ranks(loose_states, 2):
+        assert len(errors) >= 2 and table == "{'a': 1}"
+        for error in errors:
+            assert "of 'weight' is a " in error and "engine.optimizer.state_dict()" in error

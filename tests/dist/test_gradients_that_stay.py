@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -139,3 +140,76 @@ def refreshed() -> bool:
 
 def test_refresh_is_not_refused_for_a_gradient_that_stays() -> None:
     assert all(run_ranks(refreshed, 2))
+
+
+def regrouped(setting: Setting, layers: int) -> list[tuple[float, float]]:
+    """Train the last two of `layers` layers, then also the one before them, then only the last one.
+
+    Return the gradient norm of each step of the engine and of plain PyTorch, and last the largest errors of a weight.
+    """
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    model = copy.deepcopy(plain)
+    optimizers = [
+        torch.optim.SGD([{"params": list(net[place].parameters())} for place in (-1, -2)], lr=0.05, momentum=0.9)
+        for net in (plain, model)
+    ]
+    config = ds_config(Recipe(clipping=CLIPPING), setting)
+    del config["optimizer"]
+    engine = windlass.initialize(model=model, optimizer=optimizers[1], config=config)[0]
+    ranks, rank, norms = dist.get_world_size(), dist.get_rank(), []
+    for step in range(5):
+        for net, optimizer in zip((plain, model), (optimizers[0], engine.optimizer), strict=True):
+            if step == 1:
+                optimizer.add_param_group({"params": list(net[-3].parameters())})
+            if step == 3:
+                del optimizer.param_groups[1:]
+        inputs = torch.randn(ranks, 3, 4, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(inputs[rank]).square().mean())
+        engine.step()
+        engine.finish_update()
+        plain(inputs.flatten(0, 1)).square().mean().backward()
+        stepped = [p for group in optimizers[0].param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(stepped, CLIPPING)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        norms.append((engine.grad_norm(), norm.item()))
+    weights = whole_params(model)
+    engine.destroy()
+    return [*norms, (max(float((weights[name] - p).abs().max()) for name, p in plain.named_parameters()), 0.0)]
+
+
+@pytest.mark.parametrize("place", ["device", "disk", "delayed"])
+@pytest.mark.parametrize("layers", [5, 20])  # with 20 layers the parameters outside the groups share units
+def test_norm_is_that_of_the_groups_when_they_change(stage: int, place: str, layers: int, tmp_path: Any) -> None:
+    if place != "device" and stage < 3:
+        pytest.skip("tiers are the same code at all stages")
+    zero = offloaded(str(tmp_path)) if place == "disk" else ()
+    if place == "delayed":
+        zero = (("offload_optimizer", {"device": "cpu", "delayed_update": True}),)
+    for norms in run_ranks(regrouped, 2, Setting(stage=stage, zero=zero), layers, transport="gloo"):
+        for measured, expected in norms:
+            assert measured == pytest.approx(expected, rel=1e-4, abs=1e-6), norms
+
+
+def overflowed() -> tuple[float, Tensor, Tensor]:
+    """Return norm, and weights before and after a step in which only a parameter that left its group has a NaN."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=0.05)
+    config = ds_config(Recipe(), Setting(stage=1))
+    del config["optimizer"]
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+    before = windlass.zero.full_param(model[1].weight)
+    del engine.optimizer.param_groups[0]
+    model[0].bias.register_hook(lambda gradient: gradient * torch.nan)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    after = windlass.zero.full_param(model[1].weight)
+    engine.destroy()
+    return engine.grad_norm(), before, after
+
+
+def test_a_nan_outside_the_groups_does_not_stop_a_step() -> None:
+    for norm, before, after in run_ranks(overflowed, 2):
+        assert norm > 0 and not torch.equal(before, after) and bool(after.isfinite().all())

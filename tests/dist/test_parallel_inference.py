@@ -63,6 +63,23 @@ def assert_same(results: list[Any], names: list[str]) -> list[Any]:
     return results[0]
 
 
+def broadcast_single_values() -> list[float]:
+    """Broadcast parameters of one element whose stride is not 1, and return the values."""
+    from windlass.inference.rank_channel import open_channel
+
+    model = nn.ParameterList(nn.Parameter(torch.full((5,), dist.get_rank() + at)[::5]) for at in (1.0, 2.5))
+    assert all(one.stride() == (5,) for one in model)
+    channel = open_channel(tp=2, ep=1)
+    channel.broadcast_model(model)
+    channel.close_with_engine(keeps_axes=False)
+    channel.end()
+    return [float(one) for one in model]
+
+
+def test_parameters_of_one_element_with_any_stride_reach_all_ranks() -> None:
+    assert run_ranks(broadcast_single_values, 2) == [[1.0, 2.5]] * 2
+
+
 def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
     names = ["llama", "bloom"]  # slow tests cover each family
     result = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}, timeout=300), names)

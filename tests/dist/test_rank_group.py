@@ -112,6 +112,18 @@ def moved_along_an_axis() -> None:
     for dtype in (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.bool, torch.complex64):
         sent = torch.arange(2.0).add(axis.index).to(dtype)
         assert axis.broadcast(sent, 1).float().tolist() == ([True, True] if dtype is torch.bool else [1, 2]), dtype
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2):
+        sent = torch.arange(6.0).add(axis.index).view(2, 3).to(dtype)
+        both = torch.stack([torch.arange(6.0).view(2, 3).add(rank) for rank in range(2)])
+        assert axis.all_gather(sent).float().equal(both.flatten(0, 1)), dtype
+        assert axis.all_gather(sent, 1, [3, 3]).float().equal(torch.cat([*both], 1)), dtype
+        assert axis.all_to_all(sent).float().equal(both[:, axis.index]), dtype
+        mine = [2, 0] if axis.index == 0 else [0, 2]
+        kept = axis.all_to_all(sent, mine, mine)  # a rank may send and receive nothing
+        assert kept.float().equal(both[axis.index]), dtype
+        total = both.sum(0).to(dtype).float()
+        assert axis.reduce_scatter(sent).float().equal(total[axis.index : axis.index + 1]), dtype
+        assert axis.all_reduce(sent) is sent and sent.float().equal(total), dtype
     single = torch.arange(2.0).add(axis.index)[1::2]
     assert single.stride() == (2,) and axis.shift([single])[0].tolist() == [2.0 - axis.index]
     codes = CompressedCollectives(ProcessGroupChannel(axis.group), "identity")

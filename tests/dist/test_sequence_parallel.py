@@ -560,6 +560,8 @@ def refused() -> list[str]:
     small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 40}
     qwen = hf.Qwen3NextConfig(num_hidden_layers=2, **small, layer_types=["linear_attention", "full_attention"])
     tell(lambda: apply(hf.Qwen3NextForCausalLM(qwen)))
+    llama = hf.LlamaConfig(num_hidden_layers=1, **small, pad_token_id=0)
+    tell(lambda: apply(hf.LlamaForSequenceClassification(llama)))
     tell(lambda: apply(apply(build("llama"))))
     model = build("llama")
     model.loss_function = lambda logits, labels, **_: logits.sum()
@@ -595,6 +597,7 @@ REFUSALS = [
     "ModelError: T5ForConditionalGeneration has an encoder and a decoder",
     "ModelError: BloomForCausalLM",
     r"ModelError: Qwen3NextForCausalLM has layers of the types \['linear_attention'\]",
+    "ModelError: LlamaForSequenceClassification computes its result from one token of each sequence",
     "ModelError: sequences of LlamaForCausalLM are sharded already",
     "ModelError: LlamaForCausalLM has a loss function of its own",
     "ModelError: LlamaForCausalLM got output_attentions",
@@ -614,6 +617,29 @@ def test_unshardable_inputs_are_refused() -> None:
     assert text[0] == text[1] and len(text[0]) == len(REFUSALS)
     for actual, expected in zip(text[0], REFUSALS, strict=True):
         assert re.match(expected, actual), f"{expected!r} was to be said, and it was {actual!r}"
+
+
+def outputs_of_heads() -> None:
+    """Assert that each token's scores for the ends of an answer are complete, and that no rank pools its own token."""
+    import transformers as hf
+
+    from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
+
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    plain = hf.BertForQuestionAnswering(hf.BertConfig(vocab_size=VOCABULARY, **small, **quiet))
+    model = copy.deepcopy(plain)
+    apply_sequence_parallel(model, axis_of_all())
+    ids = batch("plain", 9)["input_ids"]
+    for name in ("start_logits", "end_logits"):
+        check_close(model(ids)[name], plain(ids)[name], name)
+    pooling = hf.BertModel(plain.config)
+    apply_sequence_parallel(pooling, axis_of_all())
+    assert pooling(ids).pooler_output is None and pooling(ids).last_hidden_state.shape[1] == 9
+
+
+def test_outputs_of_heads_are_complete_or_missing() -> None:
+    run_ranks(outputs_of_heads, 2)
 
 
 def test_an_axis_of_one_rank_changes_nothing() -> None:

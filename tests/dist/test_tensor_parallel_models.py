@@ -144,11 +144,13 @@ class Bent(nn.Module):
         return self.out(hidden)
 
 
-def gradient_error(build: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[float, str]:
+def gradient_error(
+    build: Callable[[], nn.Module], options: dict[str, Any], cut_norms: bool = False
+) -> tuple[float, str]:
     torch.manual_seed(0)
     plain, model, axis = build(), build(), tensor_axis()
     model.load_state_dict(plain.state_dict())
-    apply_tensor_parallel(model, axis, tensor_table=options)
+    apply_tensor_parallel(model, axis, tensor_table=options, tp_sequence_norms=cut_norms)
     inputs = torch.randn(2, 5, 8)
     for one in (plain, model):
         one(inputs).square().sum().backward()
@@ -202,6 +204,58 @@ def test_trained_activations_that_may_be_beside_sharded_layers_are_refused() -> 
         run_ranks(gradient_error, 2, partial(Surrounded, in_sequence=False), options)
 
 
+class Scaled(nn.Module):
+    """Feed-forward layers with one trained factor between them."""
+
+    def __init__(self, *, in_module: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.factor = Halved() if in_module else nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = self.up(hidden)
+        return self.down(self.factor(wide) if isinstance(self.factor, nn.Module) else self.factor * wide)
+
+
+@pytest.mark.parametrize("in_module", [True, False])
+def test_trained_numbers_of_unknown_place_are_refused_and_stated_ones_get_full_gradients(in_module: bool) -> None:
+    options = {"up": "column", "down": "row"}
+    with pytest.raises(RankError, match="can't shard factor: .* unknown whether it is between up and down"):
+        run_ranks(gradient_error, 2, partial(Scaled, in_module=in_module), options)
+    for gradients in run_ranks(
+        gradient_error, 2, partial(Scaled, in_module=in_module), {**options, "factor": "partial"}
+    ):
+        assert gradients[0] < EXACT, gradients
+
+
+class Step(nn.Module):
+    """Feed-forward layers with a trained factor of the residual and one of the result, each of any shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(8), nn.ParameterDict({"share": torch.tensor(0.4)})
+        self.mlp = nn.ModuleDict({"up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})
+        self.factor = nn.Parameter(torch.full(shape, 0.7))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = functional.gelu(self.mlp["up"](self.norm(hidden)))
+        return self.gate["share"] * hidden + self.factor * self.mlp["down"](wide)
+
+
+def steps(shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(Step(shape), Step(shape))
+
+
+@pytest.mark.parametrize("cut_norms", [False, True])
+@pytest.mark.parametrize("shape", [(), (8,), (1, 1, 8)], ids=str)
+def test_trained_factors_around_sharded_layers_get_full_gradients(shape: tuple[int, ...], cut_norms: bool) -> None:
+    options = {r".*\.up": "column", r".*\.down": "row", r".*\.factor": "replicated"}
+    if len(shape) < 2:
+        del options[r".*\.factor"]
+    for gradients in run_ranks(gradient_error, 2, partial(steps, shape), options, cut_norms):
+        assert gradients[0] < EXACT, gradients
+
+
 class Mixed(nn.Module):
     """User-defined model with mixtures of experts."""
 
@@ -229,8 +283,8 @@ class Mixed(nn.Module):
 
 
 def expert_of(kind: str) -> nn.Module:
-    if kind == "stacked":
-        return StackedMLP(8, 16, 4)
+    if kind in ("stacked", "trained activation"):
+        return StackedMLP(8, 16, 4, activation=nn.PReLU() if kind == "trained activation" else None)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
@@ -251,7 +305,7 @@ def of_mixtures(kind: str, sharded: bool) -> tuple[tuple[float, str], set[str]]:
     return error, {name for name in cut if ".experts." in name or ".gate." in name}
 
 
-@pytest.mark.parametrize("kind", ["modules", "residual", "stacked"])
+@pytest.mark.parametrize("kind", ["modules", "residual", "stacked", "trained activation"])
 def test_experts_are_sharded_only_if_the_layer_enables_it(kind: str) -> None:
     for sharded in (False, True):
         for error, cut in run_ranks(of_mixtures, 2, kind, sharded):

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from windlass.base.errors import CommunicationError
-from windlass.comm import group_creation
+from windlass.comm import bootstrap, group_creation
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, discover, init_distributed
 from windlass.comm.group_creation import init_default_group
 
@@ -97,6 +98,25 @@ def test_failed_default_group_leaves_nothing_to_a_second_call(monkeypatch: pytes
         assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
     finally:
         dist.destroy_process_group()
+
+
+def test_group_that_is_created_again_finds_no_old_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher keeps its store. Ranks use the same part of it, whether they have failed before or not."""
+    kept, where, long = HashStore(), ("127.0.0.1", 1), timedelta(seconds=60)
+    monkeypatch.setattr(bootstrap, "rendezvous", lambda url, timeout: iter([(kept, 0, 2)]))
+    ranks: list[dict[tuple[str, int], str]] = [{}, {}, {}]
+
+    def join(rank: int) -> Any:
+        monkeypatch.setattr(bootstrap, "_last_numbers", ranks[rank])
+        return bootstrap._launcher_store(where, long)
+
+    join(0).set("rank 0", "an address")
+    assert join(1).get("rank 0") == b"an address"
+    again = join(1)  # e.g. rank 1 has failed
+    assert not again.check(["rank 0"])
+    again.set("rank 1", "an address")
+    assert join(2).get("rank 1") == join(0).get("rank 1") == b"an address"
+    assert not join(0).check(["rank 1"])
 
 
 def test_unknown_local_rank_is_left_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:

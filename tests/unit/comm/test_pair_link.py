@@ -74,6 +74,15 @@ def test_a_heartbeat_does_not_wait_for_a_message() -> None:
     beating.join(60)
 
 
+def test_a_tensor_of_one_element_has_any_stride() -> None:
+    link, other = connected()
+    sent, received = torch.arange(4.0)[1::4], torch.zeros(8)[::8]
+    sending = threading.Thread(target=link.send, args=([1], sent))
+    sending.start()
+    assert sent.stride() == (4,) and other.receive_header()[0] == 1 and other.receive(received).item() == 1.0
+    sending.join(60)
+
+
 def send_until_refused(link: PairLink) -> None:
     """Send messages until the link is closed, which happens soon after the other side closes it."""
     with pytest.raises(LinkClosedError):
