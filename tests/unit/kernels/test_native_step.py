@@ -141,6 +141,40 @@ def test_a_native_run_multiplies_low_bit_codes(name: str, quantizes: bool, dtype
             assert out[rows:].eq(-1).all()
 
 
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_native_run_copies_rows_and_normalizes_heads(path: str, dtype: torch.dtype) -> None:
+    found = get_inference_path(path)
+    assert found.module is not None
+    most, heads, dim, gap = 70, 3, 20, 7
+    is_bf16, width = dtype == torch.bfloat16, heads * dim + gap
+    table = torch.randn(9, width).to(dtype)
+    index, rows = torch.randint(9, (most,)), torch.randint(2, (most,))
+    x, weight = torch.zeros(most, width, dtype=dtype), torch.rand(dim)
+    normed, last = torch.zeros(most, heads * dim, dtype=dtype), torch.zeros(most, width, dtype=dtype)
+    program = found.module.StepProgram(found.number)
+    size = table.element_size()
+    program.add_gather(table.data_ptr(), width * size, (0, 0), 9, index.data_ptr(), x.data_ptr(), (1, 0))
+    begin = x.data_ptr() + gap * size
+    program.add_rms_norm(begin, weight.data_ptr(), normed.data_ptr(), is_bf16, (heads, 0), dim, 1e-6, heads, width)
+    program.add_gather(x.data_ptr(), width * size, (1, 0), 0, rows.data_ptr(), last.data_ptr(), (0, 1))
+    for tokens, chosen in ((2, 1), (most, most), (5, 0)):
+        last.fill_(-1)
+        program.run(tokens, chosen, 1, 2)
+        assert torch.equal(x[:tokens], table[index[:tokens]])
+        parts = x[:tokens, gap:].unflatten(1, (heads, dim))
+        assert torch.equal(normed[:tokens], rms_norm(parts, weight, 1e-6, path=path).flatten(1))
+        assert torch.equal(last[:chosen], x[rows[:chosen]])
+        assert last[chosen:].eq(-1).all()
+    for wrong, place in ((index, 9), (index, -1), (rows, 2)):
+        before, wrong[0] = wrong[0].item(), place
+        with pytest.raises(ValueError, match=f"index {place} is beyond a table of"):
+            program.run(2, 1, 1, 2)
+        wrong[0] = before
+    with pytest.raises(ValueError, match="whole tokens that do not overlap"):
+        found.module.rms_norm(found.number, begin, 0, begin, begin, is_bf16, 6, dim, 1e-6, 1, heads, dim)
+
+
 def _fixed(panels: object) -> tuple[int, ...]:
     fixed = panels.native_weight(None)  # type: ignore[attr-defined]
     assert fixed is not None
