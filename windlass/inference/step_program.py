@@ -55,7 +55,7 @@ _TABULATED = frozenset(
         "sin.default",
     )
 )
-_TABLE_BYTES = 8 << 20  # maximum size of a table of position-dependent values
+_TABLE_BYTES = 24 << 20  # maximum size of a table: 48k positions of heads of 128 features
 _TABLE_CALLS = 512  # maximum number of batches for which a table is computed
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
