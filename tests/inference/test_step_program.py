@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import ConfigError
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
+from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.inference_path import get_inference_path
 
@@ -71,8 +74,6 @@ def test_recorded_steps_generate_what_the_plain_model_does(name: str, tmp_path: 
     ],
 )  # fmt: skip
 def test_weight_formats_serve_the_rounded_model(weights: str, activations: str, tmp_path: Path) -> None:
-    import torch
-
     from windlass.kernels.weight_format import get_weight_format
 
     model = saved("llama", tmp_path)
@@ -89,6 +90,43 @@ def test_weight_formats_serve_the_rounded_model(weights: str, activations: str, 
                 module.weight.copy_(chosen.unpack(chosen.pack(module.weight)))
     coarse = activations in ("int8", "bf16") or weights in ("int8", "int4_g128")  # these formats round inputs too
     assert_greedy(model, outputs, tolerance=0.05 if coarse else 1e-3)
+
+
+def test_an_embedding_may_be_a_part_of_a_larger_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved("llama", tmp_path)
+    compile_steps = PagedModelRunner.compile
+
+    def move_embedding(self: Any, max_tokens: int, max_blocks: int) -> str | None:
+        weight = self.model.get_input_embeddings().weight
+        larger = torch.randn(weight.shape[0] + 7, weight.shape[1])
+        larger[3:-4] = weight.detach()
+        self.model.get_input_embeddings().weight = torch.nn.Parameter(larger[3:-4], requires_grad=False)
+        return compile_steps(self, max_tokens, max_blocks)
+
+    monkeypatch.setattr(PagedModelRunner, "compile", move_embedding)
+    with LLM(tmp_path, max_tokens_per_step=64, max_sequences=8, skip_tokenizer_init=True) as llm:
+        assert llm.engine.runner.program is not None
+        outputs = llm.generate(make_prompts(5, VOCABULARY, 15), GREEDY)
+    assert_greedy(model, outputs)
+
+
+def test_each_layer_may_rotate_by_its_own_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **arguments: Any) -> Any:
+        frequencies = torch.linspace(0.1, 1.0, self.head_dim // 2) * (0.3 + self.layer_idx)
+        angles = arguments["position_ids"][..., None].float() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return attend(self, hidden_states, position_embeddings=(angles.cos(), angles.sin()), **arguments)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    model = saved("llama", tmp_path)
+    with LLM(tmp_path, max_tokens_per_step=64, max_sequences=8, skip_tokenizer_init=True) as llm:
+        program = llm.engine.runner.program
+        assert program is not None
+        assert program.num_calls < 4, program.operators
+        outputs = llm.generate(make_prompts(5, VOCABULARY, 15), GREEDY)
+    assert_greedy(model, outputs)
 
 
 @pytest.mark.parametrize("vocabulary", [4, 12])

@@ -250,7 +250,7 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
     units = [unit for unit in model.units if unit.trainable or not absent.issuperset(unit.names)]
     lost, frozen_are_intact = bool(model.disk_health.loss_reason), model.disk_health.frozen_are_intact
     # Pipeline stages have other frozen parameters. Not only if `lost`, which a failed read may set on some ranks alone.
-    is_partial = trainable_only and any(model.mesh.gather_from_world(bool(absent)))
+    is_partial = any(model.mesh.gather_from_world(bool(absent)))
     loads_all = options.loads_everything and (not is_partial or frozen_are_intact or not lost)
     if lost and not (loads_all and (opened.loads_states or engine.optimizer is None)):
         model.disk_health.require_intact("loading only a part of parameters and optimizer states")

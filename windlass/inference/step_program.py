@@ -55,7 +55,7 @@ _TABULATED = frozenset(
         "sin.default",
     )
 )
-_TABLE_BYTES = 24 << 20  # maximum size of a table: 48k positions of heads of 128 features
+_TABLE_BYTES = 48 << 20  # maximum size of all tables: cosines and sines of 48k positions, for heads of 128 features
 _TABLE_CALLS = 512  # maximum number of batches for which a table is computed
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -277,9 +277,11 @@ class StepProgram:
         if not shown or not 0 < positions <= _TABLE_CALLS * self.max_tokens:
             return {}
         targets = [ref for place in shown for ref in references(operators[place].outputs)]
+        left = _TABLE_BYTES
         for target in targets:
             width = _count_elements(target)
-            if width is None or width[1] or width[0] * 4 * positions > _TABLE_BYTES:
+            left -= 0 if width is None else width[0] * target.dtype.itemsize * positions
+            if width is None or width[1] or left < 0:
                 return {}
             if target.offset[1:] != (0, 0) or target.dtype not in (torch.float32, torch.bfloat16):
                 return {}
@@ -287,8 +289,13 @@ class StepProgram:
         def compute(chosen: torch.Tensor) -> list[torch.Tensor]:
             binder = _Binder(self, len(chosen), 1)
             self._inputs.positions[0, : len(chosen)] = chosen
-            self._replay([call for place in places for call in _aten_calls(operators[place], binder)])
-            return [binder.tensor(target).reshape(len(chosen), -1).clone() for target in targets]
+            found = []
+            for place in places:
+                self._replay(_aten_calls(operators[place], binder))
+                if place in shown:  # later operators may use the buffer of this result
+                    results = references(operators[place].outputs)
+                    found += [binder.tensor(target).reshape(len(chosen), -1).clone() for target in results]
+            return found
 
         with torch.no_grad():
             parts = [compute(chunk) for chunk in torch.arange(positions).split(self.max_tokens)]
@@ -499,7 +506,12 @@ class _NativeRun:
     def _address(self, ref: TensorRef) -> int | None:
         if ref.offset[1:] != (0, 0) or ref.dtype not in (torch.float32, torch.bfloat16):
             return None
-        return int(self._program.storage_tensor(ref).data_ptr() + ref.offset[0] * ref.dtype.itemsize)
+        return self._place(ref)
+
+    def _place(self, ref: TensorRef) -> int:
+        # An offset counts from the begin of the storage, of which a constant may be a part.
+        storage = self._program.storage_tensor(ref).untyped_storage()
+        return int(storage.data_ptr() + ref.offset[0] * ref.dtype.itemsize)
 
     def _rows(self, ref: TensorRef, features: int) -> tuple[int, Count] | None:
         """Return the address and number of rows of a contiguous tensor; None for other tensors."""
@@ -611,8 +623,8 @@ class _NativeRun:
         out, count = self._rows(target, features), _count_elements(index)
         if out is None or out[1] != count or source.dtype != target.dtype:
             return False
-        at = self._program.storage_tensor(index).data_ptr() + index.offset[0] * index.dtype.itemsize
-        self._native.add_gather(table, features * source.dtype.itemsize, *table_rows, at, out[0], count)
+        row_bytes = features * source.dtype.itemsize
+        self._native.add_gather(table, row_bytes, *table_rows, self._place(index), out[0], count)
         return True
 
     def _add_attention(self, operator: Operator) -> bool:

@@ -118,10 +118,10 @@ class _JobStore:
         try:
             return call()
         except RuntimeError as error:  # torch's error for a store that has ended
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise StoreLostError(
-                f"parameter server: the job's store at {self._where} does not answer: "
-                f"{str(error).strip().splitlines()[0]}; the process that serves it (server 0, or the launcher) has "
-                "ended: see its output, and start the run again"
+                f"parameter server: the job's store at {self._where} does not answer: {cause}; the process that serves "
+                "it (server 0, or the launcher) has ended: see its output, and start the run again"
             ) from error
 
 

@@ -9,7 +9,7 @@
 // the other rows nor on the micro-kernel.
 //
 // One block of rows expands codes in registers while they stream from memory. For several blocks a slice of a few panels
-// is expanded once, to bytes or to floats, and stays in the first-level cache for all blocks.
+// is expanded once, to bytes, halves or floats, and stays in the first-level cache for all blocks.
 #pragma once
 
 #include "gemm.hpp"
@@ -833,10 +833,11 @@ void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int6
                                     : is_widened_once<CodedStep> ? windlass::lines_of(Codes::halves)
                                                                  : kUnitSteps;  // lines of an expanded unit at most
     alignas(64) char wide[kPanels * kSlice * kSteps * kStepBytes];
+    const std::int64_t slice = !kFloats && is_widened(job) ? kSlice / kPanels : kSlice;  // of halves, half as many
     const std::int64_t units = job.units(), panel_bytes = job.panel_bytes(), groups = (end - begin) / kPanels;
     const std::int64_t lines = windlass::lines_of(job.codes), last = begin + groups * kPanels;
-    for (std::int64_t first = 0; first < units; first += kSlice) {
-        const std::int64_t stop = first + kSlice < units ? first + kSlice : units;
+    for (std::int64_t first = 0; first < units; first += slice) {
+        const std::int64_t stop = first + slice < units ? first + slice : units;
         float* tile = tiles;
         for (std::int64_t panel = begin; panel < last; panel += kPanels) {
             TilePlace<kPanels> place(job, panel);
@@ -860,7 +861,7 @@ void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int6
             const bool is_last = panel + kPanels >= last;
             const char* next = job.panels + (is_last ? begin : panel + kPanels) * panel_bytes +
                                (is_last ? stop : first) * lines * kStepBytes;
-            const std::int64_t wanted = is_last && stop == units ? 0 : kSlice * lines;
+            const std::int64_t wanted = is_last && stop == units ? 0 : slice * lines;
             for (std::int64_t i = 0; i < count; ++i, tile += kLowTile<kPanels>) {
                 FetchPart<kPanels> fetch{next, panel_bytes, wanted * i / count, wanted * (i + 1) / count,
                                          (lines + count - 1) / count};

@@ -186,12 +186,13 @@ def _trace_list(
 def _add_modules_of_loss(plan: ForwardTrace, model: nn.Module, layers: nn.Module) -> ForwardTrace:
     """Trace the forward with labels too, and add the modules that only this forward calls.
 
-    Labels have no meaning known here: if the forward fails with the ids as labels, `plan` is returned unchanged.
+    Labels have no meaning known here: if the forward fails with zeros of the shape of the ids, `plan` is returned
+    unchanged.
     """
     ids = plan.example_kwargs.get("input_ids")
     if ids is None or "labels" in plan.example_kwargs or "labels" not in inspect.signature(model.forward).parameters:
         return plan
-    arguments = {**plan.example_kwargs, "labels": ids}
+    arguments = {**plan.example_kwargs, "labels": torch.zeros_like(ids)}
     try:
         found = _trace_once(model, plan.layers_path, layers, plan.output_form, arguments)
     except _CannotSplit as reason:
@@ -370,7 +371,8 @@ def _infer_shape_rule(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 
 @contextmanager
 def trial_mode(model: nn.Module, trainable_modules: list[nn.Module]) -> Iterator[None]:
-    """Run a forward without side effects: in evaluation mode, with restored random state and without router loss.
+    """Run a forward without side effects: in evaluation mode, with restored random state and configurations, and
+    without router loss.
 
     Inside the context, the parameters that belong directly to `trainable_modules` require gradients, so that the trace
     shows which values depend on them.
@@ -379,6 +381,11 @@ def trial_mode(model: nn.Module, trainable_modules: list[nn.Module]) -> Iterator
     frozen = [p for p in own if p.is_floating_point() and not p.requires_grad]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     collecting = collecting_router_logits(RouterLogitsCollector())
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    # A loss of transformers writes its guess of the problem's type into the configuration.
+    before = [(vars(config), dict(vars(config))) for config in configs.values() if hasattr(config, "__dict__")]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -387,6 +394,9 @@ def trial_mode(model: nn.Module, trainable_modules: list[nn.Module]) -> Iterator
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+        for values, kept in before:
+            values.clear()
+            values.update(kept)
 
 
 def _requires_grad(value: Any) -> bool:

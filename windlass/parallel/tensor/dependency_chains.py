@@ -339,7 +339,7 @@ class ChainResolver:
                 f"{query} query heads are too few for {self._ranks} ranks; use at most {query}, or replicate it",
                 *((name, "replicated") for name in (*(layer.name for layer in columns), row.name)),
             )
-        if self._ranks > 1 and requires_input_width(self._modules[module_name]):
+        if self._ranks > 1 and requires_input_width(self._modules[module_name], row.leaf_name):
             raise make_cannot_shard_error(
                 module_name,
                 f"the forward of {type(self._modules[module_name]).__name__} gives its result as many features as its "

@@ -34,18 +34,22 @@ def is_attention(module: nn.Module, columns: Sequence[LinearLayer]) -> bool:
 _INPUT_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.(?:size\(\)|shape)\s")
 
 
-def requires_input_width(module: nn.Module) -> bool:
-    """Return True if the forward of an attention module gives its result as many features as its input has.
+def requires_input_width(module: nn.Module, projection: str) -> bool:
+    """Return True if an attention module's forward gives the result of its heads as many features as its input has.
 
     Some forwards, e.g. TrOCR's, reshape the result of their heads to the number of features that they read from the
     shape of `hidden_states`. The result of some of the heads has fewer.
+
+    Args:
+        projection: name of the layer that multiplies the result of all heads. After it, the width is that of the input.
     """
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
     except (OSError, TypeError):  # a class without a source file
         return False
+    heads = source.split(f"self.{projection}(", 1)[0]
     return any(
-        re.search(rf"(?<!hidden_states)\.(?:reshape|view)\([^()]*, {name}\)", source)
+        re.search(rf"(?<!hidden_states)\.(?:reshape|view)\([^()]*, {name}\)", heads)
         for name in _INPUT_WIDTH.findall(source)
     )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.parallel.pipeline import layer_timing
@@ -446,6 +447,17 @@ def test_unpartitionable_models_are_refused_with_a_reason() -> None:
         split_into_stages(_model("opt", layerdrop=0.1), 0, 2)
     with pytest.raises(ConfigError, match=r"4 layers \(model.layers\) for 6 stages \(3 ranks, 2 on each\).* at most 2"):
         split_into_stages(_model("llama"), 0, 3, virtual_stages=2)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_trace_leaves_the_type_of_the_problem_to_the_labels(num_labels: int) -> None:
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_labels=num_labels, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForSequenceClassification(config)
+    trace_forward(model)
+    assert model.config.problem_type is None
 
 
 def test_access_to_a_module_of_another_stage_is_refused() -> None:

@@ -226,6 +226,28 @@ def test_attention_that_keeps_the_features_of_its_input_is_refused_or_replicated
     assert {cut.name.rpartition(".")[2] for cut in plan.shards} == {"embed_tokens", "fc1", "fc2", "output_projection"}
 
 
+class _AttentionThatReshapesItsResult(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = self.head_dim = 4
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows, length, width = hidden_states.shape
+        query, key, value = (
+            layer(hidden_states).view(rows, length, -1, self.head_dim).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        found = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return self.o_proj(found).view(rows, length, width)
+
+
+def test_attention_may_reshape_the_result_of_its_output_layer() -> None:
+    model = nn.Sequential(_AttentionThatReshapesItsResult())
+    plan = build_tensor_parallel_plan(model, 2, {r".*[qkv]_proj": "column", r".*o_proj": "row"})
+    assert {cut.style for cut in plan.shards} == {ShardStyle.COLUMN, ShardStyle.ROW}
+
+
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
