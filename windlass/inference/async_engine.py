@@ -29,6 +29,8 @@ from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.scheduler import ServiceLevel
 from windlass.inference.structured_output import OutputConstraint
 
+_DRAIN_PAUSE = 0.001  # seconds between looks for the next embedding of a client, while the engine drains
+
 
 class EngineStoppedError(WindlassError, RuntimeError):
     """Request to an engine that was shut down, or was stopped by an error, which is the cause of this error."""
@@ -398,6 +400,8 @@ class AsyncLLMEngine:
     def _run(self) -> None:
         try:
             while not self._stopping or (self._drains and (self._has_work() or self._embedding_clients)):
+                if self._stopping and not self._has_work():
+                    time.sleep(_DRAIN_PAUSE)  # a client is about to request the embedding of its next prompt
                 idle = not self._has_work() and not self._stopping
                 while idle and self._calls.empty() and self._engine.use_idle_time():
                     pass

@@ -244,11 +244,12 @@ def _fuse_norms(recording: Recording) -> Recording:
             continue
         single = all(len(uses.consumers(step.outputs[0])) == 1 for step in steps)
         output = weighted.outputs[0]
-        if not single or output is None or not (_has_rows(narrow) or head_layout(narrow)):
+        if not single or output is None:
             continue
-        written = None if _has_rows(output) else head_layout(output)
-        if not _has_rows(output) and (written is None or not written.is_dense or head_layout(narrow) is None):
-            continue
+        if not (_has_rows(narrow) and _has_rows(output)):
+            read, written = head_layout(narrow), head_layout(output)
+            if read is None or written is None or not written.is_dense or narrow.size != output.size:
+                continue
         if output.dtype != narrow.dtype:  # a float32 weight widens bfloat16 rows; the kernel has one dtype
             continue
         weight = _constant_values(weights[0], recording.constants).float().contiguous()

@@ -547,6 +547,8 @@ class _NativeRun:
             begin, end = self._address(source), self._address(target)
             if layout is None or written is None or begin is None or end is None:
                 return False
+            if not written.is_dense or source.size != target.size:
+                return False
             count, places = (layout.heads, 0), (layout.heads, layout.token_stride)
             x, out = (begin, count), (end, count)
         if x is None or out is None or x[1] != out[1] or source.dtype != target.dtype:
