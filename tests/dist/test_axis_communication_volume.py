@@ -137,12 +137,13 @@ def test_sequence_parallel_attention_volumes(ranks: int, kind: str, degree: int,
 
 @pytest.mark.parametrize(("ranks", "kind", "degree"), [(2, "ulysses", 2), (2, "ring", 1), (4, "ulysses+ring", 2)])
 def test_each_sequence_is_sharded_by_itself(ranks: int, kind: str, degree: int) -> None:
-    """Rank 0 has the most tokens of a sequence of 7, and so of each sample."""
+    """The ranks with the most tokens of a sequence of 7 have the most of each sample."""
     shape = ModelShape(hidden=32, layers=3, heads=8, kv_heads=2, vocabulary=40, intermediate=48)
     work = StepWorkload(SAMPLES * 7, activation_bytes=4, ulysses_degree=degree, samples=SAMPLES)
     expected = formula_bytes(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
-    first = run_ranks(along_sp, ranks, kind, degree if kind == "ulysses+ring" else None, torch.float32, 7)[0]
-    assert {name: first[name] for name in ("all_to_all", "pass_on") if name in first} == expected
+    moved_by = run_ranks(along_sp, ranks, kind, degree if kind == "ulysses+ring" else None, torch.float32, 7)
+    most = {name: max(one.get(name, 0) for one in moved_by) for name in ("all_to_all", "pass_on")}
+    assert {name: size for name, size in most.items() if size} == expected, moved_by
 
 
 def along_ep() -> dict[str, int]:
