@@ -509,7 +509,7 @@ class _NativeRun:
         return self._place(ref)
 
     def _place(self, ref: TensorRef) -> int:
-        # An offset counts from the begin of the storage, of which a constant may be a part.
+        # An offset counts from the start of the storage, of which a constant may be a part.
         storage = self._program.storage_tensor(ref).untyped_storage()
         return int(storage.data_ptr() + ref.offset[0] * ref.dtype.itemsize)
 
