@@ -310,21 +310,16 @@ def _rotary_call(x: TensorRef, low: TensorRef, high: TensorRef) -> RotaryCall | 
     """Return the call for `x` `[1, heads, tokens, head_dim]` with contiguous heads, whose halves are `low` and `high`.
     None for other tensors.
     """
-    if len(x.size) != 4 or x.size[0] != (1, 0, 0) or x.dtype not in (torch.float32, torch.bfloat16):
+    layout = head_layout(x)
+    if layout is None or x.size[2] != (0, 1, 0) or layout.head_dim % 2:
         return None
-    heads, tokens, dim = x.size[1:]
-    fixed = all(affine[1:] == (0, 0) for affine in (heads, dim, x.stride[2], x.offset))
-    if not fixed or tokens != (0, 1, 0) or dim[0] % 2 or x.stride[3] != (1, 0, 0):
-        return None
-    if heads[0] > 1 and x.stride[1] != dim:
-        return None
-    half = (dim[0] // 2, 0, 0)
+    half = (layout.head_dim // 2, 0, 0)
     wanted = (*x.size[:3], half)
     if low.storage != x.storage or high.storage != x.storage or low.size != wanted or high.size != wanted:
         return None
     if low.offset != x.offset or high.offset != (x.offset[0] + half[0], 0, 0):
         return None
-    return RotaryCall(heads[0], dim[0], x.stride[2][0])
+    return RotaryCall(layout.heads, layout.head_dim, layout.token_stride)
 
 
 def _is_table(ref: TensorRef, width: int) -> bool:
