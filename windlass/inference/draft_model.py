@@ -169,7 +169,7 @@ class DraftModelProposer:
                 if part:
                     chosen.append((draft, part))
                     budget -= len(part)
-            best = greatest(self._runner.run(self._make_batch(chosen)))[1].tolist()
+            best = greatest(self._runner.run(self._make_batch(chosen)))[1]
             for (draft, part), token in zip(chosen, best, strict=True):
                 state = draft.state
                 state.tokens = state.tokens + part

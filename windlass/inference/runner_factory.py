@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -357,7 +356,7 @@ class PlainLogits:
             computed = [len(tokens) - 1 if step else 0 for tokens in known]
             tables = [[0] * max(len(tokens) for tokens in known)] * len(known)
             batch = _flat_batch(known, computed, tables, own.block_size, self._device)
-            for number, row in zip(running, own.run(replace(batch, sequence_ids=running)), strict=True):
+            for number, row in zip(running, own.run(StepBatch(*batch.values, running)), strict=True):
                 logits = answers[number][2][step][0].float()
                 allowed = self._tolerance(options) * max(logits.std().item(), 1e-6)
                 if not (row - logits).abs().max().item() <= allowed:

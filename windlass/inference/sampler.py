@@ -154,16 +154,17 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
         samplers: one for each row. Each draws at most one number. The caller must pass the chosen token to `count`.
     """
     scores, errors = _change_rows(logits, samplers)
-    best, tokens = greatest(scores)
-    for row, value in enumerate(best.tolist()):
+    best, ids = greatest(scores)
+    for row, value in enumerate(best):
         if not math.isfinite(value):
             errors.setdefault(row, _explain(value, logits[row]))
     drawing = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy and row not in errors]
     if drawing:
         chosen = scores if len(drawing) == len(samplers) else scores[drawing]
         params = [samplers[row].params for row in drawing]
-        tokens[drawing] = draw_tokens(chosen, params, [samplers[row].draw() for row in drawing])
-    ids = tokens.tolist()
+        drawn = draw_tokens(chosen, params, [samplers[row].draw() for row in drawing])
+        for row, token in zip(drawing, drawn, strict=True):
+            ids[row] = token
     logprobs: list[TokenLogprobs | None] = [None] * len(samplers)
     reporting = [
         row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None and row not in errors
@@ -219,7 +220,7 @@ def draw_later(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> Pen
         logits: float32 `[rows, vocabulary]`.
         samplers: one for each row, which `can_draw_later` accepts.
     """
-    best, tokens = greatest(logits)
+    best, tokens = logits.max(dim=-1)
     drawing = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy]
     if drawing:
         every = len(drawing) == len(samplers)

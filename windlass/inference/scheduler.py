@@ -177,13 +177,18 @@ def schedule(
     Returns:
         A plan that needs no more blocks than are free after its preemptions. It is empty only if nothing can run.
     """
-    planner = _Planner(running, waiting, free_blocks, limits, cost, now, elsewhere, share)
-    if limits.policy == "prefill-first":
+    if not waiting and (plan := _plan_decodes(running, free_blocks, limits)) is not None:
+        return plan
+    return _plan_by_policy(_Planner(running, waiting, free_blocks, limits, cost, now, elsewhere, share), limits.policy)
+
+
+def _plan_by_policy(planner: _Planner, policy: Policy) -> StepPlan:
+    if policy == "prefill-first":
         planner.admit(planner.whole_prompt_fits)
         planner.run_whole_prompts()
         if not planner.plan.num_tokens:
             planner.run_decodes()
-    elif limits.policy == "orca":
+    elif policy == "orca":
         planner.run_decodes()
         planner.admit(planner.whole_prompt_fits)
         planner.run_whole_prompts()
@@ -192,6 +197,30 @@ def schedule(
         planner.admit(lambda _: True)
         planner.share_among_prompts()
     return planner.plan
+
+
+def _plan_decodes(running: Sequence[SequenceSnapshot], free_blocks: int, limits: SchedulerLimits) -> StepPlan | None:
+    """Return the plan if every sequence decodes, without drafts, and tokens and blocks suffice; None in other cases.
+
+    Most steps are of this kind, and deadlines or costs do not change their plan.
+    """
+    if not 0 < len(running) <= limits.max_tokens_per_step:
+        return None
+    needed = 0
+    for sequence in running:
+        if sequence.remaining != 1 or sequence.num_drafts:
+            return None
+        needed += _count_blocks(sequence, 1, limits.block_size)
+    if needed > free_blocks:
+        return None
+    order = sorted(running, key=seniority) if len(running) > 1 else running
+    return StepPlan({sequence.sequence_id: 1 for sequence in order})
+
+
+def _count_blocks(sequence: SequenceSnapshot, tokens: int, block_size: int) -> int:
+    """Return the number of blocks that a sequence needs for its next `tokens` tokens."""
+    total = -(-(sequence.num_computed + tokens) // block_size)
+    return max(total - sequence.num_blocks, 0) + sequence.copies_block
 
 
 def lateness(
@@ -457,8 +486,7 @@ class _Planner:
         self._used_tokens -= self.plan.num_tokens.pop(sequence.sequence_id, 0)
 
     def _blocks_for(self, sequence: SequenceSnapshot, tokens: int) -> int:
-        total = -(-(sequence.num_computed + tokens) // self._limits.block_size)
-        return max(total - sequence.num_blocks, 0) + sequence.copies_block
+        return _count_blocks(sequence, tokens, self._limits.block_size)
 
     def _predict_token_seconds(self) -> float:
         """Return the predicted seconds per prompt token of a full step with the present decodes. A step is full if it

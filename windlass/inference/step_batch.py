@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
+IntValues = npt.NDArray[np.int64] | npt.NDArray[np.int32] | torch.Tensor
 
-@dataclass
+
+class BatchValues(NamedTuple):
+    """Values of a `StepBatch`, in the order of its arguments."""
+
+    token_ids: IntValues
+    positions: IntValues
+    query_start: IntValues
+    context_lengths: IntValues
+    block_table: IntValues
+    slots: IntValues
+    logit_rows: IntValues
+
+
 class StepBatch:
     """Input of a forward. Sequences are concatenated, without padding.
 
-    Attributes:
+    The values may be given as NumPy arrays, which become tensors when they are first read: a decode step of a small
+    model takes a few milliseconds, and making seven tensors takes tenths of them.
+
+    Args:
         token_ids, positions: int64 `[tokens]`; the position of a token is its index in its sequence.
         query_start: int32 `[sequences + 1]`; sequence `s` has the tokens `[query_start[s], query_start[s + 1])`.
         context_lengths: int32 `[sequences]`; number of computed tokens of each sequence after the step.
@@ -24,31 +42,68 @@ class StepBatch:
         logit_rows: int64 `[rows]`; indices of the tokens that need logits, in ascending order.
         sequence_ids: id of each sequence.
         adapters: name of each sequence's LoRA adapter, or None; an empty list: no sequence has one.
+
+    Attributes:
+        values: the values as they were given.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    query_start: torch.Tensor
-    context_lengths: torch.Tensor
-    block_table: torch.Tensor
-    slots: torch.Tensor
-    logit_rows: torch.Tensor
-    sequence_ids: list[int]
-    adapters: list[str | None] = field(default_factory=list)
+    def __init__(
+        self,
+        token_ids: IntValues,
+        positions: IntValues,
+        query_start: IntValues,
+        context_lengths: IntValues,
+        block_table: IntValues,
+        slots: IntValues,
+        logit_rows: IntValues,
+        sequence_ids: list[int],
+        adapters: Sequence[str | None] = (),
+    ) -> None:
+        self.values = BatchValues(token_ids, positions, query_start, context_lengths, block_table, slots, logit_rows)
+        self.sequence_ids, self.adapters = sequence_ids, list(adapters)
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        return torch.as_tensor(self.values.token_ids)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        return torch.as_tensor(self.values.positions)
+
+    @cached_property
+    def query_start(self) -> torch.Tensor:
+        return torch.as_tensor(self.values.query_start)
+
+    @cached_property
+    def context_lengths(self) -> torch.Tensor:
+        return torch.as_tensor(self.values.context_lengths)
+
+    @cached_property
+    def block_table(self) -> torch.Tensor:
+        return torch.as_tensor(self.values.block_table)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        return torch.as_tensor(self.values.slots)
+
+    @cached_property
+    def logit_rows(self) -> torch.Tensor:
+        return torch.as_tensor(self.values.logit_rows)
 
     @property
     def num_tokens(self) -> int:
-        return self.token_ids.shape[0]
+        return len(self.values.token_ids)
 
     @property
     def is_decode(self) -> bool:
         """True if each sequence has one token, and needs the logits of this token."""
-        return self.num_tokens == len(self.sequence_ids) == self.logit_rows.shape[0]
+        return self.num_tokens == len(self.sequence_ids) == len(self.values.logit_rows)
 
     def to(self, device: torch.device) -> StepBatch:
         """Return the batch on a device. Copies from the host do not wait for the device."""
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
+        def move(value: IntValues) -> torch.Tensor:
+            tensor = torch.as_tensor(value)
             if tensor.device == device:
                 return tensor
             tensor = tensor.pin_memory() if device.type == "cuda" else tensor
@@ -56,10 +111,8 @@ class StepBatch:
 
         if device.type == "cpu":
             return self
-        values: dict[str, Any] = {
-            name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **values)
+        moved: dict[str, Any] = {name: move(value) for name, value in self.values._asdict().items()}
+        return StepBatch(**moved, sequence_ids=self.sequence_ids, adapters=self.adapters)
 
     def split(self, most: int) -> list[StepBatch]:
         """Return batches of at most `most` tokens, to be run in order instead of this batch.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from windlass.inference.engine_options import EngineOptions
@@ -262,13 +264,13 @@ class StepPlanner:
             starts.append(len(ids))
             lengths.append(stop)
         batch = StepBatch(
-            torch.tensor(ids),
-            torch.tensor(positions),
-            torch.tensor(starts, dtype=torch.int32),
-            torch.tensor(lengths, dtype=torch.int32),
+            np.array(ids, dtype=np.int64),
+            np.array(positions, dtype=np.int64),
+            np.array(starts, dtype=np.int32),
+            np.array(lengths, dtype=np.int32),
             _make_table([sequence for sequence, _ in chosen]),
-            torch.tensor(slots),
-            torch.tensor(logit_rows, dtype=torch.long),
+            np.array(slots, dtype=np.int64),
+            np.array(logit_rows, dtype=np.int64),
             [sequence.sequence_id for sequence, _ in chosen],
             [sequence.request.lora_name for sequence, _ in chosen],
         )
@@ -290,12 +292,12 @@ class StepPlanner:
         ]
         return StepBatch(
             ids,
-            torch.tensor([total - 1 for total in totals]),
-            torch.arange(count + 1, dtype=torch.int32),
-            torch.tensor(totals, dtype=torch.int32),
+            np.array(totals, dtype=np.int64) - 1,
+            np.arange(count + 1, dtype=np.int32),
+            np.array(totals, dtype=np.int32),
             _make_table(sequences),
-            torch.tensor(slots),
-            torch.arange(count),
+            np.array(slots, dtype=np.int64),
+            np.arange(count, dtype=np.int64),
             [sequence.sequence_id for sequence in sequences],
             [sequence.request.lora_name for sequence in sequences],
         )
@@ -315,8 +317,8 @@ def _logit_positions(sequence: GenerationSequence, first: int, stop: int) -> ran
     return range(max(known - 1, first), stop)
 
 
-def _make_table(sequences: Sequence[GenerationSequence]) -> torch.Tensor:
+def _make_table(sequences: Sequence[GenerationSequence]) -> npt.NDArray[np.int32]:
     """Return the block table of a batch."""
     widest = max(len(sequence.blocks) for sequence in sequences)
     rows = [sequence.blocks + [0] * (widest - len(sequence.blocks)) for sequence in sequences]
-    return torch.tensor(rows, dtype=torch.int32)
+    return np.array(rows, dtype=np.int32)

@@ -132,6 +132,19 @@ class StepProgram:
             torch.zeros(most, dtype=torch.int32),
             torch.zeros(most, max(max_blocks, 1), dtype=torch.int32),
         )
+        inputs = self._inputs
+        self._arrays = [
+            tensor.numpy()
+            for tensor in (
+                inputs.token_ids[0],
+                inputs.positions[0],
+                inputs.query_start,
+                inputs.context_lengths,
+                inputs.table,
+                inputs.slots,
+                inputs.rows,
+            )
+        ]
         self._storages = self._allocate()
         self._programs: OrderedDict[tuple[int, int, int], tuple[list[Call], torch.Tensor]] = OrderedDict()
         self._typed: dict[tuple[StorageKey, torch.dtype], torch.Tensor] = {}
@@ -150,19 +163,12 @@ class StepProgram:
 
     def takes(self, batch: StepBatch) -> bool:
         """Return True if the batch fits into the buffers."""
-        return batch.num_tokens <= self.max_tokens and batch.block_table.shape[1] <= self._inputs.table.shape[1]
+        return batch.num_tokens <= self.max_tokens and batch.values.block_table.shape[1] <= self._inputs.table.shape[1]
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocabulary]`, float32, valid until the next run."""
-        tokens, rows, sequences = batch.num_tokens, len(batch.logit_rows), len(batch.context_lengths)
-        inputs = self._inputs
-        inputs.token_ids[0, :tokens] = batch.token_ids
-        inputs.positions[0, :tokens] = batch.positions
-        inputs.rows[:rows] = batch.logit_rows
-        inputs.slots[:tokens] = batch.slots
-        inputs.query_start[: sequences + 1] = batch.query_start
-        inputs.context_lengths[:sequences] = batch.context_lengths
-        inputs.table[:sequences, : batch.block_table.shape[1]] = batch.block_table
+        tokens, rows, sequences = batch.num_tokens, len(batch.values.logit_rows), len(batch.sequence_ids)
+        self._fill(batch)
         key = (tokens, rows, sequences)
         program = self._programs.get(key)
         if program is None:
@@ -175,6 +181,15 @@ class StepProgram:
         with torch.no_grad():
             self._replay(calls)
         return result
+
+    def _fill(self, batch: StepBatch) -> None:
+        """Copy the values of a batch to their addresses."""
+        for target, value in zip(self._arrays, batch.values, strict=True):
+            source = value.numpy() if isinstance(value, torch.Tensor) else value
+            if source.ndim == 2:
+                target[: len(source), : source.shape[1]] = source
+            else:
+                target[: len(source)] = source
 
     @staticmethod
     def _replay(calls: list[Call]) -> None:

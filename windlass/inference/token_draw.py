@@ -27,24 +27,23 @@ _SORTED = 1024  # up to this many tokens are sorted without a sample
 _CHUNK = 512
 
 
-def greatest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the highest score of each row and the first token that has it: `scores.max(dim=-1)`.
+def greatest(scores: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Return the highest score of each row and the first token that has it: `scores.max(dim=-1)`. NaN counts as the
+    highest.
 
     Args:
         scores: float32 `[rows, vocabulary]`.
-
-    Returns:
-        float32 `[rows]` and int64 `[rows]`. NaN counts as the highest.
     """
     if not scores.is_cpu or 0 in scores.shape:
         best, tokens = scores.max(dim=-1)
-        return best, tokens
-    tokens = torch.from_numpy(scores.numpy().argmax(axis=-1))  # several times faster than torch
-    return scores.gather(1, tokens[:, None])[:, 0], tokens
+        return best.tolist(), tokens.tolist()
+    values = scores.numpy()
+    found = values.argmax(axis=-1)  # several times faster than torch
+    return values[np.arange(len(found)), found].tolist(), found.tolist()
 
 
-def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
-    """Return a token for each row, int64 `[rows]`: the inverse of its cumulative distribution at its random number.
+def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
+    """Return a token for each row: the inverse of its cumulative distribution at its random number.
 
     Args:
         scores: `[rows, vocabulary]`; the highest of each row is finite.
@@ -52,9 +51,8 @@ def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms
         uniforms: random number of each row, in [0, 1).
     """
     if not scores.is_cpu:
-        return draw_together(scores, params, uniforms)
-    drawn = [draw_one(row, one, uniform) for row, one, uniform in zip(scores, params, uniforms, strict=True)]
-    return torch.tensor(drawn, dtype=torch.long)
+        return draw_together(scores, params, uniforms).tolist()
+    return [draw_one(row, one, uniform) for row, one, uniform in zip(scores, params, uniforms, strict=True)]
 
 
 def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> int:

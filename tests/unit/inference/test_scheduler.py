@@ -15,6 +15,9 @@ from windlass.inference.scheduler import (
     SequenceSnapshot,
     ServiceLevel,
     StepPlan,
+    _plan_by_policy,
+    _plan_decodes,
+    _Planner,
     lateness,
     schedule,
 )
@@ -96,6 +99,49 @@ def test_every_plan_can_be_carried_out(
     decodes = [s for s in running if s.is_decode]
     if policy != "prefill-first" and not preempted and len(decodes) <= budget:
         assert all(s.sequence_id in plan.num_tokens for s in decodes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(-1, 1), st.booleans()), min_size=1, max_size=8),
+    st.integers(0, 6),
+    st.sampled_from(POLICIES),
+    st.integers(4, 20),
+    st.one_of(st.none(), st.floats(0.001, 0.2)),
+    st.one_of(st.none(), st.builds(ServiceLevel, st.floats(0.1, 10), st.floats(0, 10))),
+    st.booleans(),
+)
+def test_the_plan_of_decodes_alone_is_that_of_every_policy(
+    states: list[tuple[int, int, bool]],
+    free: int,
+    policy: str,
+    budget: int,
+    gap: float | None,
+    level: ServiceLevel | None,
+    answered: bool,
+) -> None:
+    running = [
+        replace(
+            is_running_state(computed, 1, 0),
+            sequence_id=i,
+            arrival=float(-i % 3),
+            priority=priority,
+            copies_block=copies,
+            level=level,
+            has_answered=answered,
+        )
+        for i, (computed, priority, copies) in enumerate(states)
+    ]
+    total = free + sum(s.num_blocks for s in running)
+    limits = SchedulerLimits(policy, budget, 16, BLOCK, total, gap)  # type: ignore[arg-type]
+    planner = _Planner(running, [], free, limits, COST, 99.0, 0, None)
+    expected = _plan_by_policy(planner, limits.policy)
+    found = _plan_decodes(running, free, limits)
+    if found is None:  # blocks or tokens are missing
+        assert expected.preempted or len(running) > budget
+    else:
+        assert found == expected
+        assert list(found.num_tokens) == list(expected.num_tokens)
 
 
 @settings(max_examples=300, deadline=None)
