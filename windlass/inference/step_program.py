@@ -108,7 +108,7 @@ class StepProgram:
         path = get_inference_path()
         if path.module is None:
             raise NotRecordableError("there are no native kernels")
-        if not hasattr(getattr(path.module, "StepProgram", None), "add_gather"):
+        if not hasattr(getattr(path.module, "StepProgram", None), "add_foreign_product"):
             raise NotRecordableError("the native kernels were built from older sources; install windlass again")
         self._native, self._set = path.module, path.number
         self.max_tokens = max(max_tokens, 1)
@@ -548,9 +548,9 @@ class _NativeRun:
             return True
         if (foreign := panels.foreign_product(bias, is_bf16)) is None:
             return False
-        function, weight = foreign
+        function, first_part, weight = foreign
         self._program.keep(weight)
-        self._native.add_product(function, weight.address, x[0], out[0], out[1])
+        self._native.add_foreign_product(function, first_part, weight.address, x[0], out[0], out[1])
         return True
 
     def _add_norm(self, operator: Operator) -> bool:

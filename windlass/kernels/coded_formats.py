@@ -56,7 +56,7 @@ class GroupCodes:
 
 
 class CodedWeightFormat:
-    """Codes with a scale for each group; a subclass defines the rounding of a matrix.
+    """Base class of formats that store codes and a scale for each group. A subclass defines the rounding of a matrix.
 
     Attributes:
         bits: number of bits of a code in the layout that native kernels read; files may have another layout.

@@ -190,7 +190,7 @@ class RangeWeightFormat(GroupedWeightFormat):
 class MinifloatWeightFormat(GroupedWeightFormat):
     """Floats of a sign, some bits of exponent and of mantissa, without infinities, times a scale of a group.
 
-    Groups are successive elements of the flattened matrix, of which the last one may be shorter. The scale is the
+    Groups are successive elements of the flattened matrix; the last group may be shorter. The scale is the
     group's maximum magnitude divided by `largest`; `q = w / scale`, rounded to the nearest value, ties to even. A group
     of zeros has scale 0. The format is that of DeepSpeed's `fp_quantizer`.
 

@@ -185,13 +185,14 @@ class PackedPanels:
             return None
         return (*self._address, 0 if bias is None else tensor_address("bias", bias))
 
-    def foreign_product(self, bias: torch.Tensor | None, is_bf16: bool) -> tuple[int, Any] | None:
-        """Return a product with low-bit codes for `StepProgram.add_product`: the address of the function, and the
-        weight, an object with an `address`. None for other formats."""
+    def foreign_product(self, bias: torch.Tensor | None, is_bf16: bool) -> tuple[int, int, Any] | None:
+        """Return a product with low-bit codes for `StepProgram.add_foreign_product`: the addresses of the function
+        and of the one that finds a thread's first part, and the weight, an object with an `address`. None for other
+        formats."""
         if self._low_bit is None or self._path.module is None:
             return None
         weight = self._low_bit.foreign_weight(self._path.number, bias, is_bf16, self.quantize_inputs)
-        return self._low_bit.module.foreign_product, weight
+        return self._low_bit.module.foreign_product, self._low_bit.module.first_part, weight
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute `packed_linear` without its checks."""

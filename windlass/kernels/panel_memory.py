@@ -1,9 +1,9 @@
 """Memory of packed weights: private on huge pages, or shared by the processes that serve one model.
 
 [Note: shared weights] Replicas pack the same weights in the same order. The process that starts them creates a file
-without a name and passes it on; the first replica packs into it, and the others map the same pages. The file begins
-with the number of bytes that are filled. Regions follow one another in the order of packing, so each process
-computes their offsets itself. The pages are freed when the last process ends.
+without a name and passes its descriptor to them; the first replica packs into the file, and the others map the same
+pages. The file begins with the number of bytes that are filled. Regions follow one another in the order of packing, so
+each process computes their offsets itself. The pages are freed when the last process ends.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def test_a_native_run_multiplies_low_bit_codes(name: str, quantizes: bool, dtype
     ):
         product = panels.foreign_product(offset, is_bf16)
         assert product is not None
-        kept.append(product[1])
-        program.add_product(product[0], product[1].address, source.data_ptr(), target.data_ptr(), count)
+        kept.append(product[2])
+        program.add_foreign_product(*product[:2], product[2].address, source.data_ptr(), target.data_ptr(), count)
     for tokens, rows in ((1, 1), (13, 5), (most, most), (3, 0)):
         expected = packed_linear(x[:tokens], first, bias)
         last = packed_linear(expected[:rows].contiguous(), second) if rows else out[:0]
@@ -139,6 +139,26 @@ def test_a_native_run_multiplies_low_bit_codes(name: str, quantizes: bool, dtype
             assert torch.equal(middle[:tokens], expected)
             assert torch.equal(out[:rows], last)
             assert out[rows:].eq(-1).all()
+
+
+def test_threads_that_prefetch_low_bit_weights_change_no_product() -> None:
+    found = get_inference_path(NATIVE[0]) if NATIVE else pytest.skip("there are no native kernels")
+    assert found.module is not None
+    sizes = [(3072, 640), (640, 3072)] * 3  # large enough that several threads share a product
+    form, x = get_weight_format("int8_g32"), torch.randn(1, 640)
+    program, kept, source, expected = found.module.StepProgram(found.number), [], x, x
+    for size in sizes:
+        panels = pack_panels(form.pack(torch.randn(size) / 32), form, size, quantize_inputs=True, path=found.name)
+        product, target = panels.foreign_product(None, False), torch.empty(1, size[0])
+        assert product is not None
+        program.add_foreign_product(*product[:2], product[2].address, source.data_ptr(), target.data_ptr(), (1, 0))
+        kept += [panels, product[2], source]
+        source, expected = target, packed_linear(expected, panels)
+    for threads, runs in ((2, 1500), (5, 200)):  # threads that shared a buffer met within a thousand runs
+        for _ in range(runs):
+            source.fill_(-1)
+            program.run(1, 0, 1, threads)
+            assert torch.equal(source, expected)
 
 
 @pytest.mark.parametrize("path", NATIVE)

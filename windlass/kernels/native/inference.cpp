@@ -419,18 +419,25 @@ class WeightsAhead {
    public:
     WeightsAhead(const InferenceSet& set, int threads) : set_(set), threads_(threads), states_(threads) {}
 
+    // Product of a step, with a weight of this module or of another one.
+    struct Product {
+        GemmJob job;
+        FirstPartOf first_part = nullptr;  // of a foreign weight
+        const void* weight = nullptr;
+    };
+
     // `next` is the next product, or nullptr, and lives as long as this object.
-    void aim(const GemmJob* next) { next_.store(next, std::memory_order_release); }
+    void aim(const Product* next) { next_.store(next, std::memory_order_release); }
 
     bool request(int thread) {
-        const GemmJob* job = next_.load(std::memory_order_acquire);
-        if (thread >= threads_ || job == nullptr) return false;
+        const Product* product = next_.load(std::memory_order_acquire);
+        if (thread >= threads_ || product == nullptr) return false;
         State& state = states_[thread];
-        if (state.job != job) begin(state, *job, thread);
+        if (state.product != product) begin(state, *product, thread);
         if (state.offset >= state.last) return false;
-        for (int line = 0; line < kLinesAtOnce; line += state.panels, state.offset += kStepBytes) {
-            for (int panel = 0; panel < state.panels; ++panel) {
-                __builtin_prefetch(state.first + panel * state.panel_bytes + state.offset, 0, 2);
+        for (int line = 0; line < kLinesAtOnce; line += state.part.panels, state.offset += kStepBytes) {
+            for (int panel = 0; panel < state.part.panels; ++panel) {
+                __builtin_prefetch(state.part.begin + panel * state.part.panel_bytes + state.offset, 0, 2);
             }
         }
         return true;
@@ -439,32 +446,38 @@ class WeightsAhead {
    private:
     static constexpr int kLinesAtOnce = 16;
     struct alignas(64) State {
-        const GemmJob* job = nullptr;
-        const char* first = nullptr;
-        std::int64_t panel_bytes = 0, offset = 0, last = 0;  // bytes: size of a panel, range to request in each
-        int panels = 0;
+        const Product* product = nullptr;
+        FirstPart part;
+        std::int64_t offset = 0, last = 0;  // bytes of each panel to request
     };
 
-    void begin(State& state, const GemmJob& job, int thread) {
+    void begin(State& state, const Product& product, int thread) {
+        state.product = &product;
+        state.offset = state.last = 0;
+        state.part = product.first_part == nullptr
+                         ? find_first_part(product.job, thread)
+                         : product.first_part(product.weight, product.job.rows, thread, threads_);
+        if (state.part.panels == 0) return;
+        state.last = std::min(state.part.panel_bytes, kAheadBytes / state.part.panels / kStepBytes * kStepBytes);
+    }
+
+    FirstPart find_first_part(const GemmJob& job, int thread) const {
         static thread_local std::vector<RowBlock> blocks;
         static thread_local std::vector<std::int64_t> bounds;
         blocks.resize(job.rows);
         std::int64_t bytes = 0;
         const std::int64_t number = set_.divide_rows(job, blocks.data(), &bytes);
         const std::int64_t bands = divide_product(set_, job, number, threads_, bounds);
-        state.job = &job;
-        state.offset = state.last = 0;
-        if (bands > 1 || thread + 1 >= static_cast<int>(bounds.size())) return;
-        state.panel_bytes = job.steps() * kStepBytes;
-        state.first = job.panels + bounds[thread] * state.panel_bytes;
-        state.panels = static_cast<int>(std::min(bounds[thread + 1] - bounds[thread], set_.panel_group(job)));
-        state.last = std::min(state.panel_bytes, kAheadBytes / state.panels / kStepBytes * kStepBytes);
+        if (bands > 1 || thread + 1 >= static_cast<int>(bounds.size())) return {};
+        const std::int64_t panel_bytes = job.steps() * kStepBytes;
+        const std::int64_t panels = std::min(bounds[thread + 1] - bounds[thread], set_.panel_group(job));
+        return {job.panels + bounds[thread] * panel_bytes, panel_bytes, static_cast<int>(panels)};
     }
 
     const InferenceSet& set_;
     const int threads_;
     std::vector<State> states_;
-    std::atomic<const GemmJob*> next_{nullptr};
+    std::atomic<const Product*> next_{nullptr};
 };
 
 // Native operators of a step, whose tensors lie at fixed addresses. Their numbers of rows depend on the batch.
@@ -487,7 +500,7 @@ class StepProgram {
         product.features = features;
         product.is_bf16 = is_bf16;
         set_rounding(product, rounds_inputs);
-        products_.push_back({calls_.size(), count, product});
+        products_.push_back({calls_.size(), count, {product}});
         add([=](const Sizes& sizes) {
             if (const std::int64_t rows = sizes.of(count)) {
                 linear(set, code, panels, outputs, features, scales, bias, x, y, rows, is_bf16, sizes.threads,
@@ -496,10 +509,14 @@ class StepProgram {
         });
     }
 
-    // `product` is the address of a ForeignProduct; `weight` that of its weight, which must outlive the program.
-    void add_product(std::uint64_t product, std::uint64_t weight, std::uint64_t x, std::uint64_t y, Count count) {
-        refuse(product == 0 || weight == 0 || x == 0 || y == 0, "a product needs addresses");
-        has_foreign_ = true;
+    // `product` and `first_part` are the addresses of a ForeignProduct and a FirstPartOf; `weight` that of their weight,
+    // which must outlive the program.
+    void add_foreign_product(std::uint64_t product, std::uint64_t first_part, std::uint64_t weight, std::uint64_t x,
+                     std::uint64_t y, Count count) {
+        refuse(product == 0 || first_part == 0 || weight == 0 || x == 0 || y == 0, "a product needs addresses");
+        products_.push_back({calls_.size(),
+                             count,
+                             {{}, reinterpret_cast<FirstPartOf>(first_part), reinterpret_cast<const void*>(weight)}});
         add([=](const Sizes& sizes) {
             if (const std::int64_t rows = sizes.of(count)) {
                 reinterpret_cast<ForeignProduct>(product)(reinterpret_cast<const void*>(weight),
@@ -607,14 +624,14 @@ class StepProgram {
         refuse(tokens <= 0 || rows < 0 || sequences <= 0 || threads <= 0, "a step needs tokens, sequences and threads");
         const Sizes sizes{tokens, rows, sequences, threads};
         // Products of this step, and their places among the calls.
-        std::vector<GemmJob> jobs;
+        std::vector<WeightsAhead::Product> products;
         std::vector<std::size_t> places;
-        jobs.reserve(products_.size());
+        products.reserve(products_.size());
         for (const Product& product : products_) {
             const std::int64_t count = sizes.of(product.count);
             if (count == 0) continue;
-            jobs.push_back(product.job);
-            jobs.back().rows = std::min(kRowsAtOnce, count);
+            products.push_back(product.product);
+            products.back().job.rows = std::min(kRowsAtOnce, count);
             places.push_back(product.place);
         }
         WeightsAhead ahead(set_at(set_), threads);
@@ -622,11 +639,11 @@ class StepProgram {
             std::size_t next = 0;
             for (std::size_t place = 0; place < calls_.size(); ++place) {
                 while (next < places.size() && places[next] <= place) ++next;
-                ahead.aim(next < places.size() ? &jobs[next] : nullptr);
+                ahead.aim(next < places.size() ? &products[next] : nullptr);
                 calls_[place](sizes);
             }
         };
-        if (jobs.empty() && !has_foreign_) return lead();
+        if (products.empty()) return lead();
         run_with_crew(threads, lead, [&](int thread) { return ahead.request(thread); });
     }
 
@@ -642,7 +659,7 @@ class StepProgram {
     struct Product {
         std::size_t place;  // index among the calls
         Count count;
-        GemmJob job;  // `rows` is not set
+        WeightsAhead::Product product;  // `rows` of its job is not set
     };
 
     void add(Call call) { calls_.push_back(std::move(call)); }
@@ -650,7 +667,6 @@ class StepProgram {
     const int set_;
     std::vector<Call> calls_;
     std::vector<Product> products_;
-    bool has_foreign_ = false;
 };
 
 }  // namespace
@@ -686,7 +702,8 @@ NB_MODULE(_inference, module) {
         .def(nb::init<int>(), "instruction_set"_a)
         .def("add_linear", &StepProgram::add_linear, "code"_a, "panels"_a, "outputs"_a, "features"_a, "scales"_a,
              "bias"_a, "x"_a, "y"_a, "count"_a, "is_bf16"_a, "rounds_inputs"_a)
-        .def("add_product", &StepProgram::add_product, "product"_a, "weight"_a, "x"_a, "y"_a, "count"_a)
+        .def("add_foreign_product", &StepProgram::add_foreign_product, "product"_a, "first_part"_a, "weight"_a, "x"_a,
+             "y"_a, "count"_a)
         .def("add_rms_norm", &StepProgram::add_rms_norm, "x"_a, "weight"_a, "out"_a, "is_bf16"_a, "count"_a,
              "features"_a, "epsilon"_a, "heads"_a = 1, "stride"_a = 0)
         .def("add_rotary", &StepProgram::add_rotary, "x"_a, "is_bf16"_a, "token_stride"_a, "heads"_a, "head_dim"_a,

@@ -103,6 +103,26 @@ void pack(int codes, bool trits, std::uint64_t from, std::int64_t row_bytes, std
     });
 }
 
+// Parts of a product: part i is panels [bounds[i], bounds[i + 1]), for each of the bands of its blocks of rows.
+struct Division {
+    std::int64_t bands;
+    int threads;
+};
+
+// Divides a product with `blocks` blocks of rows among threads.
+Division divide_product(const LowBitSet& set, const LowBitJob& job, std::int64_t blocks, int threads,
+                        std::vector<std::int64_t>& bounds) {
+    const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
+    const std::int64_t groups = (panels + group - 1) / group;
+    const int used = panels * job.panel_bytes() * blocks < kSerialLines ? 1 : threads;
+    const bool keeps_sums = set.tile_bytes(job, 1, 1) > 0;
+    divide_guided(panels, group, used, keeps_sums ? kPanelsAtOnce : panels, bounds);
+    const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
+    // Rows are divided too where there are fewer groups of outputs than threads could take.
+    const std::int64_t wanted = (used * kPartsOfThread + chunks - 1) / chunks;
+    return {used == 1 || !keeps_sums || groups >= 4 * used ? 1 : std::min(wanted, blocks), used};
+}
+
 void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads, ParallelLoop loop) {
     static thread_local Scratch scratch;
     static thread_local std::vector<RowBlock> blocks;
@@ -114,18 +134,12 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads, Paral
     loop(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
          [&](int block) { set.pack_rows(job, divided[block], packed); });
 
-    const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
-    const std::int64_t groups = (panels + group - 1) / group;
-    const int used = panels * job.panel_bytes() * number < kSerialLines ? 1 : threads;
     static thread_local std::vector<std::int64_t> kept;
     std::vector<std::int64_t>& bounds = kept;
-    const bool keeps_sums = set.tile_bytes(job, 1, 1) > 0;
-    divide_guided(panels, group, used, keeps_sums ? kPanelsAtOnce : panels, bounds);
+    const Division division = divide_product(set, job, number, threads, bounds);
     const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
-    // Rows are divided too where there are fewer groups of outputs than threads could take.
-    const std::int64_t wanted = (used * kPartsOfThread + chunks - 1) / chunks;
-    const std::int64_t bands = used == 1 || !keeps_sums || groups >= 4 * used ? 1 : std::min(wanted, number);
-    loop(used, static_cast<int>(chunks * bands), [&](int part) {
+    const std::int64_t bands = division.bands;
+    loop(division.threads, static_cast<int>(chunks * bands), [&](int part) {
         static thread_local Scratch tiles;
         const std::int64_t chunk = part / bands, band = part % bands;
         const std::int64_t first = number * band / bands, last = number * (band + 1) / bands;
@@ -154,6 +168,22 @@ struct LowBitWeight {
 
 void multiply_foreign(const void* weight, const void* x, void* y, std::int64_t rows, int threads, ParallelLoop loop) {
     static_cast<const LowBitWeight*>(weight)->multiply(x, y, rows, threads, loop);
+}
+
+FirstPart find_first_part(const void* weight, std::int64_t rows, int thread, int threads) {
+    // Not those of `multiply_all`: a thread that waits for the end of one product asks for its part of the next one.
+    static thread_local std::vector<RowBlock> blocks;
+    static thread_local std::vector<std::int64_t> bounds;
+    const LowBitWeight& found = *static_cast<const LowBitWeight*>(weight);
+    LowBitJob job = found.job;
+    job.rows = std::min(kRowsAtOnce, rows);
+    blocks.resize(job.rows);
+    std::int64_t bytes = 0;
+    const std::int64_t number = found.set.divide_rows(job, blocks.data(), &bytes);
+    const Division division = divide_product(found.set, job, number, threads, bounds);
+    if (division.bands > 1 || thread >= division.threads || thread + 1 >= static_cast<int>(bounds.size())) return {};
+    const std::int64_t panels = std::min(bounds[thread + 1] - bounds[thread], found.set.panel_group(job));
+    return {job.panels + bounds[thread] * job.panel_bytes(), job.panel_bytes(), static_cast<int>(panels)};
 }
 
 // An address of 0: there is no such tensor.
@@ -211,6 +241,7 @@ NB_MODULE(_low_bit, module) {
                "group"_a, "group_scales"_a, "zeros"_a, "zero"_a, "wide_scales"_a, "shifts"_a, "scales"_a, "bias"_a,
                "is_bf16"_a, "codes_inputs"_a);
     module.attr("foreign_product") = reinterpret_cast<std::uint64_t>(&windlass::multiply_foreign);
+    module.attr("first_part") = reinterpret_cast<std::uint64_t>(&windlass::find_first_part);
     module.def("linear", windlass::linear, "instruction_set"_a, "codes"_a, "panels"_a, "outputs"_a, "features"_a,
                "group"_a, "group_scales"_a, "zeros"_a, "zero"_a, "wide_scales"_a, "shifts"_a, "scales"_a, "bias"_a,
                "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "codes_inputs"_a);

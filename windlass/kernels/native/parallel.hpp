@@ -18,6 +18,17 @@ using ParallelLoop = void (*)(int threads, int parts, const std::function<void(i
 using ForeignProduct = void (*)(const void* weight, const void* x, void* y, std::int64_t rows, int threads,
                                 ParallelLoop loop);
 
+// Part of a packed weight that a thread reads first in a product: `panels` consecutive panels of `panel_bytes` bytes,
+// which it reads side by side. No panels: the thread reads nothing, or the part is not known beforehand.
+struct FirstPart {
+    const char* begin = nullptr;
+    std::int64_t panel_bytes = 0;
+    int panels = 0;
+};
+
+// Returns the first part of `thread` in a ForeignProduct of `rows` rows on `threads` threads.
+using FirstPartOf = FirstPart (*)(const void* weight, std::int64_t rows, int thread, int threads);
+
 // Calls `lead` on this thread, while the other threads stay in one parallel region and take the parts of the calls of
 // `run_parallel` in `lead`. So such a call begins within the time of a cache miss. Part i of a call, for each i below
 // the number of threads, is reserved for thread i, unless that thread is late. `idle(i)` is called again and again on
