@@ -37,6 +37,11 @@ class CachePopulation:
         self._wanted = self._done = self._tensor = 0
         self.reach(0)
 
+    @property
+    def has_all(self) -> bool:
+        """True if the pages of all blocks are to be allocated, so that `reach` changes nothing."""
+        return self._wanted >= self._num_blocks
+
     def reach(self, block: int) -> None:
         """Record that blocks up to `block` are in use. `advance` then allocates the pages of all blocks up to
         16,384 tokens after `block`, or up to `4 * block` if that is more.

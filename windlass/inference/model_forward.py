@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -95,22 +95,29 @@ def run_probe(forward: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor
         forward(ids, None, ids[:1])
 
 
-@contextmanager
-def own_modes(*, allocates: bool = False) -> Iterator[None]:
+def own_modes(*, allocates: bool = False) -> AbstractContextManager[None]:
     """Disable the caller's autocast and default device inside the `with` block, so that an engine computes in its
     model's dtype and makes its indices on the CPU.
 
     Args:
         allocates: True: leave inference mode too, because tensors made in it cannot be written outside of it later.
     """
+    found: list[AbstractContextManager[Any]] = []
+    if allocates and torch.is_inference_mode_enabled():
+        found.append(torch.inference_mode(False))
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            found.append(torch.autocast(kind, enabled=False))
+    if torch.get_default_device().type != "cpu":
+        found.append(torch.device("cpu"))
+    return _enter_all(found) if found else nullcontext()  # usually none: this runs in each step
+
+
+@contextmanager
+def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
-        if allocates and torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

@@ -117,7 +117,8 @@ class PagedModelRunner:
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
-        self._population.reach(int(batch.values.block_table.max()) if self.device.type == "cpu" else 0)
+        if not self._population.has_all:
+            self._population.reach(int(batch.values.block_table.max()))
         # The recorded forward has no adapters. While adapters are loaded, all steps run the modules, so that results
         # have the same bits whether or not another sequence of the step uses an adapter.
         adapted = self.lora is not None and self.lora.names
