@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +16,11 @@ from transformers.generation import logits_process as hf
 
 from windlass.inference.sampler import SequenceSampler, sample
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.token_draw import _nucleus, draw_one, draw_together, greatest
+from windlass.inference.token_draw import draw_together, draw_tokens, greatest
+from windlass.kernels.inference_path import list_inference_paths
 
 VOCABULARY = 53
+PATHS = list_inference_paths()
 
 
 def sampler(params: SamplingParams, prompt: list[int] = [3], generated: tuple[int, ...] = (), **more: Any) -> Any:  # noqa: B006
@@ -35,10 +40,18 @@ def changed(logits: torch.Tensor, made: SequenceSampler) -> torch.Tensor:
     return result
 
 
+def draw(path: str, logits: torch.Tensor, params: SamplingParams, uniforms: Sequence[float]) -> list[int]:
+    """Return the tokens that a path of the kernels draws from one row, for each uniform number."""
+    with mock.patch.dict(os.environ, WINDLASS_KERNELS=path):
+        return draw_tokens(logits.expand(len(uniforms), -1), [params] * len(uniforms), uniforms)
+
+
 def support(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    """Return the tokens that are drawn for a fine grid of uniform numbers."""
+    """Return the tokens that are drawn for a fine grid of uniform numbers, which all paths agree about."""
     grid = [(step + 0.5) / 4000 for step in range(4000)]
-    return {draw_one(logits, params, uniform) for uniform in grid}
+    first, *others = (set(draw(path, logits, params, grid)) for path in PATHS)
+    assert all(other == first for other in others)
+    return first
 
 
 def wanted_support(processor: Any, logits: torch.Tensor) -> set[int]:
@@ -122,7 +135,8 @@ def test_biases_and_allowed_tokens() -> None:
         SamplingParams(top_k=20, top_p=0.7),
     ],
 )
-def test_draws_follow_their_distribution(params: SamplingParams) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_draws_follow_their_distribution(path: str, params: SamplingParams) -> None:
     """Chi-square test of 10,000 draws with the sampler's own random numbers."""
     logits, draws = logits_of(3, 23), 10_000
     scores = logits / params.temperature
@@ -134,9 +148,8 @@ def test_draws_follow_their_distribution(params: SamplingParams) -> None:
         scores = hf.TopPLogitsWarper(params.top_p)(None, scores[None])[0]
     expected = scores.double().softmax(-1) * draws
     made = sampler(params.replace(seed=5))
-    counts = torch.zeros(23, dtype=torch.float64)
-    for _ in range(draws):
-        counts[draw_one(logits, params, made.draw())] += 1
+    drawn = draw(path, logits, params, [made.draw() for _ in range(draws)])
+    counts = torch.tensor(drawn).bincount(minlength=23).double()
     assert counts[expected == 0].sum() == 0
     likely = expected >= 5
     statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum().item()
@@ -157,7 +170,7 @@ def test_draws_follow_their_distribution(params: SamplingParams) -> None:
 def test_one_row_at_a_time_draws_what_all_rows_together_do(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float, size: int
 ) -> None:
-    """Both ways invert the cumulative distribution of one nucleus, whose last token rounding may add or remove."""
+    """All ways invert the cumulative distribution of one nucleus, whose last token rounding may add or remove."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     logits = logits_of(seed, size)
     uniforms = [(k + uniform) / 64 for k in range(64)]
@@ -171,43 +184,47 @@ def test_one_row_at_a_time_draws_what_all_rows_together_do(
         weights[ids[dropped]] = 0
     ends = weights.cumsum(0) / weights.sum()
     starts, last = ends - weights / weights.sum(), float(weights[weights > 0].min() / weights.sum()) + 1e-5
-    one = [draw_one(logits, params, number) for number in uniforms]
-    together = draw_together(logits.expand(64, -1), [params] * 64, uniforms).tolist()
-    for number, *tokens in zip(uniforms, one, together, strict=True):
+    ways = [draw(path, logits, params, uniforms) for path in PATHS]
+    ways.append(draw_together(logits.expand(64, -1), [params] * 64, uniforms).tolist())
+    for number, *tokens in zip(uniforms, *ways, strict=True):
         for token in tokens:
             assert starts[token] - last <= number <= ends[token] + last
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("size", [1500, 4000, 40_000])
-def test_a_nucleus_of_nearly_all_tokens_may_exceed_their_rounded_sum(size: int) -> None:
+def test_a_nucleus_of_nearly_all_tokens_may_exceed_their_rounded_sum(size: int, path: str) -> None:
     """`top_p` times the sum of all weights can exceed the sum of the same weights in another order."""
-    for seed in range(100):
+    nearly_all = SamplingParams(top_p=1 - 1e-8)
+    for seed in range(40):
         logits = logits_of(seed, size)
-        weights = (logits - logits.max()).exp().numpy()
-        kept = _nucleus(weights, None, 1 - 1e-8)
-        assert weights[kept].sum(dtype=float) >= weights.sum(dtype=float) * (1 - 1e-5)
-        assert 0 <= draw_one(logits, SamplingParams(top_p=1 - 1e-8), 0.5) < size
+        for token in draw(path, logits, nearly_all, [0.0, 0.5, 1 - 2**-53]):
+            assert 0 <= token < size
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("top_p", [0.001, 0.5, 0.95, 0.9999])
 @pytest.mark.parametrize("spread", [0.0, 0.001, 1.0, 3.0, 8.0])
-def test_a_nucleus_by_selection_is_that_by_sorting_everything(spread: float, top_p: float) -> None:
+@pytest.mark.parametrize("top_k", [0, 5000])
+def test_a_nucleus_is_that_by_sorting_everything(top_k: int, spread: float, top_p: float, path: str) -> None:
     logits = logits_of(4, 20_000, spread)
     logits[::7] = logits[3]  # ties: the first tied tokens are kept
     logits[1::50] = -math.inf
-    weights = (logits - logits.max()).exp()
-    ordered, ids = weights.double().sort(descending=True, stable=True)
+    weights = (logits - logits.max()).double().exp()
+    if top_k:
+        weights = weights.where(logits >= logits.topk(top_k).values[-1], 0)
+    ordered, ids = weights.sort(descending=True, stable=True)
     cumulative = ordered.cumsum(0)
-    count = max(int((cumulative - ordered < float(weights.sum()) * top_p).sum()), 1)
-    found = _nucleus(weights.numpy(), None, top_p).tolist()
-    assert found == sorted(found)
-    # sums in another order may differ by rounding at the end of the range
-    assert len(set(found) ^ set(ids[:count].tolist())) <= (0 if count < 100 else 2)
-    some = torch.arange(0, 20_000, 3)
-    few = _nucleus(weights.numpy(), some.numpy(), top_p).tolist()
-    assert set(few) <= set(some.tolist())
-    assert weights[few].sum() >= weights[some].sum() * top_p * (1 - 1e-5)
-    assert weights[few].sum() - weights[few].min() <= weights[some].sum() * top_p * (1 + 1e-5)
+    count = max(int((cumulative - ordered < weights.sum() * top_p).sum()), 1)
+    kept = ids[:count].sort().values
+    ends = weights[kept].cumsum(0)
+    middles = (ends - weights[kept] / 2) / ends[-1]
+    some = torch.linspace(0, count - 1, min(count, 25)).long()
+    drawn = draw(path, logits, SamplingParams(top_p=top_p, top_k=top_k), middles[some].tolist())
+    # Sums in another order may keep one token more or less, which moves the interval of a rare token past its middle.
+    assert set(drawn) <= set(ids[: count + 1].tolist())
+    certain = weights[kept[some]] >= (4 * ordered[count - 1] if count >= 100 else 0)
+    assert torch.equal(torch.tensor(drawn)[certain], kept[some][certain])
 
 
 def test_a_row_draws_the_same_token_in_any_batch() -> None:
@@ -225,16 +242,17 @@ def test_greedy_ties_take_the_first_token_and_low_temperatures_the_highest() -> 
     cold = SamplingParams(temperature=1e-6)
     assert [found.token for found in sample(logits, [sampler(cold.replace(seed=s)) for s in (1, 2)])][1] == 3
     # equal logits share the probability
-    drawn = {draw_one(logits[0], cold, uniform / 10) for uniform in range(10)}
-    assert drawn == {1, 2}
+    for path in PATHS:
+        assert set(draw(path, logits[0], cold, [uniform / 10 for uniform in range(10)])) == {1, 2}
 
 
 def test_tokens_with_a_logit_of_minus_infinity_are_never_drawn() -> None:
     logits = torch.full((700,), -math.inf)
     logits[[0, 650, 699]] = 0.0
-    for uniform in (0.0, 0.4, 1 - 2**-53):
-        assert draw_one(logits, SamplingParams(), uniform) in (0, 650, 699)
-        assert draw_one(logits, SamplingParams(top_p=0.5), uniform) in (0, 650, 699)
+    for path in PATHS:
+        for top_p in (1.0, 0.5):
+            drawn = draw(path, logits, SamplingParams(top_p=top_p), [0.0, 0.4, 1 - 2**-53])
+            assert set(drawn) <= {0, 650, 699}
 
 
 def test_rows_without_a_token_report_an_error_and_leave_others_alone() -> None:

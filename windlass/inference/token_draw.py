@@ -1,10 +1,5 @@
 """Draw of tokens by temperature, min-p, top-k and top-p.
 
-[Note: exact nucleus] Sorting 100,000 tokens takes longer than a small model's step. So on the CPU the lowest weight of
-the nucleus (the tokens of top-p) is found by selection. A sorted sample gives a bracket for this weight. The sums of
-the weights above and inside the bracket show whether the lowest weight is above, inside or below the bracket. This
-repeats until about a thousand candidates are left, and only these are sorted.
-
 On the CPU each row is computed by itself, so its token does not depend on the rest of the batch.
 """
 
@@ -17,14 +12,11 @@ import numpy.typing as npt
 import torch
 
 from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.token_sampling import draw_tokens as native_draw
+from windlass.kernels.token_sampling import find_sampling_path
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.intp]
-
-# least number of tokens in a sample; half the width of the bracket, in sampled tokens
-_SAMPLE, _MARGIN = 256, 12
-_SORTED = 1024  # up to this many tokens are sorted without a sample
-_CHUNK = 512
 
 
 def greatest(scores: torch.Tensor) -> tuple[list[float], list[int]]:
@@ -52,11 +44,17 @@ def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms
     """
     if not scores.is_cpu:
         return draw_together(scores, params, uniforms).tolist()
+    if (path := find_sampling_path()) is not None:
+        settings = [
+            (p.temperature, max(p.top_k, 0), p.top_p, p.min_p, p.min_p_is_last, uniform)
+            for p, uniform in zip(params, uniforms, strict=True)
+        ]
+        return native_draw(scores.contiguous(), np.array(settings, dtype=np.float64), path)
     return [draw_one(row, one, uniform) for row, one, uniform in zip(scores, params, uniforms, strict=True)]
 
 
 def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> int:
-    """Draw a token from `scores` `[vocabulary]` on the CPU."""
+    """Draw a token from `scores` `[vocabulary]` on the CPU, without native kernels."""
     # relative to the highest score, or a low temperature would overflow
     scaled = (scores - scores.max()) / params.temperature
     # numpy selects few of many elements several times faster than torch
@@ -71,7 +69,7 @@ def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> in
     if params.min_p and params.min_p_is_last:
         ids = _likely(weights, ids, params.min_p)
     if ids is None:
-        return _invert_in_chunks(weights, uniform)
+        return _invert(weights, uniform)
     return int(ids[_invert(weights[ids], uniform)])
 
 
@@ -126,65 +124,16 @@ def _nucleus(weights: FloatArray, ids: IntArray | None, top_p: float) -> IntArra
         ids: Tokens to choose from, in ascending order; None: all tokens.
     """
     among = weights if ids is None else weights[ids]
-    lowest, ties = _lowest_weight(among, float(among.sum()) * top_p)
-    kept = np.flatnonzero(among >= lowest)
-    excess = np.flatnonzero(among[kept] == lowest)[ties:]
-    kept = np.delete(kept, excess)
+    order = np.argsort(-among, kind="stable")  # the first of equally likely tokens come first
+    before = among[order].cumsum(dtype=np.float64) - among[order]
+    kept = np.sort(order[: max(int((before < float(among.sum()) * top_p).sum()), 1)])
     return kept if ids is None else ids[kept]
-
-
-def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
-    """Return the lowest weight of the nucleus, and how many tokens of the nucleus have this weight.
-
-    Args:
-        mass: The weights of the nucleus sum to at least this.
-    """
-    rest, above = weights, 0.0  # the lowest weight is in `rest`; higher weights sum to `above`
-    while len(rest) > _SORTED:
-        step = len(rest) // _SAMPLE
-        sample = np.sort(rest[::step])[::-1]
-        place = int((sample.cumsum() * step < mass - above).sum())
-        upper, lower = sample[max(place - _MARGIN, 0)], sample[min(place + _MARGIN, len(sample) - 1)]
-        before, heavy = len(rest), rest[rest > upper]
-        heavy_mass = float(heavy.sum())
-        if above + heavy_mass >= mass:
-            rest = heavy
-            continue
-        above += heavy_mass
-        rest = rest[rest <= upper]
-        middle, light = rest[rest >= lower], rest[rest < lower]
-        middle_mass = float(middle.sum())
-        # The bracket is also kept if no smaller weight above 0 is left: because of rounding, `above` plus the sum of
-        # the bracket may be just below `mass`.
-        if above + middle_mass >= mass or lower == 0 or not len(light):
-            rest = middle
-        else:
-            above += middle_mass
-            rest = light
-        if len(rest) == before:
-            break  # the bracket holds all weights left, as many of them are equal
-    ordered = np.sort(rest)[::-1]
-    cumulative = ordered.cumsum(dtype=np.float64) + above
-    count = max(int((cumulative - ordered < mass).sum()), 1)
-    lowest = ordered[count - 1]
-    return lowest, int((ordered[:count] == lowest).sum())
 
 
 def _invert(weights: FloatArray, uniform: float) -> int:
     """Return the index of the first cumulative weight above `uniform` times the sum of all weights."""
     cumulative = weights.cumsum(dtype=np.float64)
     return _place(cumulative, weights, uniform * float(cumulative[-1]))
-
-
-def _invert_in_chunks(weights: FloatArray, uniform: float) -> int:
-    """Compute `_invert` in less time: find the chunk by the sums of all chunks, then the token in it."""
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK))
-    cumulative = sums.cumsum(dtype=np.float64)
-    target = uniform * float(cumulative[-1])
-    chunk = _place(cumulative, sums, target)
-    inside = weights[chunk * _CHUNK : (chunk + 1) * _CHUNK]
-    rest = target - float(cumulative[chunk - 1]) if chunk else target
-    return chunk * _CHUNK + _place(inside.cumsum(dtype=np.float64), inside, rest)
 
 
 def _place(cumulative: npt.NDArray[np.float64], weights: FloatArray, target: float) -> int:

@@ -2,8 +2,9 @@
 
 Start with: update_rules, update_tensors (coefficients and tensors of an optimizer update), reference (specification of
 the kernels), kernel_dispatch (choice of the path), native_keyed_sum (hash of memory); weight_format, packed_linear
-(packed weights in training); inference_path, panel_memory, packed_gemm, paged_attention, fused_layers (inference on the
-CPU); device_matmul, device_attention (inference on an accelerator). native/ has the C++ sources.
+(packed weights in training); inference_path, panel_memory, packed_gemm, paged_attention, fused_layers,
+token_sampling (inference on the CPU); device_matmul, device_attention (inference on an accelerator). native/ has the
+C++ sources.
 """
 
 from __future__ import annotations

@@ -56,6 +56,9 @@ def attention(
 def write_cache(
     instruction_set: int, cache: Cache, key: int, value: int, is_bf16: bool, slots: int, tokens: int, threads: int
 ) -> None: ...
+def draw_tokens(
+    instruction_set: int, scores: int, rows: int, vocabulary: int, settings: int, tokens: int, threads: int
+) -> None: ...
 def rms_norm(
     instruction_set: int,
     x: int,

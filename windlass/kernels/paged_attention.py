@@ -136,7 +136,7 @@ def make_kv_cache(
     def make_scales() -> torch.Tensor | None:
         if dtype != torch.int8:
             return None
-        return torch.zeros(num_blocks, kv_heads, block_size, device=device)
+        return torch.zeros(num_blocks, kv_heads, block_size, dtype=torch.float32, device=device)
 
     return PagedKVCache(
         make((num_blocks, kv_heads, key_dim, block_size)),

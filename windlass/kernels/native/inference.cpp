@@ -17,6 +17,7 @@
 #include "inference_job.hpp"
 #include "kernel_sets.hpp"
 #include "parallel.hpp"
+#include "token_draw.hpp"
 
 namespace nb = nanobind;
 
@@ -401,6 +402,21 @@ std::uint64_t read_memory(int set, std::uint64_t address, std::int64_t bytes, in
     return total;
 }
 
+// Draws a token for each row of scores, whose greatest is finite. `settings`: a DrawSettings for each row.
+void draw_tokens(int set, std::uint64_t scores, std::int64_t rows, std::int64_t vocabulary, std::uint64_t settings,
+                 std::uint64_t tokens, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(scores == 0 || settings == 0 || tokens == 0 || rows <= 0 || vocabulary <= 0 || threads <= 0,
+           "a draw needs addresses, sizes and threads above 0");
+    over_rows(rows, vocabulary, threads, [&](std::int64_t begin, std::int64_t end) {
+        static thread_local DrawBuffers buffers;
+        for (std::int64_t i = begin; i < end; ++i) {
+            RowOfScores row(chosen, reinterpret_cast<const float*>(scores) + i * vocabulary, vocabulary, buffers);
+            reinterpret_cast<std::int64_t*>(tokens)[i] = row.draw(reinterpret_cast<const DrawSettings*>(settings)[i]);
+        }
+    });
+}
+
 // Sum of elements, with the bits of a + b in the arrays' own dtype.
 void add_arrays(const InferenceSet& chosen, const AddJob& job, std::int64_t elements, int threads) {
     const std::int64_t parts = elements < kSerialElements ? 1 : threads;
@@ -695,6 +711,8 @@ NB_MODULE(_inference, module) {
                "heads"_a, "head_dim"_a, "rotary_dim"_a, "cosines"_a, "sines"_a, "threads"_a, WithoutGil());
     module.def("gated_activation", windlass::gated_activation, "instruction_set"_a, "activation"_a, "gate_up"_a,
                "out"_a, "is_bf16"_a, "rows"_a, "features"_a, "threads"_a, WithoutGil());
+    module.def("draw_tokens", windlass::draw_tokens, "instruction_set"_a, "scores"_a, "rows"_a, "vocabulary"_a,
+               "settings"_a, "tokens"_a, "threads"_a, WithoutGil());
     module.def("read_memory", windlass::read_memory, "instruction_set"_a, "address"_a, "bytes"_a, "threads"_a, WithoutGil());
     module.def("linear", windlass::linear, "instruction_set"_a, "code"_a, "panels"_a, "outputs"_a, "features"_a,
                "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "rounds_inputs"_a, WithoutGil());

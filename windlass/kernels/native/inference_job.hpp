@@ -143,6 +143,8 @@ struct GateJob {
     Activation activation;
 };
 
+constexpr std::int64_t kPartTokens = 64;  // tokens of a vocabulary whose maximum and sum of weights are stored
+
 // Kernels of one instruction set.
 struct InferenceSet {
     const char* name;
@@ -170,6 +172,10 @@ struct InferenceSet {
     // Rotates tokens [begin, end); applies gates to rows [begin, end).
     void (*rotate_rows)(const RotaryJob&, std::int64_t begin, std::int64_t end);
     void (*gate_rows)(const GateJob&, std::int64_t begin, std::int64_t end);
+    // Passes over the scores of a vocabulary; see sampling.hpp.
+    float (*find_maxima)(const float* scores, std::int64_t count, float* maxima);
+    void (*weigh)(const float* scores, std::int64_t count, float greatest, float temperature, float* weights, float* sums);
+    std::int64_t (*collect)(const float* values, std::int64_t count, float least, std::int32_t* ids);
 };
 
 extern const InferenceSet kInferenceBaseline;

@@ -7,6 +7,7 @@
 #if !defined(WINDLASS_WIDE_INFERENCE)
 #include "attention.hpp"
 #include "fused.hpp"
+#include "sampling.hpp"
 #endif
 
 #define WINDLASS_TEXT_OF(name) #name
@@ -37,13 +38,17 @@ const InferenceSet WINDLASS_SET = {WINDLASS_TEXT(WINDLASS_SET),
                                    Wide<&InferenceSet::normalize_rows>::call,
                                    Wide<&InferenceSet::add_elements>::call,
                                    Wide<&InferenceSet::rotate_rows>::call,
-                                   Wide<&InferenceSet::gate_rows>::call};
+                                   Wide<&InferenceSet::gate_rows>::call,
+                                   Wide<&InferenceSet::find_maxima>::call,
+                                   Wide<&InferenceSet::weigh>::call,
+                                   Wide<&InferenceSet::collect>::call};
 
 #else
 
 const InferenceSet WINDLASS_SET = {WINDLASS_TEXT(WINDLASS_SET), divide_rows, pack_rows,
                                    multiply, panel_group, read_words, attend, attention_scratch, write_heads,
-                                   normalize_rows, add_elements, rotate_rows, gate_rows};
+                                   normalize_rows, add_elements, rotate_rows, gate_rows,
+                                   find_maxima, weigh, collect};
 
 #endif
 }  // namespace windlass

@@ -115,7 +115,7 @@ def adam_update(
     square = states[1]
     if rule.flags & AMSGRAD:
         square = states[2] = torch.maximum(states[2], square)
-    denominator = torch.div(rounded_sqrt(square), torch.tensor(correction)) + eps
+    denominator = torch.div(rounded_sqrt(square), torch.tensor(correction, dtype=torch.float32)) + eps
     return parameter + states[0] * size / denominator
 
 
@@ -169,7 +169,7 @@ def lamb_update(
     if decay:
         direction = fma(parameter, decay, direction)
     weight_norm, direction_norm = (tensor.double().square().sum().sqrt().float() for tensor in (parameter, direction))
-    ratio = torch.ones(())
+    ratio = torch.ones((), dtype=torch.float32)
     if weight_norm > 0 and direction_norm > 0:
         ratio = (weight_norm / direction_norm).clamp(least, most)
     return parameter - direction * (ratio * size)
