@@ -1,4 +1,4 @@
-"""Cost of the agreement on the order of collectives, for ranks that run the same modules and for ranks that differ.
+"""Cost of the agreement on the order of collectives, if ranks run the same modules, and if not.
 
 python bench/collective_agreement.py --ranks 2
 """

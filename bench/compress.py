@@ -1,6 +1,8 @@
-"""Loss of a compressed language model and of a compressed classifier, over seeds, compared with the goals.
+"""Quality of a compressed language model and of a compressed classifier, for several seeds, compared with goals.
 
-python bench/compress.py --pieces 4      # the next four pieces; the same command continues
+A piece is one compression setting with one seed. Results are stored after each piece, so a repeated command resumes.
+
+python bench/compress.py --pieces 4      # measure the next four pieces
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Generated tokens a second of one request: a packed random Llama by windlass, and its GGUF file by llama.cpp.
+"""Decode rate of one request to a random Llama: windlass with packed weights, and llama.cpp with the same model as
+GGUF.
 
 python bench/compressed_serve.py --llama-bin llama/bin    # needs the package gguf
 """
@@ -28,7 +29,7 @@ from windlass.inference.sampling_params import SamplingParams
 _RESULTS = Path(__file__).parent / "results" / "compressed_serve.json"
 _PROMPT, _ANSWER = 16, 48
 _TRIES = 5
-# windlass's format, and the least ratio of windlass's rate to llama.cpp's
+# weight format of windlass -> goal: least ratio of windlass's rate to llama.cpp's
 _FORMATS = {"int8_g32": 1.0, "int4_g32": 1.0, "ternary": 1.2, "binary_g128": 1.2}
 
 

@@ -1,6 +1,6 @@
 """Held-out loss of the demo's model trained with compressed optimizers, compared with AdamW after equal tokens.
 
-python bench/compressed_training.py --pieces 100    (again and again, until it prints the table)
+python bench/compressed_training.py --pieces 100    (repeat until it prints the table)
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def draw(runs: list[Run], steps: int, path: Path) -> bool:
                 label=method,
             )
     axes.set(xlabel="step", ylabel="held-out bits per byte", title="the demo's model after equal tokens")
-    # The limits of the axis, because a method that diverges would hide the differences between the others.
+    # Limit the axis, because a method that diverges would hide the differences between the others.
     begins = [
         curve[min(curve, key=lambda step: abs(int(step) - steps // 8))] for curve in (run.held_out for run in runs)
     ]

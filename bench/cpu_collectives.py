@@ -89,7 +89,7 @@ def _time_interleaved(works: Works, rounds: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             work()
             dist.barrier()
-            if number:  # round 0 touches fresh pages
+            if number:  # round 0 is not counted, because it touches fresh pages
                 times[name].append((time.perf_counter() - start) * 1e3)
     return times
 

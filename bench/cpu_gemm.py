@@ -1,9 +1,11 @@
-"""All weight products of one forward on the CPU: packed panels, F.linear, oneDNN's packed product and the roofs.
+"""All matrix products with weights in one forward on the CPU: windlass's packed weights, F.linear and oneDNN, compared
+with the roofline.
 
 python bench/cpu_gemm.py                     # the 143.7M Llama of the serving benchmark: a minute, 3 GB
 python bench/cpu_gemm.py --rows 1,8 --formats fp32 --rounds 3 --path AVX2
 
-The roofs are measured in the same run: memory by a plain read loop on all threads, arithmetic by MKL's 2048^3 product.
+The roofline is measured in the same run: memory by a plain read loop on all threads, arithmetic by MKL's 2048^3
+product.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from windlass.kernels.inference_path import get_inference_path, list_inference_p
 from windlass.kernels.packed_gemm import pack_weight, packed_linear
 
 _RESULTS = Path(__file__).parent / "results"
-# Outputs and inputs of a layer's products (query, key and value joined; gate and up joined), and of the head.
+# Features (out, in) of the matrices of a layer (query, key and value joined; gate and up joined), number of layers, and
+# features of the head.
 _LAYER, _LAYERS, _HEAD = ((1536, 1024), (1024, 1024), (5632, 1024), (1024, 2816)), 12, (8192, 1024)
 _ROOF_BYTES, _ROOF_SIDE = 600 << 20, 2048
 _READ, _GEMM = "read loop", "MKL 2048^3"
@@ -36,7 +39,7 @@ _READ, _GEMM = "read loop", "MKL 2048^3"
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation at one number of rows.
+    """One implementation of the products, for one number of input rows.
 
     Attributes:
         run: computes all products once.

@@ -38,8 +38,9 @@ class KillPlan:
     """Victim of a round, and the moment of the kill.
 
     Attributes:
-        file_calls: number of file-system calls after which the victim kills itself (and the others); None: killed after
-            `seconds`.
+        file_calls: number of file-system calls of `rank` after which that rank kills itself, or all ranks if they are
+            the victim;
+        None: the victim is killed after `seconds`.
         seconds: time from the first steps to the kill.
     """
 

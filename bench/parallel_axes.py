@@ -1,6 +1,7 @@
-"""Traffic, time and sequence lengths of tensor, sequence, expert and pipeline parallelism: bytes of each axis compared
-with the formulas, steps compared with data parallelism and torch's own implementations, on slow links too, and the
-longest sequence under a memory cap.
+"""Benchmarks of tensor, sequence, expert and pipeline parallelism.
+
+Parts: the bytes of each mesh axis, compared with formulas; the step time, also on slow links, compared with data
+parallelism and with torch's own implementations; the longest sequence under a memory cap.
 
 python bench/parallel_axes.py
 """

@@ -53,7 +53,7 @@ class DelayClock:
     busy: float = 0.0
 
     def wait(self, seconds: float) -> None:
-        """Sleep, so that ranks need no core of their own."""
+        """Sleep for `seconds` in place of a computation, so that ranks can share cores."""
         start = time.perf_counter()
         while (left := start + seconds - time.perf_counter()) > 0:
             time.sleep(max(0.0, left - 0.0005) or 0.0001)

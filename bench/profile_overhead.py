@@ -1,4 +1,4 @@
-"""Cost of the ranges of a profile, without a recorder and while steps are recorded.
+"""Cost of profiler ranges (`windlass.tracing`), without a recorder and while steps are recorded.
 
     python bench/profile_overhead.py [--steps 20]
 

@@ -1,4 +1,4 @@
-"""One linear layer in every weight format, compared with torch's fp32 and other libraries; cold weights, error printed.
+"""One linear layer in every weight format, with cold weights, compared with torch's fp32 and other libraries.
 
 python bench/quant.py                    # 4096 -> 11008 and 768 -> 3072 at 1, 16 and 512 rows: some minutes
 python bench/quant.py --shapes 768x3072 --rows 1 --formats int4_g128 --peers ""

@@ -48,7 +48,7 @@ CALIBRATION = (
     "8B, 32 H200, compiled, FP8",
 )
 """Runs that calibrate the share of a device's rates that training reaches, one for each device and framework."""
-LARGE = 10_000  # devices from which the table states the time of simulating a step
+LARGE = 10_000  # least number of devices for which the table shows the duration of the simulation
 _LENGTH = 8192  # tokens of a sample
 # tokens of the global batch, by number of devices
 _TOKENS = {8: 2**20, 64: 2**20, 512: 2**22, 4096: 2**24, 16_384: 2**24}
@@ -185,7 +185,7 @@ def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
             }
         )
         work = describe_step(sizes, config, ranks, _LENGTH, checkpointing="full", fused=True)
-        # The inputs of all layers, and the activations of one, are what full checkpointing keeps.
+        # Full checkpointing keeps the inputs of all layers and the activations of one layer.
         inputs = work.volumes.tokens * sizes.hidden * 2 * (sizes.layers + 20) // tp
         if state_bytes_of_rank(work, place) + inputs > 0.9 * place.device.memory:
             continue

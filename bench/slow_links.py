@@ -2,7 +2,7 @@
 with and without ZeRO++ on two hosts of two ranks, compared with the time of a step's bytes at the link's rate.
 
 python bench/slow_links.py
-python bench/slow_links.py --pieces 100    (again and again, until it prints the table)
+python bench/slow_links.py --pieces 100    (repeat until it prints the table)
 """
 
 from __future__ import annotations

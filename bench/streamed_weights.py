@@ -1,9 +1,9 @@
 """Decoding with weights that stay in a file, for a model several times larger than the memory that the process may use.
 
-Each step reads all weights of products once, whatever its batch, so the roof of tokens a second is `batch x read rate /
-bytes`, but at most the rate at which products can be computed (in fp32). The read rate is that of plain direct
-I/O on the same file, measured alternately with the steps; for weights in host memory it is that of a plain read loop on
-all threads.
+Each step reads the weights of all matrix products once, whatever the batch size. The upper bound of the tokens a
+second, the roof, is therefore `batch x read rate / bytes of the weights`, but at most the rate at which the products
+can be computed (in fp32). The read rate is that of plain direct I/O on the same file, measured alternately with the
+steps; for weights in host memory it is that of a plain read loop on all threads.
 
 python bench/streamed_weights.py --path /mnt/nvme
 """
@@ -164,7 +164,7 @@ def _measure(folder: Path) -> None:
     """Load the model, decode, and write the rates to `folder`/told.json."""
     work = json.loads((folder / "work.json").read_text())
     if work["tier"] == "disk":
-        # the kernel refuses more private memory than this; pages of mapped files are shared, so they do not count
+        # limit of private memory; pages of mapped files are shared, so they do not count
         resource.setrlimit(resource.RLIMIT_DATA, (work["cap"], work["cap"]))
     from windlass import LLM
 

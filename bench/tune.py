@@ -1,7 +1,9 @@
-"""Regret and time of a search against the exhaustive one, for three models and two limits of memory on two CPU ranks.
+"""Regret and duration of the search of `windlass tune`, relative to an exhaustive search.
+
+Three models and two memory limits, on two CPU ranks.
 
 python bench/tune.py --model wide
-python bench/tune.py --pieces 100    (again and again, until it prints the table)
+python bench/tune.py --pieces 100    (repeat until it prints the table)
 python bench/tune.py --search        (right after all trials: load changes times, and shared pages change peaks)
 python bench/tune.py --replay 20     (searches in the recorded trials and in changed copies of them; trains nothing)
 """
@@ -38,7 +40,7 @@ _HERE = Path(__file__).parent
 REGRET, SHARE = 0.05, 0.25
 QUANTILES = (0.3, 0.7)
 """Each memory limit is in the widest gap between the peaks of all configurations near one of these quantiles."""
-_NEAR = 4  # positions around a quantile in the sorted peaks, which differ by 1 to 3 % between two runs
+_NEAR = 4  # sorted peaks on each side of a quantile that `_limit` examines; a peak varies by 1 to 3 % between runs
 _RANKS = 2
 _WARMUP, _STEPS = 1, 5
 _DRIFT = 0.03  # allowed relative difference of peaks from the exhaustive data, which set the limit
@@ -195,7 +197,7 @@ def _search(name: str, steps: int, rows: dict[str, Any], quantile: float) -> dic
 def _measure_again(name: str, steps: int, names: list[str]) -> dict[str, list[float]]:
     """Return more times of some configurations, measured in turn.
 
-    The best of many measurements is a lucky one, so its first time alone would make every other choice look slower.
+    The smallest of many noisy times is too small, so the first times alone would make every other choice look slower.
     """
     found: dict[str, list[float]] = {key: [] for key in names}
     with tempfile.TemporaryDirectory() as place:

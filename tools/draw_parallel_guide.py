@@ -146,7 +146,7 @@ def _draw_stacked_bars(panel: Any, found: Sequence[LayoutBytes], labels: Sequenc
 
 
 def _draw_sequence_lengths() -> Any:
-    """Draw bytes over the length of one sequence on eight ranks."""
+    """Draw the received bytes against the length of one sequence, on eight ranks."""
     figure, panels = _new_figure(11, 4, 1, len(MODEL_TITLES), sharey=True)
     tokens = [2**power for power in range(12, 21)]
     colours = {

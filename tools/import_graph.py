@@ -99,7 +99,7 @@ class ImportGraph:
                 results.add(package)
                 following = parts[index + 1] if index + 1 < len(parts) else ""
                 target = self._lazy.get(package, {}).get(following) if lazy else None
-                if target is not None:  # not lazy again: `windlass.initialize` stands for itself
+                if target is not None:  # the module `windlass.initialize` has the lazy name itself
                     return results | self._resolve_under(root, ".".join([target, *parts[index + 2 :]]), lazy=False)
             elif at not in self._folders:
                 return results

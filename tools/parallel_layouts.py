@@ -27,7 +27,7 @@ MODEL_TITLES = {"7b": "7B", "70b": "70B"}
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """Ranks on axes, and settings of each axis.
+    """Number of ranks along each axis, and settings of the axes.
 
     Attributes:
         name: label in the pictures.
@@ -123,7 +123,7 @@ def layout_bytes(model: ModelShape, gpus: int) -> list[LayoutBytes]:
 
 
 def layout_table() -> str:
-    """Return the numbers of the bars as a Markdown table."""
+    """Return a Markdown table of the bytes of all layouts."""
     lines = [
         "| GPUs | layout | " + " | ".join(f"{name}: states, received, of it across" for name in MODEL_TITLES.values())
     ]

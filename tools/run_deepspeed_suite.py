@@ -6,9 +6,9 @@ CHECKOUT is a checkout of DeepSpeed's repository (only its `tests/` is used), PY
 has DeepSpeed and no windlass. The stand-in runs under the interpreter that runs this script. Both environments need
 pytest. Outcomes are appended to DIR as they come, and a second run continues where the first one ended.
 
-The tests run in a copy of `tests/` without DeepSpeed beside it, and the stand-in in strict mode (docs/compat.md). A
-test counts when DeepSpeed itself passes it. This file is also the pytest plugin that records outcomes inside both runs,
-so it imports only the standard library.
+The tests run in a copy of `tests/` that is not next to DeepSpeed's source. The stand-in runs in strict mode
+(docs/compat.md). A test counts only if DeepSpeed itself passes it. This file is also the pytest plugin that records
+outcomes inside both runs, so it imports only the standard library.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ Moved = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Mesh and settings of one case. Ranks that `axes` leaves over are data-parallel.
+    """Mesh and settings of one case. The mesh divides the ranks by `axes`, and the rest of the division is
+    data-parallel.
 
     Attributes:
         axes: the section `parallel`.
@@ -142,7 +143,7 @@ def scalars(case: Case, pipe: int = 0) -> Moved:
 
 @dataclass(frozen=True)
 class Line:
-    """One operation along one axis of one case, in bytes that a rank receives in a step."""
+    """Bytes that a rank receives in a step by one operation along one axis, in one case."""
 
     case: str
     pipe: int

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 import windlass
 import windlass.checkpoint.collective_transfer
-import windlass.initialize  # imports both modules now; otherwise every forked rank would
+import windlass.initialize  # imported before the fork, so that forked ranks need not import it
 
 RANKS = 2
 _PR_SET_PDEATHSIG = 1
-# File-system calls of a save at which a kill matters.
+# File-system calls of a save that are counted; a rank is killed just before one of them.
 CALLS = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "mkdir")
 
 

@@ -32,7 +32,8 @@ class TrainingMethod:
     """Method to train a model on two ranks.
 
     Attributes:
-        name: `none` trains independently on each rank: the compute alone. `dp` is the reference of losses.
+        name: `none` trains on each rank without communication, to time the compute alone; the losses of `dp` are the
+        reference.
         how: key in `rig.training_methods`.
         axes: the section `parallel` of windlass, and the mesh for formulas.
         rivals: torch's own methods in the same run, whose time is the limit.

@@ -1,4 +1,4 @@
-"""Growth of step time and memory with parameters (on two ranks) and with ranks (at one size), as one picture."""
+"""Figure of step time and memory against the number of parameters (on two ranks) and of ranks (at one size)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank of stage 3 on one of two hosts with a slow link between them, with and without ZeRO++."""
+"""Rank that trains at stage 3, with or without ZeRO++, on one of two hosts with a slow link between them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Watch:
 def main(folder: str) -> None:
     """Run the work in `folder`/work.json, and write the result next to it."""
     work = json.loads(Path(folder, "work.json").read_text())
-    # The kernel refuses more private memory than this. It does not limit shared memory, which `Watch` samples too.
+    # Limit of private memory. It does not include shared memory, which `Watch` samples too.
     resource.setrlimit(resource.RLIMIT_DATA, (work["cap"], work["cap"]))
     watch = Watch()
     watch.mark("import")

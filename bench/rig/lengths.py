@@ -43,7 +43,7 @@ EXPLANATION = (
 
 
 def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -> Found:
-    """Measure each row. Return all points by row."""
+    """Search the longest sequence that fits under `cap` for each row of `rig.techniques`. Return all points by row."""
     results: Found = {}
     for name in rows:
         with _environment(name), start_ranks(Job(name, ROWS[name].sp), LengthRank) as pool:

@@ -60,17 +60,18 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
-        """Ratio of each round: the median step over that of `BASE` in the same round."""
+        """For each round, the median step time divided by the median step time of `BASE` in that round."""
         return [statistics.median(a) / statistics.median(b) for a, b in zip(self.rounds, self.base_rounds, strict=True)]
 
     @property
     def ratio(self) -> float:
-        """The median of `ratios`."""
+        """Median of `ratios`."""
         return statistics.median(self.ratios)
 
     @property
     def share_of_floor(self) -> float | None:
-        """Floor over the step, both as multiples of the step of `BASE`, which is measured in every group anew."""
+        """Lower bound divided by the step time, both relative to the step of `BASE`, which each group measures
+        again."""
         return None if self.floor_ratio is None else self.floor_ratio / self.ratio
 
     @property
@@ -192,7 +193,7 @@ def _rounds(pools: dict[str, RankPool], results: dict[str, Result], effort: Effo
     for number in range(effort.rounds):
         of_round = {}
         for name in turn(list(pools), number):
-            result = pools[name].ask("steps", count=effort.steps + 1)  # the first step finds cold caches
+            result = pools[name].ask("steps", count=effort.steps + 1)  # one more step: the first is a warm-up
             of_round[name] = _slowest(result, "seconds")[1:]
             results[name].compute += _slowest(result, "compute")[1:]
             results[name].between += _slowest(result, "between")[1:]

@@ -70,7 +70,7 @@ class MethodRank(Worker):
         return proportional_bytes()
 
     def compute(self, count: int) -> list[float]:
-        """Return the seconds of forward and backward of half the samples alone."""
+        """Return the seconds of forward and backward of half the samples, without communication or update."""
         from rig.models import build
 
         self._apart = self._apart or build(self._sizes)

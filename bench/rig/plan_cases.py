@@ -1,4 +1,5 @@
-"""Configurations whose memory is predicted and measured: families, stages, tiers, dtypes, lengths and axes."""
+"""Configurations whose memory is predicted and measured. They differ in model family, stage, tiers, dtypes, sequence
+length and parallel axes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class MemoryRank:
     """Worker of a `RankPool`. The constructor is collective.
 
     Args:
-        meeting: URL at which the ranks find each other.
+        meeting: rendezvous URL of the ranks.
     """
 
     def __init__(self, case: MemoryCase, rank: int, meeting: str) -> None:

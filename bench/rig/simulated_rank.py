@@ -25,7 +25,7 @@ class TimedRank:
     """Worker of a `RankPool`. The constructor is collective.
 
     Args:
-        meeting: URL at which the ranks find each other.
+        meeting: rendezvous URL of the ranks.
     """
 
     def __init__(self, ranks: int, rank: int, meeting: str) -> None:
@@ -75,9 +75,9 @@ class TimedRank:
         return {**found, **self._measure_links(case)}
 
     def _crowds(self, case: TimedCase) -> dict[str, bool]:
-        """Return the suffix of each set of ranks that work at the same time, and whether this rank is one of them.
+        """Return each set of ranks to time, as `{suffix of the measurement's name: True if this rank is in the set}`.
 
-        Stages of a pipeline that wait leave their share of the cores to the others.
+        In a pipeline, the first stage is also timed alone, because waiting stages leave their share of the cores to it.
         """
         stages = case.axes.get("pp", 1)
         return {"": True} | ({ONE_STAGE: self._rank * stages < self._ranks} if stages > 1 else {})

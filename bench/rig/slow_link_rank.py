@@ -65,7 +65,8 @@ class SlowLinkRank(Worker):
         return self._torch.float32
 
     def build(self, watch: bool = False) -> dict[str, Any]:
-        """Build the model and its engine, and train until the method sends as it will for the rest of a run.
+        """Build the model and its engine, and train through the method's warm-up, until its messages have their final
+        form.
 
         Return the number of parameters, and the seconds of a forward and backward without the method.
         """

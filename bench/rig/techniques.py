@@ -1,6 +1,6 @@
 """Techniques for long sequences: combinations to measure, and the search for the longest sequence that fits.
 
-Measured are each technique alone, all together, and all but one.
+Each technique is measured alone, all together, and all but one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Techniques:
     inputs: Literal["device", "cpu", "nvme"] = "device"
 
     def section(self) -> dict[str, Any]:
-        """Return the section `parallel` of windlass. The section has no key for a folder of files, so it leaves out
-        inputs to files, which `LengthRank.build` offloads."""
+        """Return the section `parallel` of windlass. Inputs offloaded to files are left out, because the section has no
+        key for their folder; `LengthRank.build` sets up their offload."""
         section: dict[str, Any] = {"sp": self.sp}
         section |= {"tiled_mlp": TILE} if self.tiled_mlp else {}
         section |= {"tiled_loss": TILE} if self.tiled_loss else {}

@@ -27,7 +27,7 @@ class TieredRank:
     """Worker of a `RankPool` for a `TieredJob`. Methods are commands; each is collective.
 
     Args:
-        meeting: URL at which the ranks find each other.
+        meeting: rendezvous URL of the ranks.
     """
 
     def __init__(self, job: TieredJob, rank: int, meeting: str) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 INTERFACE = "wl0"
 _CLONE_NEWNET = 0x40000000
-_BURST = 64 << 10  # least bytes that may pass at once; at higher rates, the bytes of a hundredth of a second
+_BURST = 64 << 10  # minimum burst of the rate limit in bytes; at high rates, the bytes of 0.01 s
 
 
 def why_no_hosts() -> str | None:

@@ -17,7 +17,7 @@ class Worker:
     """Worker of a `RankPool` for a job. Methods are commands; each is collective.
 
     Args:
-        meeting: URL at which the ranks find each other.
+        meeting: rendezvous URL of the ranks.
     """
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:

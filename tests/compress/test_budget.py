@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.causal_models import build
 from tests.tiny_causal_configs import make_tiny_model
@@ -19,6 +20,7 @@ from windlass.compress.compression_budget import CompressionBudget, parse_budget
 from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLimitError, choose_formats, total
 from windlass.compress.layer_sensitivity import SensitivityMeter, mean_nats, rounded_weight, sample_tokens
 from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.token_times import TokenTimes
 from windlass.kernels.weight_format import get_weight_format
 
@@ -393,3 +395,15 @@ def test_chosen_formats_name_layers_of_the_directory(tmp_path: Path, wide: Any) 
     found = choose(wide, "size=0.3")
     assert set(found.formats) <= {name.removesuffix(".weight") for name in wide[1].places}
     assert sum(one.nbytes for one in found.groups) < found.nbytes
+
+
+def test_a_stored_copy_of_a_tied_head_counts_unquantized(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 300}
+    model: Any = build("llama", tie_word_embeddings=True, **sizes).eval()
+    model.save_pretrained(tmp_path / "wide")
+    tensors = load_file(tmp_path / "wide" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    found = choose((model, ModelDirectory(tmp_path / "wide")), "size=0.46", head=True)
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", found.formats.get)
+    assert report.bytes_after == found.nbytes <= 0.46 * report.bytes_before

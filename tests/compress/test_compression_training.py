@@ -151,7 +151,8 @@ def test_weights_and_inputs_are_rounded_from_their_offsets_on() -> None:
     clock.step = 2
     with torch.no_grad():
         for module in (plain.embedding, plain.layer[0]["fc1"], plain.layer[1]["fc1"]):
-            module.weight.copy_(reference(module.weight, 8, 4, True))
+            groups = 11 if module is plain.embedding else 4  # a scale for each token, as in DeepSpeed
+            module.weight.copy_(reference(module.weight, 8, groups, True))
     torch.testing.assert_close(model(IDS), plain(IDS), rtol=1e-5, atol=1e-5)
     clock.step = 3
     for layer in plain.layer:
@@ -278,6 +279,33 @@ def test_static_ranges_follow_the_inputs_while_training() -> None:
     torch.testing.assert_close(x.grad, model[0].weight.sum(0).expand(2, 4))
 
 
+def test_inputs_of_convolutions_have_a_range_for_each_sample() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2))
+    init_compression(model, section(activation_quantization=technique({}, {"bits": 4}, "*")))
+    images = torch.randn(2, 2, 5, 6)
+    for given, samples in ((images, 2), (images[0], 1)):
+        wanted = F.conv2d(reference(given, 4, samples, True), model[0].weight, model[0].bias)
+        torch.testing.assert_close(model(given), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_quantize_training_keeps_the_bits_of_the_last_step_beside_a_later_technique() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    later = {"schedule_offset": 1000, "method": "l1"}
+    config = section(sparse_pruning=technique(later, {"dense_ratio": 0.5}, "^1$"))
+    init_compression(model, config)
+    bits, schedule = {"start_bits": 8, "target_bits": 3}, {"quantize_period": 10, "schedule_offset": 2}
+    training = QuantizeTraining.model_validate({"quantize_bits": bits, "quantize_schedule": schedule})
+    prepare_quantize_training(model, training, Eigenvalue())
+    compression_clock(model).step = 12
+    wanted = [reference(layer.weight.detach(), 7, 1, True) for layer in model]
+    wanted[1] *= model[1].get_buffer("sparse_pruning_mask")
+    redundancy_clean(model, config)
+    for layer, one in zip(model, wanted, strict=True):
+        torch.testing.assert_close(layer.weight.detach(), one)
+
+
 @pytest.mark.parametrize("calibration", ["static", "dynamic"])
 @pytest.mark.parametrize("form", ["symmetric", "asymmetric"])
 def test_empty_input_changes_no_state(calibration: str, form: str) -> None:
@@ -391,18 +419,20 @@ class TiedHead(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("groups", [1, 11])
 @pytest.mark.parametrize("modules", [["embedding", "head"], ["head"], ["embedding"]])
-def test_a_shared_weight_keeps_the_values_that_each_layer_uses(modules: list[str]) -> None:
+def test_a_shared_weight_keeps_the_values_that_each_layer_uses(modules: list[str], groups: int) -> None:
     torch.manual_seed(0)
     model = TiedHead()
     with torch.no_grad():
         model.embedding.weight[3, 2] = 4.0  # a positive extreme, so that rounding twice differs from rounding once
-    config = section(weight_quantization=technique({}, {"target_bits": 4}, modules))
+    config = section(weight_quantization=technique({"quantize_groups": groups}, {"target_bits": 4}, modules))
     init_compression(model, config)
     before = model(IDS).detach()
     redundancy_clean(model, config)
     torch.testing.assert_close(model(IDS), before)
-    assert (model.head.weight is model.embedding.weight) == (len(modules) == 2)
+    # an embedding has a scale for each row, so the values are equal if the head has one too
+    assert (model.head.weight is model.embedding.weight) == (len(modules) == 2 and groups == 11)
 
 
 def test_a_head_with_other_values_is_untied_in_the_configuration() -> None:

@@ -255,6 +255,37 @@ def test_only_labelled_tokens_count_when_asked() -> None:
     torch.testing.assert_close(loss, kl(other, own)[:, 3:-1].mean())
 
 
+@pytest.mark.parametrize("makes_ids", [False, True])
+@pytest.mark.parametrize("tokens", ["all", "labelled"])
+def test_an_encoder_and_its_decoder_have_positions_of_their_own(tokens: str, makes_ids: bool, tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    def t5(layers: int) -> Any:
+        torch.manual_seed(layers)
+        sizes = {"vocab_size": CLASSES, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": layers, "num_heads": 2}
+        return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+    student, teacher = t5(1), t5(2)
+    with pytest.raises(ConfigError, match="also depend on the decoder's ids; leave out the cache"):
+        Distillation(teacher, cache=TeacherCache(tmp_path)).attach(student)
+    labels = IDS[:, :5].clone()
+    labels[0, 3:] = -100
+    mask = torch.ones_like(IDS)
+    mask[1, 4:] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask, "labels": labels}
+    if not makes_ids:
+        batch["decoder_input_ids"] = student.prepare_decoder_input_ids_from_labels(labels)
+    seen: dict[Any, Tensor] = {}
+    for model in (student, teacher):
+        model.encoder.block[-1].register_forward_hook(lambda m, a, out, key=model: seen.__setitem__(key, out[0]))
+    Distillation(teacher, hidden=1.0, tokens=tokens).attach(student)
+    loss = student.train()(**batch).loss
+    own, other = student.eval()(**batch).logits, teacher(**batch).logits
+    counted = labels != -100 if tokens == "labelled" else torch.ones_like(labels, dtype=torch.bool)
+    hidden = (seen[student] - seen[teacher]).square().mean(-1)[mask > 0].mean()
+    torch.testing.assert_close(loss, kl(other, own)[counted].mean() + hidden)
+
+
 class Counted(nn.Module):
     """Teacher that counts its calls."""
 

@@ -64,6 +64,9 @@ def changed(model: Any, optimizer: Any, step: int, how: str) -> None:
         model.layers[1] = nn.Sequential(*head())
         group = optimizer.param_groups[0]
         group["params"] = [p for p in group["params"] if id(p) not in gone] + list(model.layers[1].parameters())
+    if how == "paused":
+        changed(model, optimizer, step, "added")
+        model.layers[1].requires_grad_(step not in range(STEPS - 1, STEPS + 2))
     if how == "twice":
         changed(model, optimizer, step, "added")
         changed(model, optimizer, step - 1, "unfrozen")
@@ -168,6 +171,7 @@ def sharded(how: str, kind: str, stage: int, transport: str, tier: str, folder: 
         ("twice", "SGD", 2, 2, "shm", "device"),
         ("exchanged", "AdamW", 2, 3, "shm", "device"),
         ("added", "Muon", 2, 3, "shm", "device"),
+        ("paused", "AdamW", 2, 3, "shm", "host"),
         ("unfrozen amid", "AdamW", 2, 2, "gloo", "device"),
         pytest.param("unfrozen amid", "SGD", 2, 1, "shm", "disk", marks=pytest.mark.slow),
         pytest.param("unfrozen amid", "Adafactor", 3, 3, "shm", "host", marks=pytest.mark.slow),
@@ -179,6 +183,8 @@ def sharded(how: str, kind: str, stage: int, transport: str, tier: str, folder: 
         pytest.param("twice", "AdamW", 2, 3, "shm", "disk", marks=pytest.mark.slow),
         pytest.param("twice", "AdamW", 1, 0, "gloo", "device", marks=pytest.mark.slow),
         pytest.param("added", "SGD", 3, 3, "shm", "host", marks=pytest.mark.slow),
+        pytest.param("paused", "Adafactor", 2, 1, "gloo", "disk", marks=pytest.mark.slow),
+        pytest.param("paused", "SGD", 1, 0, "gloo", "device", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_changes_trains_as_in_one_process(

@@ -220,15 +220,22 @@ def other_model(name: str) -> Any:
     return model
 
 
-def moved_by_others(cases: list[tuple[str, Case]]) -> list[list[str]]:
-    """Return a line for each case with simulated bytes that differ from the counted bytes of this rank."""
+def moved_by_others(cases: list[tuple[str, Case]], frozen: tuple[str, ...] = ()) -> list[list[str]]:
+    """Return a line for each case with simulated bytes that differ from the counted bytes of this rank.
+
+    Args:
+        frozen: Parts of the names of parameters that are frozen.
+    """
     found = []
     for name, case in cases:
         torch.manual_seed(0)
-        _, _, counted = train_steps(other_model(name), case)
+        first, second = other_model(name), other_model(name)
+        for key, parameter in [*first.named_parameters(), *second.named_parameters()]:
+            parameter.requires_grad_(not any(word in key for word in frozen))
+        _, _, counted = train_steps(first, case)
         place = known_cluster("dgx-h100").with_devices(2)
         config = load_config(case.config())
-        (simulated,) = predict_step(other_model(name), config, place, world_size=2, length=LENGTH).moved
+        (simulated,) = predict_step(second, config, place, world_size=2, length=LENGTH).moved
         if _nonzero(simulated) != counted:
             found.append([f"{name} {case}: simulated {_nonzero(simulated)}, counted {counted}"])
     return found
@@ -243,6 +250,16 @@ def test_bytes_of_models_with_biases_and_positions_equal_those_of_ranks() -> Non
         ("opt", Case(stage=2, other=BF16)),
     ]
     assert run_ranks(moved_by_others, 2, cases) == [[], []]
+
+
+def test_frozen_blocks_before_the_first_trained_one_have_no_backward() -> None:
+    cases = [
+        ("qwen2", Case(stage=3, zero=SHARDED)),
+        ("qwen2", Case(stage=3, zero=MIXED, micro_batches=3)),
+        ("qwen2", Case({"sp": 2}, 3, SHARDED)),
+        ("opt", Case(stage=2)),
+    ]
+    assert run_ranks(moved_by_others, 2, cases, ("embed",)) == [[], []]
 
 
 Moved = tuple[int, int, dict[str, dict[str, int]]]

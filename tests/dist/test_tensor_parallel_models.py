@@ -256,6 +256,94 @@ def test_trained_factors_around_sharded_layers_get_full_gradients(shape: tuple[i
         assert gradients[0] < EXACT, gradients
 
 
+class Blended(nn.Module):
+    """Layer whose attention gets the same hidden states as queries, keys and values, in a list of modules if stated."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        attention: nn.Module = nn.MultiheadAttention(8, 2, batch_first=True) if kind != "sharded" else Triple()
+        self.parts = nn.ModuleList([attention]) if kind == "replicated in a list" else attention
+        self.norm, self.mlp = nn.LayerNorm(8), nn.ModuleDict({"up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        attention = self.parts[0] if isinstance(self.parts, nn.ModuleList) else self.parts
+        normed = self.norm(hidden)
+        hidden = hidden + attention(normed, normed, normed)[0]
+        return hidden + self.mlp["down"](functional.gelu(self.mlp["up"](hidden)))
+
+
+class Triple(nn.Module):
+    """Attention to keys and values that are arguments of their own. It returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
+        made = (self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        heads = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in made)
+        return (self.o_proj(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)),)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated", "replicated in a list"])
+def test_sequences_are_whole_in_attention_that_gets_them_three_times(kind: str) -> None:
+    options = {r".*\.up": "column", r".*\.down": "row"}
+    if kind != "sharded":
+        options[r".*\.parts(\.0)?(\.out_proj)?"] = "replicated"
+    for gradients in run_ranks(gradient_error, 2, partial(blended, kind), options, True):
+        assert gradients[0] < EXACT, gradients
+
+
+def blended(kind: str) -> nn.Module:
+    return nn.Sequential(Blended(kind), Blended(kind))
+
+
+class PerHead(nn.Module):
+    """Attention with a norm of the queries of each head, and a vector for each distance of two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8) for _ in range(4))
+        self.norm_q, self.before, self.distances = nn.LayerNorm(4), nn.LayerNorm(8), nn.Embedding(9, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(hidden)
+        made = (self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden))
+        query, key, value = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in made)
+        query, places = self.norm_q(query), torch.arange(hidden.shape[1])
+        scores = query @ key.transpose(2, 3)
+        scores = scores + torch.einsum("bhqd,qkd->bhqk", query, self.distances(places[:, None] - places + 4))
+        return self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("cut_norms", [False, True])
+def test_modules_for_the_features_of_a_head_get_full_gradients(cut_norms: bool) -> None:
+    for gradients in run_ranks(gradient_error, 2, per_head, {}, cut_norms):
+        assert gradients[0] < EXACT, gradients
+
+
+def per_head() -> nn.Module:
+    return nn.Sequential(nn.Sequential(PerHead()), nn.Sequential(PerHead()))
+
+
+class Gated(nn.Module):
+    """Two linear layers that take the same input. Their sizes would fit one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.left(hidden) * self.right(hidden)
+
+
+def test_layers_that_were_taken_for_a_chain_are_named() -> None:
+    with pytest.raises(RankError, match=r"can't shard right: its input has 8 features, not the 4 .*tensor_table"):
+        run_ranks(gradient_error, 2, Gated, {})
+
+
 class Mixed(nn.Module):
     """User-defined model with mixtures of experts."""
 
@@ -313,11 +401,12 @@ def test_experts_are_sharded_only_if_the_layer_enables_it(kind: str) -> None:
             assert bool(cut) is sharded and not any(".gate." in name for name in cut)
 
 
-def of_relative_positions() -> tuple[float, tuple[float, str], list[int]]:
-    """Run a T5, with a bias for each head and distance of two tokens. Return the errors and the table's local shape."""
+def of_relative_positions(cut_norms: bool) -> tuple[float, tuple[float, str], list[int]]:
+    """Run a T5, with a bias for each head and distance of two tokens, whose decoder attends to the hidden states of its
+    encoder. Return the errors and the table's local shape."""
     plain, axis = t5(), tensor_axis()
     model = copy.deepcopy(plain)
-    apply_tensor_parallel(model, axis)
+    apply_tensor_parallel(model, axis, tp_sequence_norms=cut_norms)
     batch = language(0)
     want, have = plain(**batch).loss, model(**batch).loss
     want.backward(), have.backward()
@@ -329,8 +418,9 @@ def of_relative_positions() -> tuple[float, tuple[float, str], list[int]]:
     return abs(float(have) - float(want)), error, list(table.shape)
 
 
-def test_biases_of_relative_positions_are_sharded_by_heads() -> None:
-    for loss, gradients, shape in run_ranks(of_relative_positions, 2):
+@pytest.mark.parametrize("cut_norms", [False, True])
+def test_biases_of_relative_positions_are_sharded_by_heads(cut_norms: bool) -> None:
+    for loss, gradients, shape in run_ranks(of_relative_positions, 2, cut_norms):
         assert loss < EXACT
         assert gradients[0] < EXACT, gradients
         assert shape == [32, 2]  # 2 of 4 heads

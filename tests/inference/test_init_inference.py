@@ -269,6 +269,30 @@ def test_draws_of_top_p_and_min_p_are_those_of_transformers() -> None:
         assert set(drawn.tolist()) == set(found.indices[:2].tolist())
 
 
+def test_a_top_k_of_none_draws_from_all_tokens() -> None:
+    """Without the argument, transformers draws from 50 tokens."""
+    model: Any = build("llama", vocab_size=97, max_position_embeddings=96).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)  # all tokens are about equally likely
+    ids = torch.tensor([[5, 7, 9]])
+    settings = {"do_sample": True, "max_new_tokens": 1, "num_return_sequences": 300, "pad_token_id": 0}
+    engine = windlass.init_inference(model, **SMALL)
+    for generate in (engine.generate, model.generate):
+        torch.manual_seed(0)
+        assert len(generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, -1].unique()) <= 50
+        drawn = generate(ids, attention_mask=torch.ones_like(ids), top_k=None, eos_token_id=None, **settings)[:, -1]
+        assert len(drawn.unique()) > 60
+
+
+def test_the_generation_config_may_be_the_second_argument() -> None:
+    model = small_model()
+    ids, mask = padded()
+    config = GenerationConfig(max_new_tokens=5, pad_token_id=0, eos_token_id=3)
+    engine = windlass.init_inference(model, **SMALL)
+    found = engine.generate(ids, config, attention_mask=mask)
+    assert torch.equal(found, model.generate(ids, config, attention_mask=mask))
+
+
 def test_a_model_that_generates_nothing_is_called() -> None:
     layer = nn.Linear(4, 3)
     engine = windlass.init_inference(layer)

@@ -14,6 +14,7 @@ from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import ConfigError
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
+from windlass.inference.packed_modules import join_biases
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.inference_path import get_inference_path
@@ -137,6 +138,28 @@ def test_models_of_few_tokens_are_recorded(vocabulary: int, tmp_path: Path) -> N
         assert llm.engine.runner.program is not None
         outputs = llm.generate(make_prompts(5, vocabulary, 15), GREEDY)
     assert_greedy(model, outputs)
+
+
+def test_a_batch_size_may_occur_first_in_inference_mode(tmp_path: Path) -> None:
+    """The buffers of its calls are then written outside of inference mode too."""
+    model = saved("phi3", tmp_path)
+    with LLM(tmp_path, kv_cache_tokens=512, skip_tokenizer_init=True) as llm:
+        assert llm.engine.runner.program is not None
+        with torch.inference_mode():
+            llm.generate([[5, 7, 9]], GREEDY)
+        outputs = llm.generate([[11, 7, 5]], GREEDY)
+    assert_greedy(model, outputs)
+
+
+def test_biases_of_joined_layers_are_float32_whatever_the_default_dtype_is() -> None:
+    """Recorded steps pass them to native code by their address."""
+    layers = [torch.nn.Linear(16, 16, bias=bias) for bias in (True, False)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        bias = join_biases(layers, [16, 16])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert bias is not None and bias.dtype == torch.float32
 
 
 def test_a_model_of_fewer_positions_than_a_recording_runs_its_modules(tmp_path: Path) -> None:

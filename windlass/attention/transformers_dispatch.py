@@ -30,7 +30,7 @@ MASK_ARGUMENTS = frozenset(
 """Keyword arguments, passed to mask functions, that repeat `AttentionMask` or only choose the form of a dense mask."""
 
 _IGNORED_ARGUMENTS = {
-    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # mask has these
+    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # in the mask
     *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache", "deterministic"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
     *("labels", "shift_labels", "token_type_ids", "logits_to_keep", "is_causal"),

@@ -84,6 +84,21 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = _FILE_MODE, d
         raise
 
 
+def write_output(path: Path, data: str | bytes) -> None:
+    """Write `data` to a path that the user named: atomically to a file, and in place to a pipe or a device, which a
+    rename would replace.
+
+    Raises:
+        OSError: the data can't be written.
+    """
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+        return
+    is_link_of_system = path.absolute().parts[1:2] in (("dev",), ("proc",))  # /dev/stdout while it is sent to a file
+    write_atomically(path.resolve() if is_link_of_system else path, data)
+
+
 def replace_directory(source: Path, target: Path) -> None:
     """Rename a complete directory to `target`, and remove the former directory of this name.
 

@@ -13,7 +13,7 @@ MAX_JSON_DEPTH = 100
 
 
 class JsonError(ValueError):
-    """Text that is not JSON, or that exceeds a limit. The message of a syntax error gives line and column."""
+    """Error for text that is not JSON, or that exceeds a limit. The message of a syntax error gives line and column."""
 
 
 def parse_json(

@@ -22,25 +22,27 @@ class WindlassError(Exception):
 
 
 class ConfigError(WindlassError, ValueError):
-    """Invalid configuration: unknown key, wrong type, contradiction, inconsistent batch sizes."""
+    """Error for an invalid configuration: unknown key, wrong type, contradiction, inconsistent batch sizes."""
 
 
 class DataError(WindlassError, ValueError):
-    """Training data or a tokenizer that is missing, unreadable, damaged, too short, or different between ranks."""
+    """Error for training data or a tokenizer that is missing, unreadable, damaged, too short, or different between
+    ranks."""
 
 
 class ModelError(WindlassError, ValueError):
-    """Model or optimizer that can't be trained as given: no trainable parameter, wrong device, parameters of another
-    model.
+    """Error for a model or optimizer that can't be trained as given: no trainable parameter, wrong device, parameters
+    of another model.
     """
 
 
 class WeightFormatError(ModelError):
-    """A weight format that does not exist, or a weight or packed tensor that does not fit it."""
+    """Error for a weight format that does not exist, or a weight or packed tensor that does not fit it."""
 
 
 class RequestError(WindlassError, ValueError):
-    """Inference request that cannot be served: a parameter out of range, a prompt that is too long, an unknown adapter.
+    """Error for an inference request that cannot be served: a parameter out of range, a prompt that is too long, an
+    unknown adapter.
 
     Attributes:
         parameter: name of the invalid argument, if there is one.
@@ -52,7 +54,7 @@ class RequestError(WindlassError, ValueError):
 
 
 class EngineOverloadedError(RequestError):
-    """Request that was not served because too many others wait; it may be sent again after `retry_after` seconds."""
+    """Error for a request that was refused because too many others wait. Retry after `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -60,15 +62,15 @@ class EngineOverloadedError(RequestError):
 
 
 class GatherError(ModelError, RuntimeError):
-    """Gather of parameters that another `GatheredParameters` context has gathered already."""
+    """Error for gathering parameters that another `GatheredParameters` context has gathered already."""
 
 
 class CheckpointError(WindlassError, RuntimeError):
-    """Checkpoint that can't be written or read: missing, damaged, of another layout, disk full."""
+    """Error for a checkpoint that can't be written or read: missing, damaged, of another layout, disk full."""
 
 
 class RunStoppedError(WindlassError, RuntimeError):
-    """Command that a signal stopped before it had its result. Its exit code is 128 plus the number of the signal."""
+    """Error of a command that a signal stopped before its result. The exit code is 128 plus the signal's number."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -76,15 +78,15 @@ class RunStoppedError(WindlassError, RuntimeError):
 
 
 class CommunicationError(WindlassError, RuntimeError):
-    """Failed communication between ranks: a peer died, a wait timed out, a transport was refused."""
+    """Error for failed communication between ranks: a peer died, a wait timed out, a transport was refused."""
 
 
 class CollectiveArgumentError(CommunicationError, ValueError):
-    """Tensor, split sizes or peer that do not fit the group of a collective."""
+    """Error for a tensor, split sizes or a peer that do not fit the group of a collective."""
 
 
 class CodecError(CommunicationError, ValueError):
-    """A codec that does not exist, differs between ranks, or cannot encode a tensor."""
+    """Error for a codec that does not exist, differs between ranks, or cannot encode a tensor."""
 
 
 class PeerError(WindlassError, RuntimeError):
@@ -92,32 +94,34 @@ class PeerError(WindlassError, RuntimeError):
 
 
 class ShardedParameterError(WindlassError, RuntimeError):
-    """Use of a sharded parameter where it is not gathered."""
+    """Error for the use of a sharded parameter where it is not gathered."""
 
 
 class GradientAccessError(ModelError, RuntimeError):
-    """Access to a sharded gradient through a parameter's `.grad`."""
+    """Error for access to a sharded gradient through a parameter's `.grad`."""
 
 
 class LossScalingError(ModelError, RuntimeError):
-    """Backward of a loss that was not multiplied by the loss scale, or a loss scale that cannot be set."""
+    """Error for a backward of a loss that was not multiplied by the loss scale, or a loss scale that cannot be set."""
 
 
 class DeviceMemoryError(WindlassError, RuntimeError):
-    """Too little memory on the emulated device."""
+    """Error for too little memory on the emulated device."""
 
 
 class LossError(WindlassError, ArithmeticError):
-    """Loss or gradient that is not finite, or a loss scale that can't decrease further."""
+    """Error for a loss or gradient that is not finite, or a loss scale that can't decrease further."""
 
 
 class UpdateError(WindlassError, RuntimeError):
-    """Optimizer update that failed after it changed a part of the state, e.g. a delayed update of the previous step."""
+    """Error of an optimizer update that failed after it changed a part of the state, e.g. a delayed update."""
 
 
 class StorageError(WindlassError, RuntimeError):
-    """Failure of the disk tier to store or return data: no space, no permission, a short read, a lost device."""
+    """Error of the disk tier, which could not store or return data: no space, no permission, a short read, a lost
+    device."""
 
 
 class DamageError(StorageError):
-    """Data from the disk tier that differs from what was written: flipped bits, an old block, a truncated file."""
+    """Error for data on the disk tier that differs from what was written: flipped bits, an old block, a truncated
+    file."""

@@ -1,4 +1,4 @@
-"""Writer of files for `torch.load` without `torch.save`: tensor after tensor, each part by part."""
+"""Writer of files for `torch.load` that does not use `torch.save`: it writes one part of one tensor at a time."""
 
 from __future__ import annotations
 

@@ -257,10 +257,11 @@ def _round_choice(
 def _next_share(tried: Sequence[RoundedChoice], limit: float) -> float:
     """Return the share of the allowed loss for the next choice.
 
-    The last share is scaled by the limit over the measured loss. The result is between the largest share whose loss
-    was within the limit and the smallest share whose loss was not. After a loss above the limit, the share
-    that the last choice was predicted to use is scaled instead, if it is the smaller one: the last choice used no more
-    than that, so a share between the two would give the same choice.
+    The last share is scaled by the limit over the measured loss. The result is between the largest share whose loss was
+    within the limit and the smallest share whose loss was not.
+
+    A choice may be predicted to use less loss than it was allowed. After a loss above the limit, that predicted loss is
+    scaled instead if it is smaller than the allowed one: any share between the two would give the same choice.
     """
     last = tried[-1]
     if last.loss <= limit:

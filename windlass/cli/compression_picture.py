@@ -113,7 +113,7 @@ def _draw_panel(x: float, title: str, before: float, after: float, expected: flo
 
 
 def _draw_layers(layers: Sequence[LayerBytes], top: float) -> list[str]:
-    """Draw a bar for each layer: its width is the size before, its height the size after relative to that before."""
+    """Draw a bar for each layer: its width is the size before rounding, its height the size after / before."""
     total, x, low = sum(one.wide_bytes for one in layers) or 1, 20.0, top + _LAYERS
     most = max((one.nbytes / (one.wide_bytes or 1) for one in layers), default=1.0) or 1.0
     drawn = []

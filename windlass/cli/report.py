@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.atomic_file import write_output
 from windlass.base.errors import ConfigError
 from windlass.base.text import escape_unprintable, print_escaped
 
@@ -29,5 +29,5 @@ def report(
     from windlass.cli.run_report.run_data import read_run
 
     runs = [read_run(path) for path in (run, against) if path is not None]
-    write_atomically(out, escape_unprintable(report_page(runs)))
+    write_output(out, escape_unprintable(report_page(runs)))
     print_escaped(f"report: {out}")

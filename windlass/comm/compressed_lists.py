@@ -113,7 +113,7 @@ class CompressedLists:
                 for value, total in zip(own, sums, strict=True):
                     value.copy_(total)
                 sums = own
-        else:  # the sum of the first two does not depend on their order
+        else:  # `own` can come first: a sum of two messages does not depend on their order
             sums = own
             for rank in range(size):
                 if rank != index:

@@ -180,7 +180,7 @@ class SignCodec(ScaledCodec):
 
     This scale minimizes the squared error. The error of a message is then smaller than the tensor in norm, as error
     feedback requires (Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as
-    positive. Bytes: n / 8, and 4 for each block.
+    positive. Size of n elements: n / 8 bytes, and 4 bytes for each block.
 
     The order of summation is part of the codec, so that every processor computes the same bits: 256 columns are summed
     row by row, then the second half of the columns is added to the first half, until one column is left.
@@ -213,7 +213,7 @@ class SignCodec(ScaledCodec):
 
 
 class FineSignCodec(SignCodec):
-    """`SignCodec` with blocks of 256. Bytes: n / 8 for the signs and n / 64 for the scales."""
+    """`SignCodec` with blocks of 256. Size of n elements: n / 8 bytes for the signs and n / 64 for the scales."""
 
     name = "fine_sign"
     block = 256
@@ -235,7 +235,7 @@ class _IntegerCodec(ScaledCodec):
 
 
 class Int8Codec(_IntegerCodec):
-    """Codec of 8-bit integers in blocks of 256. Bytes: n, and 4 for each block."""
+    """Codec of 8-bit integers in blocks of 256. Size of n elements: n bytes, and 4 bytes for each block."""
 
     name = "int8"
     block = 256
@@ -252,7 +252,7 @@ class Int8Codec(_IntegerCodec):
 
 
 class Int4Codec(_IntegerCodec):
-    """Codec of 4-bit integers in blocks of 128. Bytes: n / 2, and 4 for each block."""
+    """Codec of 4-bit integers in blocks of 128. Size of n elements: n / 2 bytes, and 4 bytes for each block."""
 
     name = "int4"
     block = 128
@@ -269,10 +269,10 @@ class Int4Codec(_IntegerCodec):
 
 
 class Fp8Codec(_IntegerCodec):
-    """Codec of float8_e4m3fn values in blocks of 256, scaled to a largest magnitude of 448. Bytes: n, and 4 for each
-    block.
+    """Codec of float8_e4m3fn values in blocks of 256, scaled to a largest magnitude of 448.
 
-    The error is at most 1/16 of an element, or 2**-10 of the scale for elements below the smallest normal number.
+    Size of n elements: n bytes, and 4 bytes for each block. The error is at most 1/16 of an element, or 2**-10 of the
+    scale for elements below the smallest normal number.
     """
 
     name = "fp8"
@@ -293,7 +293,8 @@ class Fp8Codec(_IntegerCodec):
 class TopKCodec:
     """Codec of the elements of largest absolute value, exact in float32, with their indices; all others become 0.
 
-    Bytes: 8 for each of the `ceil(n / divisor)` elements that are sent. `encoded_size` raises CodecError for more than
+    Size of n elements: 8 bytes for each of the `ceil(n / divisor)` elements that are sent. `encoded_size` raises
+    CodecError for more than
     2**31 elements.
     """
 

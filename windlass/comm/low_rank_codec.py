@@ -17,8 +17,8 @@ class LowRankCodec:
 
     P is an orthonormal basis of the range of the matrix times a constant random matrix, after two passes of subspace
     iteration (Halko et al., arXiv:0909.4061, algorithm 4.4). Q is the transposed matrix times P. The decoded tensor is
-    a projection, so that the norm of the error never exceeds that of the tensor. Bytes: `4 rank` for each row and
-    column, or `4 n` if that is less; the tensor is then sent in float32.
+    a projection, so that the norm of the error never exceeds that of the tensor. Size: `4 rank` bytes for each row and
+    column, or `4 n` bytes if that is less; the tensor is then sent in float32.
 
     A codec has neither the shape of a parameter nor the basis of the previous message. `PowerSGD` uses both.
     """

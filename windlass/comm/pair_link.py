@@ -28,11 +28,11 @@ _CHUNK = 1 << 24  # bytes of a chunk: `idle` limits the time of one chunk, so th
 
 
 class LinkClosedError(CommunicationError):
-    """End of a link: this side closed it, or the other process has ended or cannot be reached."""
+    """Error for a link that has ended: this side closed it, or the other process has ended or cannot be reached."""
 
 
 class LinkSilentError(LinkClosedError):
-    """End of a link whose other side sent or received nothing for `PairLink.idle`. The other process may still run."""
+    """Error for a link whose other side sent or received nothing for `PairLink.idle`. The process may still run."""
 
 
 class PairLink:
@@ -102,9 +102,9 @@ class PairLink:
     def send_heartbeat(self, header: Sequence[int]) -> None:
         """Send integers as `send` does, unless another thread is sending a message.
 
-        Other threads can send before the other side has received the heartbeat. If the write fails because
-        the other side has just closed, gloo reports no error, and this method waits for all of `idle`. gloo refuses
-        later sends.
+        This method returns when the other side has received the integers; other threads can send meanwhile. If the
+        write fails because the other side has just closed, gloo reports no error, so that this method waits for all of
+        `idle`. Later sends raise.
 
         Raises:
             LinkClosedError: the link is closed, or the other side has ended.

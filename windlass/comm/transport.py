@@ -185,7 +185,7 @@ class Transport(Protocol):
         ...
 
     def wait_until_read(self, buffer: TransportBuffer) -> None:
-        """Block until no peer reads the data that this rank last published in `buffer`, or offered from it for a
+        """Block until no peer reads this rank's data in `buffer`: the last published shard, or the input of the last
         reduction."""
         ...
 

@@ -36,7 +36,7 @@ NCCL_START_ALIGNMENT_FACTOR = 2
 
 
 class CombinationError(ConfigError, AssertionError):
-    """Combination of keys that DeepSpeed asserts against."""
+    """Error for a combination of keys that DeepSpeed asserts against."""
 
 
 def assert_supported_by_deepspeed(given: dict[str, Any], model: nn.Module, optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from windlass.compat.config_sections import DeepSpeedBF16Config, DeepSpeedFP16Co
 
 
 class ValueConfigError(ConfigError, ValueError):
-    """Invalid value of a configuration key. DeepSpeed raises ValueError here."""
+    """Error for an invalid value of a configuration key. DeepSpeed raises ValueError here."""
 
 
 # Function name -> (key, default).

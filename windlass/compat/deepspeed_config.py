@@ -19,7 +19,7 @@ from windlass.parallel.script_ranks import known_sizes
 
 
 class BatchError(ConfigError, AssertionError):
-    """Inconsistent batch sizes. DeepSpeed raises AssertionError here."""
+    """Error for inconsistent batch sizes. DeepSpeed raises AssertionError here."""
 
 
 class DeepSpeedConfig:

@@ -40,7 +40,7 @@ register_pipeline_engine(DeepSpeedEngine, DeepSpeedPipelineEngine)
 
 
 class ArgumentError(ConfigError, AssertionError):
-    """Mutually exclusive or missing arguments of `initialize`. DeepSpeed raises AssertionError here."""
+    """Error for mutually exclusive or missing arguments of `initialize`. DeepSpeed raises AssertionError here."""
 
 
 def initialize(

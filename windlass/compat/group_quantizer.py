@@ -19,7 +19,7 @@ _MAX_GROUP = 8000
 
 
 class GroupQuantizationError(ModelError, AssertionError):
-    """The elements cannot be divided into the requested groups, or the number of bits is not supported."""
+    """Error for elements that cannot be divided into the requested groups, or an unsupported number of bits."""
 
 
 def quantize(values: torch.Tensor, groups: int, num_bits: int, quant_type: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MemoryLockError(WindlassError, RuntimeError):
-    """Host memory could not be locked."""
+    """Error for host memory that cannot be locked."""
 
 
 class LockedMemoryHandle:

@@ -79,7 +79,7 @@ _SCHEDULE_ARGUMENTS[WARMUP_DECAY_LR] = _SCHEDULE_ARGUMENTS[WARMUP_LR]
 
 
 class _AnyOfTheRule(type):
-    """Metaclass of schedules: `isinstance` also accepts windlass's schedule of the same rule."""
+    """Metaclass of schedules: `isinstance` is also True for windlass's class of the same schedule."""
 
     rule: type
 

@@ -20,16 +20,17 @@ from windlass.parallel.saved_tensor_offload import PackedTensor, PassthroughTens
 
 
 class ReenteredError(ModelError, RuntimeError):
-    """Context manager entered while it is active."""
+    """Error for a context manager that is entered while it is active."""
 
 
 class RangeError(ModelError, ValueError):
-    """Negative count or size."""
+    """Error for a negative count or size."""
 
 
 @dataclass
 class CheckpointActivationOffloadStats:
-    """Statistics of one context: tensors that autograd saved, and the fate of the marked ones."""
+    """Statistics of one context: number of saved tensors, and of the marked ones that were offloaded, skipped or
+    kept."""
 
     saved_tensors_seen: int = 0
     marked_tensors: int = 0

@@ -23,11 +23,11 @@ TUTEL_INSTALLED = False
 
 
 class CapacityError(ModelError, AssertionError):
-    """Fewer tokens than `min_capacity`."""
+    """Error for fewer tokens than `min_capacity`."""
 
 
 class PolicyError(ModelError, ValueError):
-    """Unknown `drop_policy`."""
+    """Error for an unknown `drop_policy`."""
 
 
 def top1gating(

@@ -181,7 +181,8 @@ class MiiClient:
                 self._loop.close()
 
     async def _end(self) -> None:
-        """Shut the engine down and wait for the calls of all threads: a stopped loop would never answer them."""
+        """Shut the engine down and wait until all calls have ended: once the loop has stopped, they would never
+        return."""
         try:
             await self._engine.shutdown()
         except BaseException:  # the engine may never end the calls

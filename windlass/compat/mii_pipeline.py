@@ -1,4 +1,4 @@
-"""`mii.pipeline`: prompts in, responses out."""
+"""`mii.pipeline`: a model that generates responses to prompts in this process."""
 
 from __future__ import annotations
 

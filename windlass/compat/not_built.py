@@ -8,7 +8,8 @@ from windlass.base.errors import WindlassError
 
 
 class NotBuiltError(WindlassError, NotImplementedError, AttributeError):
-    """Use of a DeepSpeed name that windlass lacks. Also an AttributeError, so that `hasattr` returns False."""
+    """Error for the use of a DeepSpeed name that windlass lacks. Also an AttributeError, so that `hasattr` returns
+    False."""
 
 
 class _RefusedType(type):

@@ -70,7 +70,7 @@ class QuantizationConfig:
 
 
 class QuantizedParameterError(ModelError, ValueError):
-    """Invalid arguments of a `QuantizedParameter`."""
+    """Error for invalid arguments of a `QuantizedParameter`."""
 
 
 @dataclass(frozen=True)

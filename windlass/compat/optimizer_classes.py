@@ -118,6 +118,6 @@ class FP16_Optimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
 
 
 class FP16_UnfusedOptimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
-    """Optimizer of stage 0 with 16-bit parameters and any other update."""
+    """Optimizer of stage 0 with 16-bit parameters and an update that is not fused."""
 
     kinds: ClassVar[tuple[str, ...]] = ("unfused",)

@@ -40,7 +40,7 @@ mesh_device: Any = None
 
 
 class DeprecatedException(Exception):
-    """Call of a function that DeepSpeed has removed."""
+    """Error for a call of a function that DeepSpeed has removed."""
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:

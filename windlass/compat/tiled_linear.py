@@ -14,7 +14,7 @@ from windlass.zero import GatheredParameters
 
 
 class TileError(ModelError, RuntimeError):
-    """Number of tiles, or size of a layer to copy, that does not fit the tiled layer."""
+    """Error for a number of tiles, or a size of a layer to copy, that does not fit the tiled layer."""
 
 
 class TiledLinear(nn.Module):

@@ -238,7 +238,7 @@ class UlyssesSPDataLoaderAdapter:
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if name == "position_ids" and value.shape[-1:] == (length,):  # `[samples or 1, tokens]`, maybe after others
+            if name == "position_ids" and value.shape[-1:] == (length,):  # `[..., samples or 1, tokens]`
                 batch[name] = self._padded(name, value, more)[..., start:stop].clone()
             elif value.shape[:2] == (samples, length):
                 batch[name] = self._padded(name, value, more)[:, start:stop].clone()

@@ -29,7 +29,7 @@ from windlass.compress.compression_budget import CompressionBudget
 from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLimitError, choose_formats, total
 from windlass.compress.format_speed import measure_product
 from windlass.compress.layer_sensitivity import InputGroup, SensitivityMeter, mean_nats, sample_tokens
-from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.model_directory import ModelDirectory, shared_parameters
 from windlass.compress.token_times import ProductTimes, TokenTimes
 from windlass.kernels.coded_formats import SAFE_MAGNITUDE
 from windlass.kernels.weight_format import get_weight_format
@@ -136,11 +136,13 @@ def choose_for_budget(
     meter = SensitivityMeter(model, rows, head=head)
     meter.limit_time(len(formats), seconds)
     names = CheckpointNames(model, directory.places).source_of
-    groups = [
-        group
-        for group in meter.groups
-        if all(f"{name}.weight" in names and _has_scales(model.get_submodule(name)) for name in group.names)
-    ]
+    shared = shared_parameters(model)  # they stay unquantized, even if the files store a copy for each layer
+
+    def can_be_packed(name: str) -> bool:
+        layer = model.get_submodule(name)
+        return f"{name}.weight" in names and id(layer.weight) not in shared and _has_scales(layer)
+
+    groups = [group for group in meter.groups if all(map(can_be_packed, group.names))]
     meter.groups = groups
     files = [tuple(names[f"{name}.weight"].removesuffix(".weight") for name in group.names) for group in groups]
     wide = [sum(_file_bytes(directory, name) for name in one) for one in files]

@@ -69,7 +69,8 @@ class WeightRounding:
 @dataclass(frozen=True)
 class InputRounding:
     """Rounding of a layer's inputs from step `offset` on: with a range for each vector along the last dimension, e.g. a
-    token (dynamic), or with a moving average of the ranges of full inputs (static)."""
+    token, or in a convolution for each sample (dynamic), or with a moving average of the ranges of full inputs
+    (static)."""
 
     bits: int
     symmetric: bool = True
@@ -206,12 +207,15 @@ class CompressedLayer(nn.Module):
                 span = torch.where(fresh, seen, span)
             rounded = _round_in_range(whole, span, rounding)
         else:
-            rows = max(whole.numel() // max(whole.shape[-1], 1), 1)
-            rounded = rounded_values(whole, rounding.bits, rows, symmetric=rounding.symmetric)
+            rounded = rounded_values(whole, rounding.bits, self._ranges(whole), symmetric=rounding.symmetric)
         if whole.shape != input.shape:
             assert sharded is not None
             rounded = sharded.local(rounded, input.dim() - 1)
         return straight_through(input, rounded)
+
+    def _ranges(self, input: Tensor) -> int:
+        """Return the number of ranges of a non-empty input with dynamic ranges: one for each vector."""
+        return input.numel() // input.shape[-1]
 
     def _rounded(self, weight: Tensor, rounding: WeightRounding, clock: int) -> Tensor:
         sharded = self.compression.sharded
@@ -262,6 +266,10 @@ class CompressedConv2d(CompressedLayer, nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = self._conv_forward(self.compressed_input(input), self.compressed_weight(), self.compressed_bias())
         return out
+
+    def _ranges(self, input: Tensor) -> int:
+        """Return the number of samples: a row of an image, unlike a token, has no range of its own."""
+        return len(input) if input.dim() == 4 else 1
 
 
 class CompressedEmbedding(CompressedLayer, nn.Embedding):

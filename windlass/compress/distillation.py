@@ -117,10 +117,16 @@ class Distillation:
 
         Raises:
             ConfigError: the model has another vocabulary than the teacher, `layers` name a module that the model
-                or the teacher lacks, or the model is connected already.
+                or the teacher lacks, the model is connected already, or it has a decoder behind an encoder and there is
+                a cache.
         """
         if attached_distillation(student) is not None:
             raise ConfigError("the model has a distillation already; call its detach(model) first")
+        if self.cache is not None and _has_encoder_and_decoder(student):
+            raise ConfigError(
+                f"distillation.cache finds logits by input_ids, and those of a {type(student).__name__} also depend on "
+                "the decoder's ids; leave out the cache"
+            )
         self._kept_pairs = None
         teacher = self._teacher_module()
         if teacher is not None:
@@ -166,7 +172,7 @@ class Distillation:
                 self._wanted = self._take_ahead(student, stage.number)
             else:
                 given = (args, kwargs) if stage is None else ((), stage.arguments)
-                self._wanted = self._teach(student, given[0], _without_labels(given[1]))
+                self._wanted = self._teach(student, given[0], _arguments_of_teacher(student, given[1]))
         if pairs:
             self._own = _Seen()
             self._handles = self._capture(student, list(pairs), self._own)
@@ -189,7 +195,7 @@ class Distillation:
         is_last = stages.total_stages - 1 in stages.stages
         for batch in map(to_device, batches):
             with torch.no_grad():
-                given = _without_labels(stages.named_arguments(batch))
+                given = _arguments_of_teacher(student, stages.named_arguments(batch))
                 seen = self._teach(student, (), given, reads_cache=is_last)
             local = set(self._local_pairs(student).values())
             seen.hidden = {name: value for name, value in seen.hidden.items() if name in local}
@@ -286,7 +292,7 @@ class Distillation:
                     wanted.logits,
                     temperature=options.temperature,
                     reverse=options.divergence == "reverse",
-                    counted=_counted(logits.dim() == 3, kwargs, options.tokens),
+                    counted=_counted(student, logits.dim() == 3, kwargs, options.tokens),
                 )
             )
         terms += self._layer_terms(student, own, wanted, kwargs, logits.dim() == 3)
@@ -299,12 +305,18 @@ class Distillation:
         options, terms = self.options, []
         if not (options.hidden or options.attention):
             return []
-        counted = _counted(has_tokens, kwargs, options.tokens)
-        positions = kwargs.get("attention_mask") if counted is None else counted
+        counted = _counted(student, has_tokens, kwargs, options.tokens)
         pairs = self._local_pairs(student)
+
+        def positions(name: str) -> Tensor | None:
+            """Return the mask of the positions of a module that count; None: all."""
+            if _has_encoder_and_decoder(student):
+                return counted if "decoder" in name.split(".") else kwargs.get("attention_mask")
+            return kwargs.get("attention_mask") if counted is None else counted
+
         _check_gradients(student, own)
         if options.hidden:
-            each = [self._hidden_term(student, own, wanted, pair, positions) for pair in pairs.items()]
+            each = [self._hidden_term(student, own, wanted, pair, positions(pair[0])) for pair in pairs.items()]
             terms += [options.hidden * torch.stack(each).sum() / wanted.pairs] if each else []
         if options.attention:
             if not wanted.attention_pairs:
@@ -312,7 +324,11 @@ class Distillation:
                     "distillation.attention needs attention maps, and no module of distillation.layers returns any; "
                     'load both models with attn_implementation="eager"'
                 )
-            each = [_attention_term(own, wanted, pair, positions) for pair in pairs.items() if _is_block(pair, wanted)]
+            each = [
+                _attention_term(own, wanted, pair, positions(pair[0]))
+                for pair in pairs.items()
+                if _is_block(pair, wanted)
+            ]
             terms += [options.attention * torch.stack(each).sum() / wanted.attention_pairs] if each else []
         return terms
 
@@ -512,8 +528,20 @@ def _is_in_stub(model: nn.Module, name: str) -> bool:
     return False
 
 
-def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name != "labels"}
+def _has_encoder_and_decoder(model: nn.Module) -> bool:
+    """Return True if logits belong to the positions of a decoder, which reads other ids than the encoder before it."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _arguments_of_teacher(student: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without labels. If the model makes the ids of its decoder from labels, the teacher gets the
+    same ids."""
+    found = {name: value for name, value in kwargs.items() if name != "labels"}
+    labels, make_ids = kwargs.get("labels"), getattr(student, "prepare_decoder_input_ids_from_labels", None)
+    has_ids = any(found.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if make_ids is not None and _has_encoder_and_decoder(student) and isinstance(labels, Tensor) and not has_ids:
+        found["decoder_input_ids"] = make_ids(labels)
+    return found
 
 
 def _has_token_labels(arguments: Mapping[str, Any]) -> bool:
@@ -522,9 +550,10 @@ def _has_token_labels(arguments: Mapping[str, Any]) -> bool:
     return not (isinstance(labels, Tensor) and isinstance(ids, Tensor)) or labels.shape == ids.shape
 
 
-def _counted(has_tokens: bool, kwargs: Mapping[str, Any], tokens: str) -> Tensor | None:
+def _counted(student: nn.Module, has_tokens: bool, kwargs: Mapping[str, Any], tokens: str) -> Tensor | None:
     """Return a mask `[rows, length]` of the positions whose logits count; None: all."""
-    mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+    decodes = _has_encoder_and_decoder(student)
+    mask, labels = kwargs.get("decoder_attention_mask" if decodes else "attention_mask"), kwargs.get("labels")
     if not has_tokens:
         return None
     if tokens == "labelled":
@@ -532,6 +561,8 @@ def _counted(has_tokens: bool, kwargs: Mapping[str, Any], tokens: str) -> Tensor
             raise ModelError(
                 'distillation.tokens is "labelled", but the batch has no labels; pass them, or write "all"'
             )
+        if decodes:  # its labels are the next tokens already
+            return torch.ne(labels, IGNORED_LABEL)
         nexts = labels.new_full(labels.shape, IGNORED_LABEL)
         nexts[:, :-1] = labels[:, 1:]
         return torch.ne(nexts, IGNORED_LABEL)

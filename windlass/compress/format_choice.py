@@ -57,7 +57,7 @@ class FormatLimits:
 
 
 class UnmetLimitError(ValueError):
-    """No choice is within a limit.
+    """Error for a limit that no choice meets.
 
     Attributes:
         resource: nbytes, loss or seconds.

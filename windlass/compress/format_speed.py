@@ -12,7 +12,7 @@ from windlass.kernels.packed_gemm import pack_panels, packed_linear
 from windlass.kernels.weight_format import get_weight_format
 
 _COLD_BYTES = 48 << 20  # total size of the copies of a matrix, so that no copy stays in a cache
-_MOST_COPIES = 64  # a matrix below 0.75 MB stays in a cache, as does a whole model of such layers
+_MOST_COPIES = 64  # smaller copies than 0.75 MB thus stay in a cache, as do all weights of such a small model
 _ROUNDS = 5
 
 

@@ -254,7 +254,7 @@ def _begins_with(tokenizer: Mapping[str, Any], token: str) -> bool:
 
 
 def find_splitting(tokenizer: Mapping[str, Any]) -> str | None:
-    """Return the name in GGUF of the rule by which a tokenizer splits text before its merges; None for any other rule.
+    """Return GGUF's name of the rule by which a tokenizer splits text before BPE merges; None if GGUF has no such name.
 
     Args:
         tokenizer: content of `tokenizer.json`.

@@ -120,7 +120,7 @@ class LayerDistillation(PostTraining):
                 loss = _loss(block, batch, targets[batch], learned)
                 gradients = torch.autograd.grad(loss, [one.learned for one in learned], allow_unused=True)
             for one, gradient in zip(learned, gradients, strict=True):
-                if gradient is not None:  # None: the batch does not reach the layer, e.g. of an expert
+                if gradient is not None:  # None: the batch does not reach the layer, e.g. in an expert
                     one.move(gradient, rate * (1 - step / options.steps))
             if (step + 1) % every == 0 or step + 1 == options.steps:
                 found = _mean_loss(block, targets, learned)

@@ -87,7 +87,7 @@ def _first_tokens(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
 
 class SensitivityMeter:
-    """Measures how rounded layers change the predictions of one model; see [Note: measured sensitivity].
+    """Meter of the change of one model's predictions when layers are rounded; see [Note: measured sensitivity].
 
     Args:
         model: causal language model in memory, in float32.

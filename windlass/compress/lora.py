@@ -50,7 +50,8 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
 
 @contextmanager
 def _announced_device(model: nn.Module) -> Iterator[None]:
-    """Give packed layers an empty `qweight`, so that peft reads its device. Reading that of `weight` unpacks it."""
+    """Give packed layers an empty `qweight`, so that peft reads its device: reading the device of `weight` would unpack
+    it."""
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     for layer in layers:
         layer.__dict__["qweight"] = torch.empty(0, device=next(layer.parameters()).device)

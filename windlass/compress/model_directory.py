@@ -208,7 +208,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
         directory.config["tie_word_embeddings"] = False
         config, model = _build(directory, model_class or transformers.AutoModelForCausalLM, trust_remote_code)
     apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
-    use_linear_class(model)  # before the ranks, which may be those of layers that had this class
+    use_linear_class(model)  # before `apply_ranks`, which finds only linear layers
     apply_ranks(model, getattr(config, RANKS_ENTRY, None) or {})
     if directory.has_linear_layers:
         make_linear(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -156,6 +156,21 @@ def has_quantize_training(model: nn.Module) -> bool:
     return _PREPARATION in model.__dict__
 
 
+def delay_quantize_training(model: nn.Module, steps: int) -> None:
+    """Move the schedule of `quantize_training` to later steps, in place. No effect on other models.
+
+    Args:
+        steps: number of steps by which the model's counter of steps is about to jump.
+    """
+    found = model.__dict__.get(_PREPARATION)
+    if found is None:
+        return
+    for name, module in model.named_modules():
+        if name in found.layers and isinstance(module, CompressedLayer) and module.compression.weight is not None:
+            rounding = module.compression.weight
+            module.compression.weight = replace(rounding, offset=rounding.offset + steps)
+
+
 def end_quantize_training(model: nn.Module) -> None:
     """End the rounding by `quantize_training`. No effect on other models."""
     found = model.__dict__.pop(_PREPARATION, None)
@@ -282,7 +297,7 @@ class BitPlanner:
         ranks: CurvatureRanks | None = None,
         gradients: ShiftGradients | None = None,
     ) -> list[float]:
-        """Return the largest eigenvalue of each block, on the samples of the last forward. Collective."""
+        """Return the largest eigenvalue of each block's Hessian, on the samples of the last forward. Collective."""
         options, device = self.options, model.get_buffer(SCHEDULE).device
         with evaluating(model):
             return [

@@ -22,7 +22,11 @@ from windlass.compress.compression_training import (
     read_compression_training,
 )
 from windlass.compress.fused_encoders import restore_fused_encoders
-from windlass.compress.quantize_training import end_quantize_training, has_quantize_training
+from windlass.compress.quantize_training import (
+    delay_quantize_training,
+    end_quantize_training,
+    has_quantize_training,
+)
 from windlass.compress.snip_pruning import MOMENTUM_BUFFER
 from windlass.config.compression_section import CompressionTraining
 
@@ -59,7 +63,9 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     with torch.no_grad():
         kept = _kept_parts(inner)
         shrinks = _plan_shrinks(inner, section, kept)
-        clock.step = max(clock.step, _last_offset(section))
+        last = max(clock.step, _last_offset(section))
+        delay_quantize_training(inner, last - clock.step)
+        clock.step = last
         shared = _separate_weights(inner)
         for name, layer in _compressed_layers(inner):
             bias = layer.compressed_bias()

@@ -64,7 +64,7 @@ def sparsify(weight: Tensor, pattern: SparsePattern, method: str, hessian: Tenso
         hessian: sum of `x x^T` over the layer's inputs; None only for magnitude.
 
     Raises:
-        ConfigError: the method is unknown or needs `hessian`, or `of` does not divide the columns.
+        ConfigError: the method is unknown or needs `hessian`, or `pattern.of` does not divide the columns.
     """
     if method not in SPARSITY_METHODS:
         raise ConfigError(f"sparsity method is {method!r}; it is one of {', '.join(SPARSITY_METHODS)}")

@@ -42,7 +42,7 @@ def unit_scores(
 ) -> list[Scores]:
     """Return the importance of the units of each group; see [Note: unit importance].
 
-    The keys of a result are the experts whose units are chosen separately, else None. The values are `[units]`.
+    Each result maps an expert whose units are chosen separately (None: all other units) to the scores `[units]`.
 
     Args:
         batches: inputs of `loss`, for activation and taylor.

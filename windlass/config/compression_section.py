@@ -52,7 +52,7 @@ class WeightQuantizationShared(CompressionSharedParams):
     schedule_offset: Count = honoured(0)
     """Optimizer step from which weights are rounded."""
     quantize_groups: Positive = honoured(1)
-    """Number of slices of a flattened weight. Each slice has its own scale."""
+    """Number of slices of a flattened weight. Each slice has its own scale, and in an embedding each row."""
     quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
     quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
     """`symmetric` around 0, or `asymmetric` with a zero point; without effect at 1 and 2 bits."""
@@ -71,7 +71,8 @@ class ActivationQuantizationShared(CompressionSharedParams):
     quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
     """`symmetric` around 0, or `asymmetric` with a zero point."""
     range_calibration: Literal["dynamic", "static"] = honoured("dynamic")
-    """Range of the rounded values. `dynamic`: computed for each token; `static`: a running range of all tokens."""
+    """Range of the rounded values. `dynamic`: computed for each token, in a convolution for each sample; `static`: a
+    running range of all tokens."""
 
 
 class PruningShared(CompressionSharedParams):

@@ -143,8 +143,8 @@ class _OpenCheckpoint:
 
     @property
     def absent(self) -> frozenset[str]:
-        """Names of the frozen parameters that the checkpoint does not have. It may have others: the saved run trained
-        them."""
+        """Names of this model's frozen parameters that the checkpoint lacks, since they were frozen in the saved run
+        too."""
         frozen = frozen_parameter_names(self.engine.sharded) if self.trainable_only else frozenset()
         return frozenset(name for name in frozen if f"param/{name}" not in self.saved)
 
@@ -249,7 +249,7 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
     absent = opened.absent
     units = [unit for unit in model.units if unit.trainable or not absent.issuperset(unit.names)]
     lost, frozen_are_intact = bool(model.disk_health.loss_reason), model.disk_health.frozen_are_intact
-    # Pipeline stages have other frozen parameters. Not only if `lost`, which a failed read may set on some ranks alone.
+    # Each pipeline stage has its own frozen parameters. `lost` may differ between ranks, so all ranks gather always.
     is_partial = any(model.mesh.gather_from_world(bool(absent)))
     loads_all = options.loads_everything and (not is_partial or frozen_are_intact or not lost)
     if lost and not (loads_all and (opened.loads_states or engine.optimizer is None)):
@@ -270,7 +270,7 @@ def _load_parameters(opened: _OpenCheckpoint) -> LoadedState:
     except CheckpointError as error:  # raised on all ranks, so all of them record the partial load
         if not overwrites:
             raise
-        # pipeline stages have other frozen parameters
+        # each pipeline stage has its own frozen parameters
         keeps_frozen = all(model.mesh.gather_from_world(trainable_only and absent == frozen_parameter_names(model)))
         model.disk_health.mark_partly_loaded(str(error), keeps_frozen)
         raise CheckpointError(f"{error}. State of the model: {HALF_UPDATED}") from error
@@ -350,8 +350,8 @@ def _restore_position(
         parts.append(f"step {engine.progress.global_steps}")
         random = (loaded.rank_plain or {}).get("random")
         saved, here = loaded.plain["layout"].get("axes") or {}, engine.sharded.mesh.grid
-        # With other sizes of these axes, ranks along tp could load different random states, or ranks that compute other
-        # samples equal ones.
+        # If the size of one of these axes changed, ranks along tp could load different random states, and ranks with
+        # different samples could load equal ones.
         moved = [axis for axis in ("pp", "sp", "tp") if axis in saved and saved[axis] != here.size(axis)]
         if loaded.saved_world_size != engine.sharded.mesh.world.size or random is None:
             parts.append(

@@ -134,5 +134,5 @@ class EngineParts:
         raise NotImplementedError
 
     def _report_external_gradients(self, names: list[str]) -> None:
-        """Report gradients of these parameters that the script set and the step drops."""
+        """Report that the step drops the gradients that the script set on the parameters `names`."""
         raise NotImplementedError

@@ -62,7 +62,7 @@ class EngineReporter:
         self._monitor = RunMonitor(config, engine.global_rank) if has_monitor else None
         writes = has_monitor and config.jsonl_monitor.enabled and engine.global_rank == 0
         self._record = RunRecord(_record_path(config)) if writes else None
-        # The clock of the host: to synchronize the device at each phase would slow the run that is recorded.
+        # Host clock: synchronizing the device at each phase would slow down the recorded run.
         self._host_timers = Timers("cpu", enabled=writes)
         self._step_ended = time.monotonic()
         self._finished_step: dict[str, Any] | None = None  # values of a step whose timer still runs
@@ -171,7 +171,7 @@ class EngineReporter:
         }
 
     def _write_finished_step(self) -> None:
-        """Write the line of a step, once the timer of its last phase has stopped."""
+        """Write a finished step's line to the record of the run, once the timer of its last phase has stopped."""
         values, self._finished_step = self._finished_step, None
         if self._record is None or values is None:
             return

@@ -115,8 +115,8 @@ def save_engine(
         **engine.metadata,
     }
     require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
-    # Only the first ranks save their buffers; the buffers of other ranks may differ until the next forward
-    # (engine/module_buffers).
+    # Each buffer is saved by the first rank that has it (see `modules_with_saved_buffers`); copies on other ranks may
+    # differ until the next forward.
     tensors = states.tensors | persistent_buffers(model.model, modules_with_saved_buffers(model.model, model.mesh))
     state = SavedState(
         [*shards, *states.shards, *rank_state_shards(model), *average_checkpoint.average_shards(model)],

@@ -41,7 +41,8 @@ def trains_adapters(model: ShardedModel) -> bool:
 
 
 def frozen_parameter_names(model: ShardedModel) -> frozenset[str]:
-    """Return the names of the parameters that were never trained. Their units may also have trained parameters."""
+    """Return the names of the parameters that were never trained, also those in a unit that was unfrozen for
+    another."""
     return frozenset(name for name, _ in model.unhooked_parameters())
 
 

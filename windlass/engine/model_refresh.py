@@ -5,7 +5,8 @@ Master weights, optimizer states and averages of parameters move to the new layo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,11 +66,14 @@ def refresh_model(
             "last step"
         )
     before_destroy()
+    # A parameter that is frozen only for now keeps its master weight and states, as in plain PyTorch.
+    paused = _paused_parameters(before)
     before.destroy(keeps_mesh=mesh_of_model(before.model) is before.mesh)  # the new layout uses the same process groups
     for parameter in before.model.parameters():
         put_grad(parameter, None)  # gradients of an earlier backward that the engine did not reduce
-    after = rebuild()
-    transfer.restore(after)
+    with _trainable(paused):
+        after = rebuild()
+        transfer.restore(after)
     now = sum(unit.numel for unit in after.units if unit.trainable)
     logger.info(f"the model was sharded again: {plural(now, 'parameter')} are trained now, {trained:,} before")
 
@@ -103,6 +107,28 @@ def unfrozen_parameters(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:
         return []
     requested = {id(p) for group in model.update.optimizer.param_groups for p in group["params"]}
     return [(name, parameter) for name, parameter in frozen if parameter.requires_grad and id(parameter) in requested]
+
+
+def _paused_parameters(model: ShardedModel) -> list[nn.Parameter]:
+    """Return the optimizer's parameters that were trained since the model was sharded and are frozen now."""
+    if model.update is None:
+        return []
+    requested = {id(p) for group in model.update.optimizer.param_groups for p in group["params"]}
+    never = {id(p) for _, p in model.unhooked_parameters()}
+    laid_out = (p for unit in model.units for p in unit.parameters)
+    return [p for p in laid_out if not p.requires_grad and id(p) in requested and id(p) not in never]
+
+
+@contextmanager
+def _trainable(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Context in which frozen `parameters` require gradients, so that the model is sharded as if they were trained."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
 
 def _parameters_only_unfrozen(model: ShardedModel) -> list[nn.Parameter]:
@@ -190,7 +216,7 @@ class _StateTransfer:
     def restore(self, model: ShardedModel) -> None:
         """Set the copied values in the parameters that `model` trains, and free the copy. Collective.
 
-        Values of parameters that were removed, or are frozen now, are dropped.
+        Values of parameters that were removed, or that are frozen and in no group of the optimizer, are dropped.
         """
         for average in self._averages:
             average.rebind(model)

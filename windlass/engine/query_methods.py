@@ -37,7 +37,7 @@ class QueryMethods(EngineParts):
         return [group.get("momentum", group.get("betas")) for group in groups]
 
     def train_batch_size(self) -> int:
-        """Return the number of samples in a step over all ranks."""
+        """Return the number of samples per step, summed over all ranks."""
         return self.progress.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:

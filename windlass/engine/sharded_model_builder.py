@@ -15,10 +15,12 @@ from windlass.base.dtypes import is_castable, parse_dtype
 from windlass.base.errors import ConfigError, StorageError
 from windlass.comm.codec_check import check_codec
 from windlass.comm.mesh import Mesh
+from windlass.comm.mesh_shape import AXES
 from windlass.comm.quantized_options import LocoOptions, QuantizedGradients
 from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
 from windlass.config import Config
+from windlass.config.axis_sizes import Axes
 from windlass.config.offload_section import AutoOffload
 from windlass.config.zero_section import ZeroConfig
 from windlass.engine.tier_planning import plan_tiers
@@ -153,7 +155,8 @@ def _unstepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def policy_of(config: Config, mesh: Mesh, tiers: Placements) -> ShardingPolicy:
-    """Return the sharding policy of the configuration. `tiers` only shows if parameters or states are offloaded."""
+    """Return the sharding policy of the configuration. `tiers` is used only to detect offloaded parameters or
+    states."""
     stage = config.zero_optimization.stage
     has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
     return sharding_policy(stage, mesh.dense.shard.size if stage else mesh.dense.data.size, has_offload=has_offload)
@@ -168,11 +171,9 @@ def _without_unused_disk(tiers: Placements) -> Placements:
 
 
 def _accumulation_of(config: Config, mesh: Mesh) -> int:
-    """Return the number of micro-batches in a step; 1 if the configuration leaves it to the script."""
-    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    if config.gradient_accumulation_steps is None and train is not None and micro is not None:
-        return max(1, train // (micro * mesh.grid.data_loading_size))
-    return config.gradient_accumulation_steps or 1
+    """Return the number of micro-batches in a step, as `initialize` resolves it."""
+    axes = Axes(**{axis: mesh.grid.size(axis) for axis in AXES})  # a script or a model may set sizes of axes
+    return config.resolve_batch(mesh.grid.world, axes=axes).accumulation
 
 
 def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:

@@ -143,8 +143,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Replace groups and states by a plain torch optimizer's `state_dict()`, the same on every rank. Collective.
 
         As in torch, a parameter without saved states begins with new ones. The groups keep their `fused`, `foreach`,
-        `capturable`, `differentiable` and `state_dtype`. States that differ between ranks, such as error feedback, are
-        in no such dict and stay.
+        `capturable`, `differentiable` and `state_dtype`. Per-rank states, such as error feedback, are not
+        part of such a dict and are unchanged.
         """
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:

@@ -59,7 +59,7 @@ class _NoTransport:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """Placement of one rank, which the other ranks of its pipeline stage adopt."""
+    """Tier placement chosen by one rank, which the other ranks of its pipeline stage adopt."""
 
     units: tuple[UnitTiers, ...]
     max_live_numel: int

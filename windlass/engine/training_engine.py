@@ -214,10 +214,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def refresh(self) -> None:
         """Adapt to changes of the model: parameters that were unfrozen, modules that were added or removed. Collective.
 
-        Parameters that were trained before keep their master weights and optimizer states; new ones begin as in plain
-        PyTorch. Scripts need to call this only after modules changed. The engine itself calls it at the first forward
-        after `requires_grad` was set on a frozen parameter of the optimizer's groups, and if
-        `optimizer.add_param_group` brings new parameters.
+        Parameters that were trained before keep their master weights and optimizer states, also if they are frozen at
+        present, unless they left the optimizer's groups. New ones begin as in plain PyTorch. Scripts need to call this
+        only after modules changed. The engine itself calls it at the first forward after `requires_grad` was set on a
+        frozen parameter of the optimizer's groups, and if `optimizer.add_param_group` brings new parameters.
 
         If parameters were only unfrozen, their units get master weights and gradient storage. All other data stays in
         place, including gradients of a step that has begun. If modules changed, every rank needs host memory for the
@@ -554,11 +554,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded.finish_update()
 
     def generate(self, input_ids: Any = None, *, attention_mask: Any = None, **settings: Any) -> Any:
-        """Generate answers with the weights of the last step, by an engine of continuous batching.
+        """Generate tokens with the current weights, by an inference engine with continuous batching.
 
-        Arguments and result are those of transformers' `generate`; settings that the inference engine lacks go to
-        the module's own method. No weights are copied; at stage 3 the parameters are unsharded once for the call.
-        Collective at stage 3 and along tp.
+        Arguments and result are those of transformers' `generate`. If the inference engine does not support a setting,
+        the module's own `generate` runs. No weights are copied; at stage 3 the parameters are unsharded once for the
+        call. Collective at stage 3 and along tp.
 
         Args:
             input_ids: int64 `[batch, tokens]`.
@@ -680,7 +680,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             observer.on_gradient_dropped(name, zero)
 
     def _scale_correction(self) -> float:
-        """Return the factor that replaces another engine's loss scale in the gradients by this engine's own."""
+        """Return the factor that converts gradients with another engine's loss scale to this engine's loss scale."""
         other = Engine._scaling_engine
         return 1.0 if self._loss_is_scaled or other is None else self._scaler.scale / other._scaler.scale
 

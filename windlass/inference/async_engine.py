@@ -29,11 +29,11 @@ from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.scheduler import ServiceLevel
 from windlass.inference.structured_output import OutputConstraint
 
-_DRAIN_PAUSE = 0.001  # seconds between looks for the next embedding of a client, while the engine drains
+_DRAIN_PAUSE = 0.001  # seconds between checks for a client's next embedding while the engine drains
 
 
 class EngineStoppedError(WindlassError, RuntimeError):
-    """Request to an engine that was shut down, or was stopped by an error, which is the cause of this error."""
+    """Error of a request to an engine that was shut down or stopped by an error (the cause of this one)."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class AsyncLLMEngine:
         engine: engine that serves the requests. From `start` on, only the engine's thread changes it.
 
     Attributes:
-        error: error that stopped the engine; None: none did.
+        error: error that stopped the engine, or None.
     """
 
     def __init__(self, engine: LLMEngine) -> None:

@@ -17,7 +17,7 @@ BlockKey = bytes
 
 
 class OutOfBlocksError(RuntimeError):
-    """Allocation of more blocks than are free. The scheduler prevents it."""
+    """Error for an allocation of more blocks than are free. The scheduler prevents it."""
 
 
 def hash_block(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:

@@ -83,7 +83,7 @@ class InferenceModel(nn.Module):
         super().__init__()
         wanted, device = parse_dtype(dtype), local_device()
         if wanted == torch.float16 and device.type == "cpu":
-            wanted = torch.float32  # the CPU has no fast arithmetic of this dtype
+            wanted = torch.float32  # the CPU has no fast float16 arithmetic
         several = options.num_ranks > 1
         self._ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp) if several else None
         self._trusts = trust_remote_code
@@ -130,6 +130,7 @@ class InferenceModel(nn.Module):
     def generate(
         self,
         input_ids: torch.Tensor | None = None,
+        generation_config: Any = None,
         *,
         attention_mask: torch.Tensor | None = None,
         **settings: Any,
@@ -146,6 +147,8 @@ class InferenceModel(nn.Module):
         """
         if input_ids is None and isinstance(settings.get("inputs"), torch.Tensor):
             input_ids = settings.pop("inputs")
+        if generation_config is not None:
+            settings["generation_config"] = generation_config
         own: Any = getattr(self.module, "generate", None)
         if own is None and not hasattr(self.module, "config"):
             raise ConfigError(

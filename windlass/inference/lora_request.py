@@ -1,4 +1,4 @@
-"""Adapter of a request, with the main fields of vLLM's `LoRARequest`."""
+"""LoRA adapter that a request uses, with the main fields of vLLM's `LoRARequest`."""
 
 from __future__ import annotations
 

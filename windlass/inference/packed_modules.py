@@ -280,7 +280,10 @@ def join_biases(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Ten
     if all(bias is None for bias in biases):
         return None
     return torch.cat(
-        [torch.zeros(size) if b is None else b.detach().float() for b, size in zip(biases, sizes, strict=True)]
+        [
+            torch.zeros(size, dtype=torch.float32) if bias is None else bias.detach().float()
+            for bias, size in zip(biases, sizes, strict=True)
+        ]
     )
 
 

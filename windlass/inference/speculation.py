@@ -14,10 +14,10 @@ from windlass.inference.engine_options import SpeculativeOptions
 
 
 class DraftProposer(Protocol):
-    """Source of drafts."""
+    """Source of draft tokens for speculative decoding."""
 
     def propose(self, sequences: Sequence[tuple[int, list[int]]], count: int) -> list[list[int]]:
-        """Return at most `count` drafts for each pair (id, tokens of prompt and answer) in `sequences`."""
+        """Return at most `count` draft tokens for each pair (id, tokens of prompt and answer) in `sequences`."""
         ...
 
     def release(self, sequence_id: int) -> None:
@@ -44,7 +44,7 @@ class NgramProposer:
         self._indexed: dict[int, int] = {}
 
     def propose(self, sequences: Sequence[tuple[int, list[int]]], count: int) -> list[list[int]]:
-        """Return at most `count` drafts for each pair (id, tokens of prompt and answer) in `sequences`."""
+        """Return at most `count` draft tokens for each pair (id, tokens of prompt and answer) in `sequences`."""
         return [self._propose(sequence_id, tokens, count) for sequence_id, tokens in sequences]
 
     def release(self, sequence_id: int) -> None:

@@ -172,7 +172,9 @@ class StepProgram:
         key = (tokens, rows, sequences)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._instantiate(*key)
+            # A caller may be in inference mode, and a buffer made in it could not be written outside of it later.
+            with torch.inference_mode(False), torch.no_grad():
+                program = self._programs[key] = self._instantiate(*key)
             if len(self._programs) > _KEPT:
                 self._programs.popitem(last=False)
         else:

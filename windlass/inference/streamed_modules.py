@@ -178,7 +178,7 @@ class StreamedModules(PackedModules):
             else:
                 self.stacked.append(StackedParameters(modules[0], list(unit.tensors), self._lend_tensors(number)))
         super().__init__(groups, permanent=True)
-        stacked = self.stacked  # not `self`, whose life the model must not prolong
+        stacked = self.stacked  # not `self`: a hook of the model must not keep it alive
         model.register_forward_pre_hook(lambda module, args: _begin_forward(stacked, lender))
 
     @property

@@ -24,7 +24,7 @@ class TokenBound:
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._longest: int | None = None  # most bytes of a text that one token stands for; None: no limit
+        self._longest: int | None = None  # maximum bytes of text in one token; None: no limit
         self._counts_spaces = True
         if backend is not None:
             self._measure(backend)

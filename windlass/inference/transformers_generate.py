@@ -25,6 +25,7 @@ _TRANSLATED = frozenset(
 """Generation settings that an engine follows, or that do not change its tokens."""
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' default if neither max_new_tokens nor max_length is set
+_DEFAULT_TOP_K = 50  # transformers' default if neither the call nor the model's settings have top_k
 
 
 def generate_by_engine(
@@ -107,6 +108,9 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
         for name, value in own.to_dict().items():
             if getattr(config, name, None) is None:
                 setattr(config, name, value)
+    if config.top_k is None:
+        # not after `settings`: as in transformers, an argument of None draws from all tokens
+        config.top_k = _DEFAULT_TOP_K
     unused = config.update(**settings)
     if any(value is not None for name, value in unused.items() if name != "synced_gpus"):
         return None
@@ -160,7 +164,7 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
     draws = bool(config.do_sample)
     return _TransformersParams(
         temperature=_or(config.temperature, 1.0) if draws else 0.0,
-        top_k=_or(config.top_k, 50) if draws else 0,
+        top_k=_or(config.top_k, 0) if draws else 0,
         top_p=_or(config.top_p, 1.0) if draws else 1.0,
         min_p=_or(config.min_p, 0.0) if draws else 0.0,
         repetition_penalty=_or(config.repetition_penalty, 1.0),

@@ -1,7 +1,8 @@
 """Products of bf16 tensors on a CPU without bf16 instructions: computed in float32, and rounded to bf16 once.
 
-torch takes 4 to 40 times as long there as for float32 matrices. Packed layers have native products. This is for prompts
-in all others: layers of live modules, experts, and attention in models with their own cache. Products with few rows are
+On such a CPU, torch takes 4 to 40 times as long as for float32 matrices. Packed layers have native products. This
+module is for prompts in all other layers: those of live modules, experts, and attention in models with their own cache.
+Products with few rows are
 left to torch, which reads a bf16 weight faster than it is converted.
 """
 

@@ -15,7 +15,7 @@ ENVIRONMENT_FILE_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 EXPORTED_PREFIXES = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS"]
 """Prefixes of the names of exported variables. Scripts that call the launcher may append to this list."""
-# {variable that identifies a service: variables that it sets to other values on each host, which are not exported}
+# {variable that identifies a service: variables that the service sets differently on each host; not exported}
 _HOST_SPECIFIC_VARIABLES = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
 # Variables that are specific to this process, which are not exported.
 _PROCESS_VARIABLES = ("WINDLASS_RESTARTS", "WINDLASS_CORES")

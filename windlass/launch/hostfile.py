@@ -27,7 +27,7 @@ _LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
 
 
 class HostError(LaunchError, ValueError):
-    """Invalid hostfile or filter. Also a ValueError, which scripts that parse hostfiles expect."""
+    """Error for an invalid hostfile or filter. Also a ValueError, which scripts that parse hostfiles expect."""
 
 
 def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:

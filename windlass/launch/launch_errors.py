@@ -6,4 +6,5 @@ from windlass.base.errors import WindlassError
 
 
 class LaunchError(WindlassError, RuntimeError):
-    """Failure to start or supervise ranks: no such script, a port in use, an invalid number, an unreachable host."""
+    """Error for ranks that cannot be started or supervised: no such script, a port in use, an invalid number, an
+    unreachable host."""

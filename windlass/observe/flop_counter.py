@@ -5,7 +5,8 @@ operation of the forward belongs to the innermost module that runs. An operation
 that ran when its autograd node was created: nodes are numbered in the order of their creation in a thread, and the
 counter keeps the number at each start and end of a module. An operation of the backward counts as recomputed if a
 module began in a backward and still runs, or if gradients are enabled: checkpointed functions enable them, gradient
-formulas do not. With `create_graph=True` gradient formulas do too, so there only modules tell a recomputation apart.
+formulas do not. With `create_graph=True` gradient formulas enable gradients too; then only the operations of a module
+that began in a backward count as recomputed.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class FlopCounter(TorchDispatchMode):
         run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def noting(*given: Any, **options: Any) -> Any:
-            self._create_graph.append(bool(given[3]))  # after the outputs, their gradients and retain_graph
+            self._create_graph.append(bool(given[3]))  # the argument `create_graph`
             try:
                 return run_backward(*given, **options)
             finally:

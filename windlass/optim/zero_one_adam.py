@@ -1,5 +1,5 @@
-"""0/1 Adam: Adam that measures its variance ever more rarely, sends one bit for each element, and then takes local
-steps without any message."""
+"""0/1 Adam: Adam that sends one bit for each element and updates its variance at growing intervals. Later it takes
+local steps without any message."""
 
 from __future__ import annotations
 

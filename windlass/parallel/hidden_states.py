@@ -16,7 +16,9 @@ def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 def replace_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the hidden states replaced."""
-    if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": hidden}
-    return (hidden, *args[1:]), kwargs
+    """Return the arguments with the hidden states replaced, also where they are passed again, as keys and values."""
+    before = get_hidden_states(args, kwargs)
+    return (
+        tuple(hidden if one is before else one for one in args),
+        {name: hidden if one is before else one for name, one in kwargs.items()},
+    )

@@ -96,7 +96,7 @@ class ParameterServer:
         self._awaited_replicas = replicas
         self._had_worker = self._ends = False
         self._failure: BaseException | None = None  # error that ends the server
-        self._failed_update: BaseException | None = None  # sent to the worker that pushed, before it ends the server
+        self._failed_update: BaseException | None = None  # sent to the worker that pushed; then ends the server
         self.dropped = 0
         self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard

@@ -31,14 +31,14 @@ as the previous one, up to `connect_seconds`."""
 
 
 class StalePushError(CommunicationError):
-    """Gradient that a server refused, because it was computed from parameters that are too old (`max_age`).
+    """Error for a gradient that a server refused, because it was computed from parameters that are too old (`max_age`).
 
     Pull, and compute the gradient again.
     """
 
 
 class ServerLostError(CommunicationError):
-    """Server that ended, or cannot be reached, and was not replaced in time."""
+    """Error for a server that ended, or cannot be reached, and was not replaced in time."""
 
 
 class ParameterServerWorker:

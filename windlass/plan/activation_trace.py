@@ -428,7 +428,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 def _plain_masks() -> Iterator[None]:
     """Let transformers choose the mask of a plain batch, as in a run. Data pointers read as 0, without a warning.
 
-    In a run transformers detects from the values of the positions that several documents are packed into one sequence.
+    In a run transformers detects from the values of the positions whether documents are packed into one sequence.
     For tensors without values it would build a mask `[batch, 1, length, length]` in any case.
     """
     try:

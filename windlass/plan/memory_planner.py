@@ -119,7 +119,8 @@ class MemoryPlanner:
         return unit.gradient_tier is not Tier.DEVICE
 
     def _window_bytes(self) -> int:
-        """Return the bytes of this rank's windows for gathers of buffers that peers do not map."""
+        """Return the bytes of this rank's shared-memory windows, by which ranks gather buffers that peers do not
+        map."""
         layout = self._layout
         if not layout.shares_memory:
             return 0

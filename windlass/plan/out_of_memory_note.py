@@ -140,8 +140,12 @@ def with_micro_batch(config: dict[str, Any], micro: int, accumulation: int) -> d
     return override_keys(config, {**sizes, "pipeline.micro_batches": None})  # another spelling of accumulation steps
 
 
-def planning_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a transformers model on the meta device, for a forecast of its memory.
+def planning_copy(model: nn.Module, *, keeps_dtypes: bool = False) -> nn.Module:
+    """Return a copy of a transformers model on the meta device, for a forecast of its memory. Parameters that are
+    frozen in the model are frozen in the copy.
+
+    Args:
+        keeps_dtypes: the copy has the dtypes of the model's parameters; else those of a new model.
 
     Raises:
         ModelError: the model is not one of transformers, or cannot be built on the meta device.
@@ -149,13 +153,22 @@ def planning_copy(model: nn.Module) -> nn.Module:
     config, kind = getattr(model, "config", None), type(model)
     if not hasattr(config, "to_dict"):
         raise ModelError(f"{kind.__name__} cannot be built again from a configuration; only models of transformers can")
-    return build_on_meta(lambda: kind(copy.deepcopy(config)), kind.__name__)
+    found = build_on_meta(lambda: kind(copy.deepcopy(config)), kind.__name__)
+    given = dict(model.named_parameters())
+    for name, parameter in found.named_parameters():
+        if (own := given.get(name)) is not None:
+            parameter.requires_grad_(own.requires_grad)
+            if keeps_dtypes:
+                parameter.data = parameter.data.to(own.dtype)
+    return found
 
 
 def _predicted_lines(failed: FailedRun) -> list[str]:
     raw = failed.config.raw
     batch = failed.config.resolve_batch(failed.world_size)
-    model = planning_copy(failed.model)
+    # Where the configuration sets a dtype, the engine may have cast the parameters already, and the plan casts its own.
+    casts = failed.config.bf16.enabled or failed.config.fp16.enabled
+    model = planning_copy(failed.model, keeps_dtypes=not casts)
     # Transformers sets this flag on each module; the model-wide property has different names in different versions.
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in failed.model.modules())
     limit, place = memory_limit(failed), DEVICE if failed.has_own_memory else HOST

@@ -314,7 +314,8 @@ def _with_chosen_tiers(
         shares_memory=_shares_memory(target, settings, planned_dp_groups(mesh, sharded=settings.policy.state)[0]),
         staging=staging,
     )
-    traffic = step_traffic(config.gradient_accumulation_steps or 1, settings)
+    accumulation = config.resolve_batch(mesh.grid.world, "--world-size").accumulation
+    traffic = step_traffic(accumulation, settings)
     choice = choose_tiers(sizes.units, PLANNED_RATES, memory, sizes.fixed, traffic)
     live = sizes.max_live_numel(choice, max((unit.dtype.itemsize for unit in units), default=4))
     settings = with_placement(settings, choice.units, live)

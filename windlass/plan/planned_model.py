@@ -1,5 +1,5 @@
-"""Models on the meta device, for plans and simulations: built from a directory, a cached name, a configuration or a
-shape."""
+"""Models on the meta device, for plans and simulations: built from a directory, the name of a model in the hub's cache,
+a configuration or a shape."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class _ChatAnswer:
         if not deltas and not (piece.logprobs or piece.finish_reason or shows_tokens):
             return []
         if parsed.calls and piece.finish_reason:
-            deltas.append({})  # like OpenAI's server, end with an empty event: its client misses calls in the last one
+            deltas.append({})  # OpenAI's client ignores calls in the last event, so send an empty last event
         # the last event of the piece has the finish reason and the log-probabilities
         silent = AnswerPiece("", [], None, None, None, None)
         deltas = deltas or [{}]
@@ -190,7 +190,7 @@ class _ChatAnswer:
         reason: str | None = piece.finish_reason
         named = isinstance(self.fields.tool_choice, dict)
         if reason == "stop" and calls and not named:
-            reason = "tool_calls"  # as OpenAI's server, which ends a named function with "stop"
+            reason = "tool_calls"  # as OpenAI's server; a call that `tool_choice` names keeps "stop"
         return {
             "index": index,
             kind: content,

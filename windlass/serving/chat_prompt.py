@@ -147,7 +147,7 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
                 parameter=f"{place}.function.name",
             )
         parameters = function.get("parameters")
-        if parameters is None or parameters == {}:  # also without parameters, the arguments are an object
+        if parameters is None or parameters == {}:  # arguments are an object in this case too
             parameters = {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise ApiError(
@@ -204,8 +204,8 @@ def render_chat(
     try:
         text = tokenizer.apply_chat_template(shown, chat_template=template, tokenize=False, **arguments)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # AttributeError: e.g. the filter `dictsort` of a list, where a tool's schema has one in place of an object.
-        # Templates check the order of roles and types themselves and raise with a text for the user.
+        # AttributeError: e.g. by the filter `dictsort`, if a tool's schema has a list where the template expects an
+        # object. Templates check the order of roles and types themselves and raise with a text for the user.
         raise ApiError(
             400, f"the chat template refuses the messages: {one_line(str(error), 500)}", parameter="messages"
         ) from error
@@ -273,7 +273,7 @@ _CALL_FORMS = (
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """Return a schema with its references moved below `root`, since two tools may use one name for definitions."""
+    """Return a schema whose `$ref`s point below `root`, since two tools may use the same name for a definition."""
     if isinstance(schema, list):
         return [_moved(one, root) for one in schema]
     if not isinstance(schema, Mapping):

@@ -206,7 +206,8 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
     fields constrains the text, None is returned as the constraint, because `sampling_params` reads that field.
 
     Raises:
-        ApiError: two fields constrain the text, or `response_format` is invalid.
+        ApiError: two fields constrain the text, one of vLLM's fields does so although the model may call tools, or
+            `response_format` is invalid.
     """
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
     form_constraint = None if fields.response_format is None else _form_constraint(fields.response_format)

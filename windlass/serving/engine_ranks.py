@@ -26,7 +26,7 @@ _STOP_SECONDS = 5.0
 
 
 class EngineRankError(WorkerExitError):
-    """End of the process of another rank of the served model. The output of that process has the reason."""
+    """Error for a process of another rank of the served model that ended. The output of that process has the reason."""
 
 
 class EngineRanks:

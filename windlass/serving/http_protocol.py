@@ -78,7 +78,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
     all file descriptors of the process with such connections.
     """
 
-    # At the last check: the last request if the connection was idle (None before the first request), else `_ANSWERING`.
+    # State at the last check: the latest request if the connection was idle (None if there was no request yet), else
+    # `_ANSWERING`.
     _idle_since: Any = None
     _head_bytes = 0
     _in_body = False
@@ -113,7 +114,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         """Parse received bytes, which may be a part of a request."""
         cycle, in_body = self.cycle, self._in_body
         super().data_received(data)
-        if in_body or self._in_body or self.cycle is not cycle:  # the data has more than a part of one head
+        if in_body or self._in_body or self.cycle is not cycle:  # the data was not just a part of one head
             self._head_bytes = 0
             return
         self._head_bytes += len(data)

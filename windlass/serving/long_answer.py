@@ -1,4 +1,4 @@
-"""Answers with many log-probabilities, which are formatted beside the event loop."""
+"""Formatting of answers with many log-probabilities in a thread, so that the event loop is not blocked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End of a process: its description, and the error of a server that needs the process."""
+"""Exit codes of worker processes: their description in messages, and the error that ends the server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from windlass.base.errors import WindlassError
 
 
 class WorkerExitError(WindlassError, RuntimeError):
-    """End of a process of a served model before the model could be served.
+    """Error for a process of a served model that ended before the model could be served.
 
     Args:
         message: cause, or where to find the cause.

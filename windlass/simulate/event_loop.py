@@ -52,7 +52,7 @@ class SimulatedTask:
 class _Transfer:
     task: SimulatedTask
     left: float = 1.0  # fraction of the task's loads that remains to be transferred
-    speed: float = 0.0  # fractions a second
+    speed: float = 0.0  # fraction of the loads transferred per second
 
 
 class EventLoop:

@@ -50,6 +50,13 @@ class ModelChunk:
     blocks: list[SimulatedBlock]
 
     @property
+    def backward_order(self) -> list[SimulatedBlock]:
+        """Blocks in the order of their backward. Frozen blocks in front of the first trained one have no backward."""
+        trained = [not block.units or any(unit.trainable for unit in block.units) for block in self.blocks]
+        first = trained.index(True) if self.number == 0 and any(trained) else 0
+        return list(reversed(self.blocks[first:]))
+
+    @property
     def has_layers(self) -> bool:
         """True if a layer is in the chunk, and not only the embedding or the head."""
         return any(block.kind == "layer" for block in self.blocks)

@@ -67,8 +67,8 @@ class RankLanes:
     ) -> None:
         """Add a collective that the next computation waits for.
 
-        If the lanes are coarse, all collectives of an axis between two calls of `flush` become one collective behind
-        the computation, with one phase for all phases that the same link limits. Their total time is the same, unless
+        If the lanes are coarse, all collectives of an axis between two calls of `flush` become one collective after the
+        computation, in which all phases with the same slowest link are one phase. The total time is the same, unless
         other transfers use the links at that moment.
         """
         if self.costs.size(pattern) == 1:

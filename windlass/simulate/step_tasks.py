@@ -64,7 +64,7 @@ class StageTasks:
 
     def backward(self, chunk: ModelChunk, *, part: ActionKind, is_last_micro: bool) -> SimulatedTask | None:
         """Add the backward of a chunk for one micro-batch, or the half of the backward that `part` selects."""
-        order = list(reversed(chunk.blocks))
+        order = chunk.backward_order
         self.zero.use(chunk, order[0], backward=True)
         for block, following in zip(order, [*order[1:], None], strict=True):
             if part is not ActionKind.BACKWARD_WEIGHT:
@@ -106,7 +106,8 @@ class StageTasks:
                 continue
             self._before(segment, block, backward=backward)
             self._compute(name, segment, block, backward=backward)
-            # A recomputation ends at the last tensor that the backward needs: no reduce-scatter of the block's output.
+            # A recomputation ends at the last tensor that the backward needs, before the block's output is
+            # reduce-scattered.
             ends_before = segments is block.again and segment.name == "feed-forward"
             self._after(segment, block, backward=backward, scatters=not ends_before)
 

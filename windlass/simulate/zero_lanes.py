@@ -78,7 +78,7 @@ class ZeroLanes:
         """Record a forward or backward of the previous step, from which the prefetcher predicts."""
         if not backward:
             self.begin_forward()
-        for block in (reversed(chunk.blocks) if backward else chunk.blocks) if self._reshards else ():
+        for block in (chunk.backward_order if backward else chunk.blocks) if self._reshards else ():
             self._record_use(block)
         self._had_backward = self._had_backward or backward
 
@@ -114,7 +114,7 @@ class ZeroLanes:
     def _ahead(self, chunk: ModelChunk, block: SimulatedBlock, *, backward: bool) -> list[SimulatedUnit]:
         if self._shares_memory:
             return []
-        order = list(reversed(chunk.blocks)) if backward else chunk.blocks
+        order = chunk.backward_order if backward else chunk.blocks
         after = order[order.index(block) + 1 :]
         if self._reshards:
             # A forward prefetches no units for the backward: ranks agree on the order of gathers in each phase.
@@ -338,7 +338,7 @@ class ZeroLanes:
         touched += work.volumes.parameter_bytes * (1 if work.master_bytes else 2)
         away = offloading.ratio if offloading.states != "none" and host.host_link is not None else 0.0
         if offloading.states == "nvme" and host.host_link is None:
-            away = offloading.ratio  # a CPU rank whose states are on disk
+            away = offloading.ratio  # states on disk, on a host whose devices compute in host memory
         if away < 1:
             lanes.spend(f"update {unit.name}", (1 - away) * numel * touched / self._state_rate)
         task = lanes.flush() if away < 1 else after

@@ -41,7 +41,7 @@ _LARGEST = 1 << 63
 
 
 class SafetensorsHeaderError(ValueError):
-    """Damaged or forged header."""
+    """Error for a damaged or forged header."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.atomic_file import write_output
 from windlass.tracing.rank_profile import RankProfile
 from windlass.tracing.run_profile import RunProfile
 
@@ -31,7 +31,7 @@ def write_document(document: dict[str, Any], path: Path) -> None:
         OSError: the file cannot be written.
     """
     text = json.dumps(document).encode()
-    write_atomically(path, gzip.compress(text, 6) if path.suffix == ".gz" else text)
+    write_output(path, gzip.compress(text, 6) if path.suffix == ".gz" else text)
 
 
 def chrome_trace(run: RunProfile) -> dict[str, Any]:

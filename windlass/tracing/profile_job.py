@@ -16,7 +16,7 @@ from windlass.launch.start_ranks import start_ranks
 
 
 class ProfileRunError(WindlassError, RuntimeError):
-    """Run that ended before a profile was complete."""
+    """Error of a run that ended before a profile was complete."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def check_trace_path(path: Path) -> None:
 
 
 class TraceFileError(WindlassError, OSError):
-    """Trace file that cannot be written."""
+    """Error for a trace file that cannot be written."""
 
 
 def save_trace(run: RunProfile, path: Path) -> None:

@@ -17,7 +17,7 @@ from windlass.verify.verification_report import VerificationReport
 
 
 class VerificationRunError(WindlassError, RuntimeError):
-    """Run that ended before anything could be compared."""
+    """Error of a run that ended before anything could be compared."""
 
 
 def run_verification(job: VerificationJob, ranks: int) -> list[VerificationReport]:

@@ -109,8 +109,8 @@ class ThreadObserver:
     def observe(self) -> ThreadLocation:
         """Return the position of the training thread, or of an autograd thread if a backward waits there."""
         self._count_progress()
-        # `f_back` creates a frame object. If that starts a collection, the finalizers let the observed thread run, and
-        # CPython may then return, or write to, memory of a frame that has ended. A collection now prevents one there.
+        # `f_back` creates a frame object, which may start a garbage collection. Finalizers then let the observed thread
+        # run, and CPython may return, or write to, memory of a frame that has ended. A collection here prevents that.
         if gc.isenabled():
             gc.collect(0)
         frames = sys._current_frames()
@@ -175,7 +175,7 @@ def location_of_error(error: BaseException, trace: TracebackType | None) -> tupl
 
 
 def _walk_outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
-    while isinstance(frame, FrameType):  # not a frame: see `observe`
+    while isinstance(frame, FrameType):  # `f_back` may return another object: see `observe`
         yield frame, frame.f_lineno or 0  # f_lineno is None between two lines
         _prevent_collection()
         frame = frame.f_back

@@ -21,7 +21,7 @@ class ParameterLocation:
     """Location of a parameter: its sharded model, its unit, and its index in the unit.
 
     Attributes:
-        model_number: Position of the model among all that were registered in this process.
+        model_number: Number of models that this process registered before this one.
     """
 
     model: ShardedModel

@@ -621,7 +621,8 @@ class ShardedModel:
             )
 
     def _find_unstepped(self) -> None:
-        """Find again what steps skip ([Note: gradients that stay]): parameters may have joined or left a group."""
+        """Update the units and parameters that steps skip ([Note: gradients that stay]), since groups may have
+        changed."""
         assert self.update is not None
         grouped = {id(p) for group in self.update.optimizer.param_groups for p in group["params"]}
         for unit in self._planned_unstepped:
@@ -1005,7 +1006,7 @@ class ShardedModel:
             raise
         # All ranks must start the collectives in the same order.
         units = [updated[index] for index in sorted(updated, reverse=True)]
-        if failed is None or not communicates:  # else other ranks may still wait inside the update
+        if failed is None or not communicates:  # after a failure, peers may still be inside the update
             if publishes:
                 self.replicas.publish(units)
             else:

@@ -1,15 +1,16 @@
-"""Tests that new files and directories are not world-writable, under any umask."""
+"""Tests that new files and directories are not world-writable, under any umask, and of paths that users name."""
 
 from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from windlass.base.atomic_file import make_directory, open_new, write_atomically
+from windlass.base.atomic_file import make_directory, open_new, write_atomically, write_output
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])
@@ -42,6 +43,25 @@ def test_existing_directories_and_files(tmp_path: Path) -> None:
         open_new(tmp_path / "file")
     with pytest.raises(OSError, match="file"):
         make_directory(tmp_path / "file" / "below")
+
+
+def test_output_reaches_a_pipe_or_device_and_does_not_replace_it(tmp_path: Path) -> None:
+    pipe, found = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write_output(pipe, "text")
+    assert pipe.is_fifo(), "a rename has replaced the pipe"
+    reader.join()
+    assert found == [b"text"]
+    (tmp_path / "null").symlink_to("/dev/null")
+    write_output(tmp_path / "null", b"text")
+    assert (tmp_path / "null").is_symlink()
+    with open(tmp_path / "redirected", "wb") as stream:  # as /dev/stdout, which links to the file of a redirection
+        write_output(Path(f"/dev/fd/{stream.fileno()}"), "text")
+    (tmp_path / "file").symlink_to(tmp_path / "redirected")
+    write_output(tmp_path / "file", "other")
+    assert [(tmp_path / name).read_text() for name in ("redirected", "file")] == ["text", "other"]
 
 
 def test_files_of_monitors_and_reports_are_not_world_writable(umask: int, tmp_path: Path) -> None:

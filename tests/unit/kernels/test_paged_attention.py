@@ -312,3 +312,14 @@ def test_writes_that_do_not_fit_are_refused(path: str) -> None:
         make_kv_cache(2, 20, 2, 8)
     with pytest.raises(ModelError, match="torch.float16"):
         make_kv_cache(2, 16, 2, 8, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_scales_are_float32_whatever_the_default_dtype_is(path: str) -> None:
+    """Native code reads and writes them by their address."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        cache = make_kv_cache(4, 16, 3, 20, 12, torch.int8, path=path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {scale.dtype for scale in cache.tensors[2:]} == {torch.float32}

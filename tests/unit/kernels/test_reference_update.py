@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.kernels.rule_cases import RULES, nearest, piece
+from tests.unit.kernels.rule_cases import RULES, assert_same_bits, nearest, piece
 from windlass.kernels.kernel_dispatch import REFERENCE_PATH, apply_updates
 from windlass.kernels.reference import dequantize_blockwise, quantize_blockwise
 from windlass.kernels.reference.fused_multiply_add import fma
@@ -183,6 +183,20 @@ def test_slow_averages_change_in_low_precision_states() -> None:
     assert exact.states[1].mean() < 0.6e-3  # 1e-3 after the first update
     for stored in (rounded.states[1].float(), dequantize_blockwise(quantized.states[1], quantized.scales[1], False)):
         assert stored.mean().item() == pytest.approx(exact.states[1].mean().item(), rel=0.05)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_updates_have_the_same_bits_under_any_default_dtype(name: str) -> None:
+    rule, start = RULES[name](3), torch.linspace(-1, 1, 40)
+    pieces = [piece(rule, start, gradient) for gradient in (start.flip(0), start.flip(0), 0 * start, 0 * start)]
+    try:
+        for number, own in enumerate(pieces):
+            torch.set_default_dtype((torch.float32, torch.bfloat16)[number % 2])
+            apply_updates(rule, [own], path=REFERENCE_PATH)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_bits(*pieces[:2])
+    assert_same_bits(*pieces[2:])
 
 
 def test_two_quantized_moments_take_at_most_2_1_bytes_per_element() -> None:

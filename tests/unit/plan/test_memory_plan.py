@@ -20,6 +20,7 @@ from tests.causal_models import build, model_of
 from windlass.base.errors import ConfigError, ModelError
 from windlass.cli.plan_report import memory_table
 from windlass.config import Config, load_config
+from windlass.engine.tier_planning import step_traffic
 from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace, trace_step
 from windlass.plan.choose_config import Rung, choose_config, ladder
@@ -458,6 +459,22 @@ def test_chosen_tiers_fit_a_limit_between_two_settings(stage: int) -> None:
     assert any("first parameter" in note for note in chosen.notes)
     states = [chosen.moments["step"].of(place).get("optimizer states", 0) for place in (DEVICE, HOST)]
     assert all(states)
+
+
+@pytest.mark.parametrize("batch", [{"train_batch_size": 16}, {"pipeline": {"micro_batches": 16}}])
+def test_chosen_tiers_follow_the_micro_batches_of_a_step(
+    batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def traffic(accumulation: int, settings: Any) -> Any:
+        found.append(accumulation)
+        return step_traffic(accumulation, settings)
+
+    monkeypatch.setattr("windlass.plan.planned_layout.step_traffic", traffic)
+    config = load_config({**settings(3, offload="auto"), **batch})
+    plan_layout(llama(), config, 1, GPU, memory=TierMemory(1 << 30, 1 << 30))
+    assert found == [16]
 
 
 def test_offload_without_a_limit_names_the_option() -> None:

@@ -95,6 +95,17 @@ def test_changes_of_a_pipeline_keep_its_global_batch(llama: nn.Module) -> None:
     assert load_config(smaller.config).resolve_batch(2) == BatchSizes(train=8, micro=2, accumulation=4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_parameters_and_dtypes_of_the_model_count(dtype: torch.dtype) -> None:
+    model = model_of("LlamaForCausalLM", **SIZES)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = parameter.data.to(dtype)  # not the buffers, as in `from_pretrained`
+        parameter.requires_grad_(number == 0)
+    planned = plan_memory(model, load_config(config()), RunShape(2, 48)).peak("host")
+    text = note(failed(model, config()), None)
+    assert f"predicted for this configuration: {planned / 2**20:,.1f} MiB" in text
+
+
 def test_a_change_that_initialize_refuses_is_skipped(llama: nn.Module) -> None:
     raw = config(optimizer={"type": "DiLoCo", "params": {"lr": 1e-3}})  # DiLoCo: stage 0 only
     run = failed(llama, raw)

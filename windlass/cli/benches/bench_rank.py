@@ -33,7 +33,7 @@ class TaskWorker:
     """Worker of a `RankPool` that runs one task. The constructor is collective.
 
     Args:
-        init_method: URL at which the ranks find each other.
+        init_method: rendezvous URL of the ranks, for `init_process_group`.
     """
 
     def __init__(self, task: BenchTask, rank: int, init_method: str) -> None:

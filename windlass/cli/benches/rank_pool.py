@@ -20,11 +20,11 @@ from windlass.base.processes import temporary_environment
 from windlass.base.text import print_escaped
 from windlass.cli.expected_errors import describe_expected_error
 
-_AFTER_FAILURE_S = 5.0  # wait for further failures: the first to fail is often a rank whose peer caused the failure
+_AFTER_FAILURE_S = 5.0  # wait for further failures: often another rank caused the first one
 
 
 class RankPoolError(WindlassError):
-    """A rank failed, ended, or did not answer."""
+    """Error of a rank that failed, ended, or did not answer in time."""
 
 
 class RankPool:

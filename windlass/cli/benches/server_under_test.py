@@ -59,7 +59,7 @@ class ServerUnderTest:
         raise WindlassError(f"the server {problem}; the end of {self._log}: {' | '.join(lines)}; {fix}")
 
     def max_model_len(self) -> int:
-        """Return the number of tokens that the model takes, of a prompt and its answer together."""
+        """Return the maximum number of tokens of a prompt and its answer together."""
         with urllib.request.urlopen(f"{self.address}/v1/models", timeout=30) as answer:
             return int(json.load(answer)["data"][0]["max_model_len"])
 

@@ -10,7 +10,7 @@ from windlass.cli.expected_errors import describe_expected_error, with_notes
 
 
 class TrainingRunError(WindlassError, RuntimeError):
-    """Failure of a rank that ended the run. The text is the message of that rank, or its exit status."""
+    """Error of a rank that failed and so ended the run. The text is the message of that rank, or its exit status."""
 
 
 def describe_failure(error: BaseException, rank: int) -> str:

@@ -66,6 +66,11 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
         "windlass.engine.checkpoint_methods:CheckpointMethods.module_state_dict",
         "for a model sharded over ranks, the local part under the full names; full_state_dict has all values",
     ),
+    "engine.save_checkpoint": differs(
+        "windlass.engine.checkpoint_methods:CheckpointMethods.save_checkpoint",
+        "every rank loads the `client_state` of rank 0, as in DeepSpeed below stage 3, where stage 3 returns each "
+        "rank's own; random states of each rank are saved and restored without it",
+    ),
     "engine.train_batch_size": differs(
         "",
         "counts samples: with autotp_size, where DeepSpeed counts every rank, it is the configured value divided by "

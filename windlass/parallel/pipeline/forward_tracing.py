@@ -78,7 +78,7 @@ class ForwardTrace:
 
 
 class _CannotSplit(Exception):
-    """The reason why a list of layers can't be split. The text completes a sentence of an error message."""
+    """Error for a list of layers that can't be split. Its text is the reason, which completes an error message."""
 
 
 class _ProbeLayer(nn.Module):

@@ -118,7 +118,7 @@ class StageTransfers:
         return self._axis.size == 1
 
     def forget_layouts(self) -> None:
-        """Forget all layouts: the next activations are sent with headers. Call on all ranks of the pipeline."""
+        """Drop all stored layouts: the next activations are sent with headers. Call on all ranks of the pipeline."""
         self._sent_layouts.clear()
         self._received_layouts.clear()
 

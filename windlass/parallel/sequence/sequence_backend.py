@@ -85,7 +85,7 @@ def local_backend_attention(
             mask.local.backend,
             module,
             query,
-            key.index_select(1, key_heads),  # one per query head: a key head may serve more of them than another
+            key.index_select(1, key_heads),  # the key head of each query head
             value.index_select(1, key_heads),
             mask.local.mask,
             scaling=scaling,

@@ -207,7 +207,10 @@ class _PlanApplier:
         fit_attention_to_local_heads(self._modules[name], heads, self._axis.index, row.sharded_size)
         sequence = self._sequence_sharding(row.chain)
         if sequence is not None:
-            gathered = AttentionGatherHook(self._input_hook(row.chain), sequence)
+            members = [shard.name for shard in self._plan.chain_shards(row.chain) if shard.name in self._modules]
+            layers = [as_linear_layer(one, self._modules[one]) for one in members if one != row.name]
+            widths = {layer.in_features for layer in layers if layer is not None}
+            gathered = AttentionGatherHook(self._input_hook(row.chain), sequence, widths)
             self._modules[name].register_forward_pre_hook(gathered, with_kwargs=True)
 
     def _output_shard(self, attention: str) -> ModuleShard:

@@ -24,8 +24,12 @@ def shard_attention_parameters(
     entries: Mapping[str, PlanEntry],
     layers: Sequence[str],
     chain: str,
+    head_size: int | None = None,
 ) -> list[ModuleShard]:
     """Return the shards of the parameters in the attention module `name` that belong to no linear layer.
+
+    Args:
+        head_size: number of features of a head, if no column-parallel layer has as many input features; else None.
 
     Raises:
         ModelError: the role of a parameter in the attention is unknown, or a norm cannot be divided by heads.
@@ -41,7 +45,7 @@ def shard_attention_parameters(
         if isinstance(child, nn.Embedding) and child.embedding_dim == head_partition.num_query_heads:
             shards.append(_shard_head_bias(f"{inner}.weight", head_partition, layers[-1]))
         else:
-            shards += _shard_head_norm(inner, leaf, child, module, head_partition, layers)
+            shards += _shard_head_norm(inner, leaf, child, module, head_partition, layers, head_size)
     return [shard for shard in shards if shard.style is not ShardStyle.REPLICATED]
 
 
@@ -87,7 +91,13 @@ def _shard_head_bias(name: str, head_partition: HeadPartition, chain: str) -> Mo
 
 
 def _shard_head_norm(
-    name: str, leaf: str, child: nn.Module, module: nn.Module, head_partition: HeadPartition, layers: Sequence[str]
+    name: str,
+    leaf: str,
+    child: nn.Module,
+    module: nn.Module,
+    head_partition: HeadPartition,
+    layers: Sequence[str],
+    head_size: int | None,
 ) -> list[ModuleShard]:
     """Replicate a norm whose weight all heads share, with a partial gradient, since each rank computes only its heads.
     Shard a norm that has weights for each head.
@@ -98,9 +108,11 @@ def _shard_head_norm(
     own = list(child.named_parameters(recurse=False))
     chain, full = layers[-1], [(layer, "replicated") for layer in layers]
     if not _HEAD_NORM.fullmatch(leaf):
-        # Assumed: a module with another name, such as `q_a_layernorm`, acts before the features are split into heads.
-        # Each rank then has its complete gradient.
-        return []
+        # A module for the features of a head, such as a norm or an embedding of distances, computes with local heads.
+        # Assumed: any other module, such as `q_a_layernorm`, acts before the features are split into heads. Each rank
+        # then has its complete gradient.
+        each = {parameter.shape[-1] if parameter.dim() else 0 for parameter in child.parameters()}
+        return [ModuleShard(name, ShardStyle.PARTIAL, chain=chain)] if each == {head_size} else []
     if len(own) != len(list(child.parameters())):
         raise make_cannot_shard_error(
             name, "norms in a list belong to single heads, and each rank would use the norms of the first heads", *full

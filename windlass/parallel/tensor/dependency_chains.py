@@ -41,7 +41,9 @@ from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyl
 
 @dataclass(frozen=True)
 class DependencyChain:
-    """Column layers, and the row layer that takes their outputs. For a gathered column without a row layer, `row` is a
+    """Column-parallel layers, and the row-parallel layer that takes their outputs; below, column layers and row layer.
+
+    For a column layer with gathered outputs and without a row layer, `row` is a
     `REPLICATED` entry with the column's name.
     """
 
@@ -103,8 +105,8 @@ def _is_trained_number(parameter: nn.Parameter) -> bool:
 
 
 def _is_between(key: str, parent: str, keys: Sequence[str], columns: Sequence[LinearLayer], row: LinearLayer) -> bool:
-    """Return True if child `key` of the sequential module `parent`, with children `keys`, runs after the columns and
-    before the row."""
+    """Return True if child `key` of the sequential module `parent`, with children `keys`, runs after the
+    column-parallel layers `columns` and before the row-parallel layer `row`."""
 
     def place(layer: LinearLayer) -> int | None:
         inside = [at for at, one in enumerate(keys) if f"{layer.name}.".startswith(f"{parent}.{one}.".lstrip("."))]
@@ -177,7 +179,7 @@ class ChainResolver:
         return layer
 
     def _common_module(self, columns: Sequence[LinearLayer]) -> str:
-        """Return the name of the nearest module that contains all columns."""
+        """Return the name of the nearest module that contains all column layers."""
         first, *others = columns
         return next(
             one for one in iterate_parent_names(first.name) if all(is_inside(other.name, one) for other in others)
@@ -251,8 +253,8 @@ class ChainResolver:
     def _shard_feed_forward(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
     ) -> list[ModuleShard]:
-        """Return the shards of a feed-forward chain. The size of each section of a column is the number of input
-        features of the row."""
+        """Return the shards of a feed-forward chain. Each section of a column layer's output has as many features as
+        the row layer's input."""
         shares = make_even_ranges(row.in_features, self._ranks)
         if row.in_features < self._ranks:
             raise make_cannot_shard_error(row.name, f"{row.in_features} features are too few for {self._ranks} ranks")
@@ -283,8 +285,8 @@ class ChainResolver:
         ]
 
     def _shard_activations(self, columns: Sequence[LinearLayer], row: LinearLayer) -> list[ModuleShard]:
-        """Return the shards of trained activations between the columns and the row, whose parameters all features
-        share. Each rank computes their gradient for its features only.
+        """Return the shards of trained activations between the column layers and the row layer, whose parameters all
+        features share. Each rank computes their gradient for its features only.
 
         Raises:
             ModelError: a trained activation or another trained number may be between these layers or outside of them.
@@ -355,8 +357,10 @@ class ChainResolver:
         self.head_partitions.append(heads)
         shards = shard_attention(heads, projections, row)
         plain = [layer.name for layer in (*columns, row)]
+        grain = row.in_features // query
+        head_size = None if any(layer.in_features == grain for layer in columns) else grain
         return shards + shard_attention_parameters(
-            module_name, self._modules[module_name], heads, self._entries, plain, row.name
+            module_name, self._modules[module_name], heads, self._entries, plain, row.name, head_size
         )
 
     def _head_projection(

@@ -46,6 +46,8 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
     stacks: list[LayerStack] = []
     list_before: str | None = None  # name of the list whose element was added last
     for name, layer in find_blocks(model):
+        if any(is_inside(name, outer) for stack in stacks for outer in stack.layers):
+            continue  # a layer of a list inside another layer
         if not name or not any(shard.rank_ranges for shard in plan.shards if is_inside(shard.name, name)):
             list_before = None
             continue
@@ -79,11 +81,8 @@ def _check_ends(model: nn.Module, stack: LayerStack) -> None:
 
 
 def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: LayerStack) -> None:
-    inside: list[str] = []
-    for leaf, child in layer.named_children():
-        inner = f"{name}.{leaf}"
-        if not _is_token_wise(inner, child, plan):
-            inside.append(inner)
+    children, holders = _called_children(name, layer)
+    inside = [inner for inner, child in children.items() if not _is_token_wise(inner, child, plan)]
     for inner in inside:
         if any(
             not is_inside(shard.name, inner) for chain in _chains_in(inner, plan) for shard in plan.chain_shards(chain)
@@ -97,9 +96,26 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
     for parameter, value in layer.named_parameters(prefix=name):
         holder = parameter.rpartition(".")[0]
         shard = plan.shard_of(parameter) or plan.shard_of(holder)
-        is_vector = value.dim() <= 1 or holder == name  # a direct parameter may be [1, 1, features]
+        is_vector = value.dim() <= 1 or holder in holders  # a direct parameter may be [1, 1, features]
         if is_vector and shard is None and not any(is_inside(parameter, inner) for inner in inside):
             stack.partial_parameters.append(parameter)
+
+
+def _called_children(name: str, layer: nn.Module) -> tuple[dict[str, nn.Module], set[str]]:
+    """Return the modules that the forward of a layer calls, by name, and the names of the layer and of the containers
+    around these modules. A container without a forward, such as a list of modules, is never called itself.
+    """
+    found: dict[str, nn.Module] = {}
+    holders = {name}
+    for leaf, child in layer.named_children():
+        inner = f"{name}.{leaf}"
+        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+            called, containers = _called_children(inner, child)
+            found.update(called)
+            holders |= containers
+        else:
+            found[inner] = child
+    return found, holders
 
 
 def _chains_in(name: str, plan: TensorParallelPlan) -> set[str]:

@@ -29,7 +29,7 @@ from windlass.parallel.tensor.packed_sharding import shard_packed
 from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements, count_rank_elements
 from windlass.parallel.tensor.stack_sequence_sharding import StackSequenceSharding
-from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle
+from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle, make_cannot_shard_error
 
 
 def row_parallel_linear(
@@ -234,7 +234,7 @@ class RowParallelForward:
         sequence_sharding: StackSequenceSharding | None,
         tp_overlap_chunks: int,
     ) -> None:
-        self._module, self._transposed = layer.module, layer.transposed
+        self._name, self._module, self._transposed = layer.name, layer.module, layer.transposed
         self._input_hook, self._sizes, self._sequence_sharding, self._tp_overlap_chunks = (
             input_hook,
             sizes,
@@ -263,6 +263,13 @@ class RowParallelForward:
             return out if self._module.bias is None else out + self._module.bias.to(out.dtype)
         inputs, weight = used_input(self._module, inputs), used_weight(self._module)
         weight = weight.t() if self._transposed else weight
+        if inputs.shape[-1] != weight.shape[-1]:
+            raise make_cannot_shard_error(
+                self._name,
+                f"its input has {inputs.shape[-1]} features, not the {weight.shape[-1]} that this rank's part of the "
+                "column-parallel layers computes, so it does not take their outputs alone",
+                (self._name, "replicated"),
+            )
         if self._sequence_sharding is None:
             out = row_parallel_linear(inputs, weight, axis, self._tp_overlap_chunks)
         else:

@@ -5,6 +5,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from torch import nn
 
 from windlass.base.backward_callbacks import current_backward_id
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.parallel.autograd_collectives import gather_from_parallel_region, scatter_to_parallel_region
+from windlass.parallel.autograd_collectives import (
+    copy_to_parallel_region,
+    gather_from_parallel_region,
+    scatter_to_parallel_region,
+)
 from windlass.parallel.hidden_states import get_hidden_states, replace_hidden_states
 from windlass.parallel.placement import compute_shard_range
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
@@ -103,16 +108,38 @@ class StackOutputHook:
 
 
 class AttentionGatherHook:
-    """Pre-forward hook of attention: all-gather the hidden states once for all of its column-parallel layers."""
+    """Pre-forward hook of attention: all-gather the hidden states once for all of its column-parallel layers.
 
-    def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding) -> None:
-        self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
+    Other hidden states, of an encoder, are full on every rank. They pass through `copy_to_parallel_region`, because the
+    heads of each rank compute only a part of their gradient.
+
+    Args:
+        input_widths: numbers of input features of the column-parallel layers.
+    """
+
+    def __init__(
+        self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding, input_widths: Collection[int]
+    ) -> None:
+        self._input_hook, self._sequence_sharding, self._input_widths = input_hook, sequence_sharding, input_widths
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = get_hidden_states(args, kwargs)
-        return replace_hidden_states(args, kwargs, self._input_hook(hidden, self._sequence_sharding.rank_sizes(hidden)))
+        gathered = self._input_hook(hidden, self._sequence_sharding.rank_sizes(hidden))
+        entered: dict[int, torch.Tensor] = {id(gathered): gathered}
+
+        def enter(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad or value.dim() != 3:
+                return value
+            if value.shape[-1] not in self._input_widths:
+                return value
+            if id(value) not in entered:
+                entered[id(value)] = copy_to_parallel_region(value, self._input_hook.axis)
+            return entered[id(value)]
+
+        args, kwargs = replace_hidden_states(args, kwargs, gathered)
+        return tuple(enter(one) for one in args), {name: enter(one) for name, one in kwargs.items()}
 
 
 class FullSequenceHook:

@@ -37,7 +37,7 @@ class ShardStyle(StrEnum):
     TAIL_FEATURES = "tail"
     """Replicated; the last features of the output are the input of sharded layers."""
     IDENTITY = "identity"
-    """Module with a replicated output that is later summed over the ranks, so that the output is divided by `ranks`."""
+    """Replicated; the output is summed over the ranks later, so it is divided by the number of ranks."""
     REPLICATED = "replicated"
     """Replicated on every rank."""
 

@@ -1,4 +1,4 @@
-"""Metrics of several processes in one exposition."""
+"""Merging of the Prometheus metrics of several processes into one response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def merge_expositions(expositions: Iterable[str]) -> str:
-    """Join expositions in Prometheus' text format. Samples of different expositions must differ in a label.
+    """Join metrics in Prometheus' text format. Samples of different processes must differ in a label.
 
     The format requires the samples of a metric to follow its description, so samples are grouped by metric.
     """

@@ -11,7 +11,7 @@ _MAX_HEAD_BYTES = 2**16
 
 
 class ReplicaConnectionError(Exception):
-    """Failure to connect to a replica, or end of the connection before the end of the answer."""
+    """Error for a replica that cannot be reached, or whose connection ended before its answer."""
 
 
 @dataclass

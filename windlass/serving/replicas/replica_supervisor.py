@@ -59,7 +59,7 @@ class RestartPolicy:
 
 
 class ReplicaStartError(WorkerExitError):
-    """End of a replica's process before it served. The message has the error of the process."""
+    """Error for a replica's process that ended before it served. The message has the error of the process."""
 
 
 class ReplicaSupervisor:

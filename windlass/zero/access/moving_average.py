@@ -163,7 +163,7 @@ class ExponentialMovingAverage:
         slot.write(average)
 
     def forget(self) -> None:
-        """Forget the averages of all parameters."""
+        """Discard the averages of all parameters. The next `update` starts new ones."""
         self._begun = set()
 
     def refuse_applied(self, what: str) -> None:

@@ -371,7 +371,7 @@ class CollectiveScheduler:
                 return at
         return None
 
-    # codes of collectives to start, in order; see "Flat calls" in [Note: agreed order]
+    # codes of collectives to start, in order; see "Call depth" in [Note: agreed order]
 
     def _next_codes(self, last: int | None = None) -> Iterator[int]:
         """Yield the rest of the agreed list, or its part up to and including the position `last`."""

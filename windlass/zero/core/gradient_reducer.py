@@ -80,7 +80,7 @@ class ReducerCallbacks:
 
 
 class GradientReducer:
-    """Accumulates, reduces and drops the gradients of all trainable units of one model.
+    """Reducer of the gradients of one model: accumulates, reduces and drops those of all trainable units.
 
     Args:
         units: Trainable units, in model order.

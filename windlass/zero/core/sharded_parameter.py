@@ -421,7 +421,7 @@ def mark_unsharded(parameter: nn.Parameter) -> None:
 
 
 def forget_sharded(identity: int) -> None:
-    """Forget a sharded parameter with this id, which was garbage-collected."""
+    """Delete the entry of a garbage-collected sharded parameter, given its id."""
     _sharded.pop(identity, None)
 
 

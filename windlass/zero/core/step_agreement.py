@@ -146,7 +146,7 @@ class StepAgreement:
         return self._mesh.dense.data.all_gather_object(mine)
 
     def forget(self) -> None:
-        """Forget that replicas were summed, because the gradients of the last agreement are gone."""
+        """Clear the flag that replicas were summed, because the gradients of the last agreement were dropped."""
         self._replicas_summed = False
 
     def local_part(self, unit: Unit, reduced: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 # Persistent parameters are many and small: neighbours are merged until their unit has 1 MiB of float32 gradients.
 _PERSISTENT_BUCKET = 1 << 18
-# Each unit has a collective of its own, so that a model with a whole backbone outside the optimizer would be slow.
+# Most parameters in no optimizer group that get a unit each. Every unit adds a collective, so a model whose whole
+# backbone is outside the optimizer would be slow.
 _MOST_APART = 32
 
 

@@ -136,7 +136,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                 for segment, mean in self._chosen(messages):
                     self._outer_step(segment, mean, options)
         for batch in self.state_offload.iterate_batches(self._batches):
-            for chunk in batch:  # also units without a gradient have changed: set one, so that they count as updated
+            for chunk in batch:  # changed units without a gradient get one, to count as updated
                 if chunk.gradient is None and chunk.unit.index in outer:
                     chunk.gradient = outer[chunk.unit.index][chunk.start : chunk.stop]
             yield batch

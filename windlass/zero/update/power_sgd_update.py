@@ -130,7 +130,7 @@ class PowerSGDUpdate(ElementwiseUpdate):
             vector.div_(size)
 
     def _matrix(self, message: UnitMessage, index: int, groups: dict[int, dict[str, Any]]) -> _Matrix | None:
-        """Return the matrices of a parameter; None if its gradient is sent in full."""
+        """Return gradient, error and Q of a parameter as matrices; None if its gradient is sent in full."""
         unit = message.unit
         shape = unit.shapes[index]
         rank = thin_columns(shape, groups[id(unit.parameters[index])])
