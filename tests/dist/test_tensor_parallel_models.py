@@ -344,6 +344,30 @@ def test_layers_that_were_taken_for_a_chain_are_named() -> None:
         run_ranks(gradient_error, 2, Gated, {})
 
 
+class _ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(input=hidden).relu())
+
+
+def test_inputs_by_keyword_are_refused() -> None:
+    with pytest.raises(RankError, match="a Linear that tensor parallelism shards was called with its input as a keyw"):
+        run_ranks(gradient_error, 2, _ByKeyword, {})
+
+
+def test_a_softmax_between_sharded_layers_is_refused() -> None:
+    """Each rank would normalize over its own features."""
+    with pytest.raises(RankError, match=r"can't shard 1: it computes with all 24 input features of 2.*tensor_table"):
+        run_ranks(gradient_error, 2, _with_softmax, {})
+
+
+def _with_softmax() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 24), nn.Softmax(-1), nn.Linear(24, 8))
+
+
 class Mixed(nn.Module):
     """User-defined model with mixtures of experts."""
 

@@ -293,6 +293,16 @@ def test_the_generation_config_may_be_the_second_argument() -> None:
     assert torch.equal(found, model.generate(ids, config, attention_mask=mask))
 
 
+def test_end_tokens_may_be_a_tensor() -> None:
+    model = small_model()
+    ids, mask = padded()
+    ends = torch.tensor([3, 8, 20, 30, 40, 50])
+    engine = windlass.init_inference(model, **SMALL)
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0, "do_sample": False}
+    found = engine.generate(ids, eos_token_id=ends, **settings)
+    assert torch.equal(found, model.generate(ids, eos_token_id=ends, **settings))
+
+
 def test_a_model_that_generates_nothing_is_called() -> None:
     layer = nn.Linear(4, 3)
     engine = windlass.init_inference(layer)

@@ -83,6 +83,15 @@ class BoundMask:
     def __init__(self, backend: AttentionBackend, mask: Any) -> None:
         self.backend, self.mask = backend, mask
 
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__slots__ or name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"the model reads {name!r} of its attention mask, which is not a tensor while the attention backend "
+            f"{self.backend.name!r} is active: it computes its attention itself. Use a model class whose attention is "
+            "called through transformers' AttentionInterface or windlass.attention"
+        )
+
 
 def make_bound_mask(backend: AttentionBackend, mask: AttentionMask) -> BoundMask:
     """Make the mask of the active `backend`. While `make_mask` runs, the backend of the next outer block is active."""

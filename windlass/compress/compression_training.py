@@ -199,16 +199,16 @@ def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: 
         for layer in _prepared(model, group, tuple(COMPRESSED), where, clock):
             if layer.compression.weight is not None:
                 raise ConfigError(f"{where} names {layer.compression.name!r}, as another group does; leave one out")
-            groups = shared.quantize_groups
+            count = shared.quantize_groups
             if isinstance(layer, nn.Embedding):  # each row has a scale of its own, as in DeepSpeed
-                groups = max(len(layer.weight) or layer.num_embeddings, 1)  # zero.Init leaves no rows here
-            if layer.weight.numel() % groups and rounding.form is None:
+                count = max(len(layer.weight) or layer.num_embeddings, 1)  # zero.Init leaves no rows here
+            if layer.weight.numel() % count and rounding.form is None:
                 raise ConfigError(
                     f"{SECTION}.weight_quantization.shared_parameters.quantize_groups is {shared.quantize_groups}, "
                     f"which does not divide the {layer.weight.numel()} weights of {layer.compression.name!r}; write a "
                     "divisor"
                 )
-            layer.compression.weight = replace(rounding, groups=groups)
+            layer.compression.weight = replace(rounding, groups=count)
             layer.compression.values = _values_in_format
 
 

@@ -114,7 +114,7 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
     unused = config.update(**settings)
     if any(value is not None for name, value in unused.items() if name != "synced_gpus"):
         return None
-    changed = {name for name, value in config.to_diff_dict().items() if value not in (None, False)}
+    changed = {name for name, value in config.to_diff_dict().items() if value is not None and value is not False}
     harmless = {"num_beams"} if config.num_beams in (None, 1) else set()
     return None if changed - _TRANSLATED - harmless else config
 

@@ -1,10 +1,28 @@
-"""Hidden states among the arguments of a transformers module."""
+"""Hidden states and inputs among the arguments of a module."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+
+
+def get_input(module: nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return the input of a sharded layer: its first positional argument.
+
+    Raises:
+        ModelError: there is none, because the input was passed by keyword.
+    """
+    if not args:
+        raise ModelError(
+            f"a {type(module).__name__} that tensor parallelism shards was called with its input as a keyword "
+            "argument; pass it as the first positional argument"
+        )
+    found: torch.Tensor = args[0]
+    return found
 
 
 def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

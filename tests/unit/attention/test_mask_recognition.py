@@ -104,6 +104,8 @@ def test_mask_description_equals_dense_sdpa_mask(kind: str, pattern: Any, argume
     with use_backend(Describing()):
         result = make(kind, ATTENTION_NAME, arguments)
     assert isinstance(result, BoundMask) and isinstance(result.mask, AttentionMask)
+    with pytest.raises(AttributeError, match="reads 'dtype' of its attention mask, which is not a tensor while"):
+        _ = result.dtype
     description = result.mask
     assert isinstance(description.pattern, pattern) if isinstance(pattern, type) else description.pattern == pattern
     assert (description.padding is not None) == ("attention_mask" in arguments)

@@ -27,6 +27,8 @@ from windlass.parallel.tensor.linear_layers import (
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, make_cannot_shard_error
 
+_SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.Softmin)
+
 _GATED_MLP_NAMES = {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -197,6 +199,7 @@ def _trace_chain(
             module_name, f"its layers do not form a chain: {sizes}", *((layer.name, "replicated") for layer in layers)
         )
     between = _norm_between(module_name, modules, row.in_features, row.out_features)
+    between = between or _softmax_between(module_name, modules, layers)
     if between:
         raise make_cannot_shard_error(
             between, f"it computes with all {row.in_features} input features of {row.leaf_name}", *lines
@@ -245,6 +248,17 @@ def _norm_between(module_name: str, modules: dict[str, nn.Module], features: int
         if any(parameter.dim() == 1 and parameter.numel() == features for parameter in module.parameters(False)):
             return name
     return ""
+
+
+def _softmax_between(module_name: str, modules: dict[str, nn.Module], layers: Sequence[LinearLayer]) -> str:
+    """Return the name of a softmax beside the layers of a chain, or "" if there is none, or if `module_name` has other
+    linear layers, to which the softmax may belong.
+    """
+    chain = {layer.name for layer in layers}
+    beside = {name: module for name, module in modules.items() if _parent_name(name) == module_name}
+    if any(name not in chain and as_linear_layer(name, module) is not None for name, module in beside.items()):
+        return ""
+    return next((name for name, module in beside.items() if isinstance(module, _SOFTMAXES)), "")
 
 
 def _check_unknown_matrices(name: str, block: nn.Module, covered: Collection[str], routing: Collection[str]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.autograd_collectives import reduce_from_parallel_region
+from windlass.parallel.hidden_states import get_input
 from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard
 
 
@@ -34,7 +35,7 @@ class VocabShardLookup:
         self._outside_shard: torch.Tensor | None = None
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        tokens = args[0]
+        tokens = get_input(module, args)
         torch._assert_async(
             ((tokens >= 0) & (tokens < self._size)).all(), "a token is outside the vocabulary; check the tokenizer"
         )

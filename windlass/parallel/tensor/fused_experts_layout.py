@@ -50,6 +50,8 @@ def read_fused_experts_layout(module: nn.Module) -> FusedExpertsLayout | str:
     """
     own = dict(module.named_parameters(recurse=False))
     first_name = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
+    if first_name not in own or "down_proj" not in own:
+        return f"{first_name} and down_proj are not both parameters of it; an adapter may have replaced them"
     first, second = own[first_name], own["down_proj"]
     hidden = {tuple(first.shape[1:])[dim] for dim in (0, 1)} & {tuple(second.shape[1:])[dim] for dim in (0, 1)}
     if getattr(module, "has_post_expert_norm", False):

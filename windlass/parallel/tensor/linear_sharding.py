@@ -21,6 +21,7 @@ from windlass.parallel.autograd_collectives import (
     reduce_scatter,
     scatter_to_parallel_region,
 )
+from windlass.parallel.hidden_states import get_input
 from windlass.parallel.placement import Ranges
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.input_hooks import ChainInputHook
@@ -163,8 +164,9 @@ class ColumnInputHook:
         self._input_hook, self.sequence_sharding = input_hook, sequence_sharding
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        sizes = self.sequence_sharding.rank_sizes(args[0]) if self.sequence_sharding is not None else None
-        return self._input_hook(args[0], sizes), *args[1:]
+        inputs = get_input(module, args)
+        sizes = self.sequence_sharding.rank_sizes(inputs) if self.sequence_sharding is not None else None
+        return self._input_hook(inputs, sizes), *args[1:]
 
 
 class ColumnGatherHook:

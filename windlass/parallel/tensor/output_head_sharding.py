@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.autograd_collectives import copy_to_parallel_region, gather_from_parallel_region
+from windlass.parallel.hidden_states import get_input
 from windlass.parallel.sequence_loss import install_loss
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.find_language_model import find_language_model
@@ -160,7 +161,7 @@ class OutputHeadInputHook:
         self._vocabulary = vocabulary
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return copy_to_parallel_region(args[0], self._vocabulary.axis), *args[1:]
+        return copy_to_parallel_region(get_input(module, args), self._vocabulary.axis), *args[1:]
 
 
 class OutputHeadGatherHook:

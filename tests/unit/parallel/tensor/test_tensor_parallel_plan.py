@@ -285,6 +285,15 @@ def test_adapters_with_full_row_norms_are_refused_by_name() -> None:
         build_tensor_parallel_plan(model, 2)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_an_adapter_wraps_are_refused_by_name() -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["gate_up_proj", "down_proj"]
+    model = peft.get_peft_model(build("mixtral"), peft.LoraConfig(target_modules=[], target_parameters=targets))
+    with pytest.raises(ModelError, match=r"can't shard .*mlp\.experts: .* an adapter may have replaced them"):
+        build_tensor_parallel_plan(model, 2)
+
+
 def test_tied_weights_are_sharded_together_or_not_at_all() -> None:
     plan = build_tensor_parallel_plan(build("gpt2"), 2, {"lm_head": "replicated"})
     assert plan.shard_of("transformer.wte") is None and plan.shard_of("lm_head") is None
