@@ -537,3 +537,30 @@ def clipped_in_float64(name: str) -> float:
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_clipping_keeps_the_precision_of_float64(name: str) -> None:
     assert run_ranks(clipped_in_float64, 1, name) == [pytest.approx(0.0, abs=1e-13)]
+
+
+def adagrad_of_a_cast_model(own: torch.dtype, precision: str, stage: int) -> list[torch.dtype]:
+    """Train a model that the engine casts to another 16-bit dtype; return the dtypes of Adagrad's states, which it
+    makes in its constructor.
+    """
+    model = torch.nn.Linear(4, 4, dtype=own)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adagrad", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        precision: {"enabled": True},
+    }
+    engine: Any = windlass.initialize(model=model, config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4, dtype=next(engine.parameters()).dtype)).float().square().mean())
+        engine.step()
+    states = [windlass.zero.full_state(p, "sum") for p in engine.module.parameters()]
+    engine.destroy()
+    assert all((state > 0).all() for state in states if state is not None)
+    return [state.dtype for state in states if state is not None]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_made_before_a_cast_are_widened(stage: int) -> None:
+    for own, precision in ((torch.bfloat16, "fp16"), (torch.float16, "bf16"), (torch.bfloat16, "bf16")):
+        assert run_ranks(adagrad_of_a_cast_model, 1, own, precision, stage) == [[torch.float32] * 2]
