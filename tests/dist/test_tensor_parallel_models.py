@@ -358,14 +358,17 @@ def test_inputs_by_keyword_are_refused() -> None:
         run_ranks(gradient_error, 2, _ByKeyword, {})
 
 
-def test_a_softmax_between_sharded_layers_is_refused() -> None:
+@pytest.mark.parametrize(
+    "between", [nn.Softmax(-1), nn.LayerNorm(24, elementwise_affine=False)], ids=["softmax", "norm"]
+)
+def test_a_norm_without_parameters_between_sharded_layers_is_refused(between: nn.Module) -> None:
     """Each rank would normalize over its own features."""
     with pytest.raises(RankError, match=r"can't shard 1: it computes with all 24 input features of 2.*tensor_table"):
-        run_ranks(gradient_error, 2, _with_softmax, {})
+        run_ranks(gradient_error, 2, partial(_with_module_between, between), {})
 
 
-def _with_softmax() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 24), nn.Softmax(-1), nn.Linear(24, 8))
+def _with_module_between(between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 24), between, nn.Linear(24, 8))
 
 
 class Mixed(nn.Module):

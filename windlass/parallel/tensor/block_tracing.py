@@ -237,8 +237,8 @@ def _find_row(layers: Sequence[LinearLayer], hidden_size: int | None) -> LinearL
 
 
 def _norm_between(module_name: str, modules: dict[str, nn.Module], features: int, outside: int) -> str:
-    """Return the name of a module inside `module_name` that has a parameter of shape `[features]`, such as a norm
-    between the layers, or "" if there is none, or if `outside` is equal to `features`.
+    """Return the name of a module inside `module_name` that has a parameter of shape `[features]` or normalizes over
+    `features`, such as a norm between the layers, or "" if there is none, or if `outside` is equal to `features`.
     """
     if features == outside:
         return ""
@@ -246,6 +246,8 @@ def _norm_between(module_name: str, modules: dict[str, nn.Module], features: int
         if not is_inside(name, module_name) or as_linear_layer(name, module) is not None:
             continue
         if any(parameter.dim() == 1 and parameter.numel() == features for parameter in module.parameters(False)):
+            return name
+        if getattr(module, "normalized_shape", None) == (features,):
             return name
     return ""
 
