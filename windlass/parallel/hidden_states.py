@@ -14,7 +14,7 @@ def get_input(module: nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
     """Return the input of a sharded layer: its first positional argument.
 
     Raises:
-        ModelError: there is none, because the input was passed by keyword.
+        ModelError: the input was passed by keyword.
     """
     if not args:
         raise ModelError(

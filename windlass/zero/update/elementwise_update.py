@@ -331,9 +331,9 @@ def _widened(chunk: UpdateChunk) -> bool:
 def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: UpdateChunk) -> torch.dtype:
     """Return the dtype in which to keep an existing state of `dtype` that has one value per element.
 
-    Optimizers create states in the dtype of the parameters, which may have been another 16-bit dtype before `initialize`
-    cast the model. Such a state is therefore widened to the dtype in which the chunk is updated. A `CPUOptimizer` chooses the dtype of its states itself, so these keep
-    their dtype.
+    Optimizers create states in the dtype of the parameters, which may have been another 16-bit dtype before
+    `initialize` cast the model. Such a state is therefore widened to the dtype in which the chunk is updated. A
+    `CPUOptimizer` chooses the dtype of its states itself, so these keep their dtype.
     """
     like_the_parameter = dtype == chunk.unit.dtype or {dtype, chunk.unit.dtype} <= {torch.float16, torch.bfloat16}
     like_the_parameter = like_the_parameter and dtype.itemsize < chunk.state_dtype.itemsize
