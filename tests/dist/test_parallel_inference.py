@@ -407,13 +407,12 @@ def test_messages_of_batches_round_trip() -> None:
         [None, None],
     )
     found = decode_batch(encode_batch(batch))
-    for name, value in vars(batch).items():
-        other = getattr(found, name)
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, other), name
-            assert value.dtype == other.dtype, name
-        else:
-            assert value == other, name
+    for name in batch.values._fields:
+        value, other = getattr(batch, name), getattr(found, name)
+        assert torch.equal(value, other), name
+        assert value.dtype == other.dtype, name
+    assert found.sequence_ids == batch.sequence_ids
+    assert found.adapters == batch.adapters
 
 
 def generate_with_adapters(

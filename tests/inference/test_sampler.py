@@ -227,6 +227,27 @@ def test_a_nucleus_is_that_by_sorting_everything(top_k: int, spread: float, top_
     assert torch.equal(torch.tensor(drawn)[certain], kept[some][certain])
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_smooth_logits_have_the_same_nucleus(path: str) -> None:
+    """Logits that rise and fall with the token's number: a selection with pivots at fixed places is quadratic here."""
+    places = torch.arange(20_000) / 20_000 * 4 - 2.8
+    logits = -places.square() / 2
+    weights = logits.double().exp()
+    ordered, ids = weights.sort(descending=True, stable=True)
+    count = int((ordered.cumsum(0) - ordered < weights.sum() * 0.95).sum())
+    drawn = draw(path, logits, SamplingParams(top_p=0.95), [0.0, 1 - 2**-53])
+    expected = ids[:count].sort().values[[0, -1]]
+    assert (torch.tensor(drawn) - expected).abs().max() <= 1  # sums in another order may move an end by one token
+
+
+def test_a_limit_beyond_the_vocabulary_excludes_nothing() -> None:
+    logits, uniforms = logits_of(6), [0.1, 0.5, 0.9]
+    for path in PATHS:
+        expected = draw(path, logits, SamplingParams(), uniforms)
+        for top_k in (VOCABULARY, 10**20, 10**400):
+            assert draw(path, logits, SamplingParams(top_k=top_k), uniforms) == expected
+
+
 def test_a_row_draws_the_same_token_in_any_batch() -> None:
     rows = torch.stack([logits_of(seed, 3000) for seed in range(8)])
     params = [SamplingParams(seed=row, temperature=0.5 + row / 4, top_p=[1, 0.9][row % 2]) for row in range(8)]

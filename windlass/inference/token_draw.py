@@ -45,11 +45,12 @@ def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms
     if not scores.is_cpu:
         return draw_together(scores, params, uniforms).tolist()
     if (path := find_sampling_path()) is not None:
+        vocabulary = scores.shape[-1]  # as a limit it excludes nothing, and a larger one may not fit into a float
         settings = [
-            (p.temperature, max(p.top_k, 0), p.top_p, p.min_p, p.min_p_is_last, uniform)
+            (p.temperature, min(max(p.top_k, 0), vocabulary), p.top_p, p.min_p, p.min_p_is_last, uniform)
             for p, uniform in zip(params, uniforms, strict=True)
         ]
-        return native_draw(scores.contiguous(), np.array(settings, dtype=np.float64), path)
+        return native_draw(scores.contiguous().float(), np.array(settings, dtype=np.float64), path)
     return [draw_one(row, one, uniform) for row, one, uniform in zip(scores, params, uniforms, strict=True)]
 
 

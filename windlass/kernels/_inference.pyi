@@ -112,7 +112,9 @@ class StepProgram:
         is_bf16: bool,
         rounds_inputs: bool,
     ) -> None: ...
-    def add_product(self, product: int, weight: int, x: int, y: int, count: tuple[int, int]) -> None: ...
+    def add_foreign_product(
+        self, product: int, first_part: int, weight: int, x: int, y: int, count: tuple[int, int]
+    ) -> None: ...
     def add_rms_norm(
         self,
         x: int,

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from windlass.base.errors import ModelError
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "min_p_is_last", "uniform")
@@ -31,7 +32,11 @@ def draw_tokens(scores: torch.Tensor, settings: npt.NDArray[np.float64], path: I
         settings: `[rows, 6]`, contiguous, with the columns `SETTINGS`. `top_k` is 0 without a limit; `min_p_is_last` is
             1 if min-p applies after top-p, else 0.
     """
+    if scores.dtype != torch.float32:
+        raise ModelError(f"scores of {scores.dtype} cannot be drawn from by native kernels; convert them to float32")
     rows, vocabulary = scores.shape
+    if not rows:
+        return []
     tokens = np.empty(rows, dtype=np.int64)
     address = tensor_address("tensor of scores", scores)
     assert path.module is not None

@@ -135,10 +135,16 @@ class RowOfScores {
     // The lowest weight of the likeliest of `values_` that have `mass` together, and the number of them that have it. A
     // selection like that of std::nth_element, by weight in place of number.
     Lowest find_lowest(double mass) {
+        std::uint64_t random = 0;  // pivots at fixed places take quadratic time for some smooth distributions
         double above = 0;  // sum of the weights before `begin`, which belong to the nucleus
         auto begin = values_.begin(), end = values_.end();
         for (;;) {
-            const float a = *begin, b = begin[(end - begin) / 2], c = end[-1];
+            const auto size = static_cast<std::uint64_t>(end - begin);
+            const auto any = [&] {
+                random = random * 6364136223846793005u + 1442695040888963407u;
+                return begin[static_cast<std::ptrdiff_t>((random >> 33) % size)];
+            };
+            const float a = any(), b = any(), c = any();
             const float pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
             const auto equal = std::partition(begin, end, [&](float weight) { return weight > pivot; });
             const auto lower = std::partition(equal, end, [&](float weight) { return weight == pivot; });
