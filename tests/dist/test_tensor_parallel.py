@@ -57,6 +57,7 @@ LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("bloom", {}, 3, {}),
     # hidden states between layers sharded along the sequence of 7 tokens
     *((name, {}, 2, NORMS) for name in ("llama", "gpt2", "opt", "bert", "bloom", "phi3", "mixtral", "gpt_oss")),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, 2, NORMS),
     *((name, {}, 3, NORMS) for name in ("qwen3", "falcon", "olmo2", "llama4", "deepseek_v2", "qwen2_moe")),
     ("llama", {"attention_bias": True, "mlp_bias": True}, 4, NORMS),
     ("gpt2", {"n_embd": 32, "n_head": 4}, 4, NORMS),
@@ -79,7 +80,7 @@ def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
     name, changes, ranks, options = law
     alike = ranks > 2 and not changes and name not in ("llama", "gpt2", "mixtral")
     alike |= ranks == 4 and (name == "gpt2" or "attention_bias" in changes and options != NORMS)
-    alike |= ranks == 2 and options == NORMS and name in ("opt", "bert", "bloom", "phi3")
+    alike |= ranks == 2 and options == NORMS and name in ("opt", "bert", "phi3")
     alike |= ranks == 3 and options == {"tp_overlap_chunks": 4} or name == "falcon" and changes.get("alibi", False)
     alike |= ranks == 4 and name in ("phi3", "gpt_bigcode")
     alike |= (ranks, changes, options) == (2, {}, {}) and name in ALIKE

@@ -328,6 +328,30 @@ def per_head() -> nn.Module:
     return nn.Sequential(nn.Sequential(PerHead()), nn.Sequential(PerHead()))
 
 
+class Stages(nn.Module):
+    """Blocks in lists inside a list, which the forward calls one by one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        blocks = [[PerHead(), PerHead()] for _ in range(2)]
+        self.stages = nn.ModuleList(nn.ModuleList(two) if kind == "lists" else nn.Sequential(*two) for two in blocks)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            for block in stage:  # type: ignore[attr-defined]
+                hidden = block(hidden)
+        return hidden
+
+
+def test_blocks_of_lists_inside_a_list_share_the_sequence() -> None:
+    for gradients in run_ranks(gradient_error, 2, partial(Stages, "lists"), {}, True):
+        assert gradients[0] < EXACT, gradients
+    with pytest.raises(
+        RankError, match=r"around stages\.0, whose modules are called one by one; call stages\.0 itself"
+    ):
+        run_ranks(gradient_error, 2, partial(Stages, "sequentials"), {}, True)
+
+
 class Gated(nn.Module):
     """Two linear layers that take the same input. Their sizes would fit one after the other."""
 

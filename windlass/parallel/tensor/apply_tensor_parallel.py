@@ -37,6 +37,7 @@ from windlass.parallel.tensor.stack_sequence_sharding import (
     StackInputHook,
     StackOutputHook,
     StackSequenceSharding,
+    WholeCallHooks,
 )
 from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle, TensorParallelPlan
 
@@ -246,6 +247,8 @@ class _PlanApplier:
         draws = LocalRng(self._axis) if self._has_dropout else None
         for name in stack.layers:
             layer = self._modules[name]
+            if isinstance(layer, nn.Sequential):
+                WholeCallHooks(layer, name)
             before = StackInputHook(sequence_sharding, name == stack.layers[0], draws)
             layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             if draws is not None:

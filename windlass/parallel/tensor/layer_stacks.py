@@ -48,6 +48,9 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
     for name, layer in find_blocks(model):
         if any(is_inside(name, outer) for stack in stacks for outer in stack.layers):
             continue  # a layer of a list inside another layer
+        if type(layer).forward is nn.Module.forward and "forward" not in vars(layer):
+            list_before = None
+            continue  # a list inside the list is never called; its elements are layers
         if not name or not any(shard.rank_ranges for shard in plan.shards if is_inside(shard.name, name)):
             list_before = None
             continue

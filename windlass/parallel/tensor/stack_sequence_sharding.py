@@ -5,6 +5,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from windlass.base.backward_callbacks import current_backward_id
+from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.autograd_collectives import (
     copy_to_parallel_region,
@@ -23,6 +25,8 @@ from windlass.parallel.placement import compute_shard_range
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.input_hooks import ChainInputHook
 from windlass.parallel.tensor.local_rng import LocalRng, compute_shared_seed, get_default_generator
+
+_RESIDUAL = "residual"
 
 
 class StackSequenceSharding:
@@ -111,7 +115,8 @@ class AttentionGatherHook:
     """Pre-forward hook of attention: all-gather the hidden states once for all of its column-parallel layers.
 
     Other hidden states, of an encoder, are full on every rank. They pass through `copy_to_parallel_region`, because the
-    heads of each rank compute only a part of their gradient.
+    heads of each rank compute only a part of their gradient. An argument `residual` is a part of the sequence that is
+    added to the output (BLOOM).
 
     Args:
         input_widths: numbers of input features of the column-parallel layers.
@@ -121,25 +126,65 @@ class AttentionGatherHook:
         self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding, input_widths: Collection[int]
     ) -> None:
         self._input_hook, self._sequence_sharding, self._input_widths = input_hook, sequence_sharding, input_widths
+        self._names: list[str] | None = None  # names of the parameters of the forward
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = get_hidden_states(args, kwargs)
         gathered = self._input_hook(hidden, self._sequence_sharding.rank_sizes(hidden))
-        entered: dict[int, torch.Tensor] = {id(gathered): gathered}
+        entered: dict[int, torch.Tensor] = {id(hidden): gathered}
 
-        def enter(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.requires_grad or value.dim() != 3:
+        def enter(name: str, value: Any) -> Any:
+            if value is not hidden and (
+                not isinstance(value, torch.Tensor)
+                or not value.requires_grad
+                or value.dim() != 3
+                or value.shape[-1] not in self._input_widths
+            ):
                 return value
-            if value.shape[-1] not in self._input_widths:
+            if name == _RESIDUAL:
                 return value
             if id(value) not in entered:
                 entered[id(value)] = copy_to_parallel_region(value, self._input_hook.axis)
             return entered[id(value)]
 
-        args, kwargs = replace_hidden_states(args, kwargs, gathered)
-        return tuple(enter(one) for one in args), {name: enter(one) for name, one in kwargs.items()}
+        if self._names is None:
+            self._names = list(inspect.signature(module.forward).parameters)
+        names = self._names + [""] * (len(args) - len(self._names))  # *args
+        return (
+            tuple(enter(name, one) for name, one in zip(names, args, strict=False)),
+            {name: enter(name, one) for name, one in kwargs.items()},
+        )
+
+
+class WholeCallHooks:
+    """Hooks of a layer that is an `nn.Sequential`: refuse calls of its modules one by one, which skip the hooks of the
+    layer.
+
+    Args:
+        name: name of the layer.
+    """
+
+    def __init__(self, layer: nn.Sequential, name: str) -> None:
+        self._name, self._depth = name, 0
+        layer.register_forward_pre_hook(self._begin, prepend=True)
+        layer.register_forward_hook(self._end, always_call=True)
+        for child in layer.children():
+            child.register_forward_pre_hook(self._check, prepend=True)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        if not self._depth:
+            raise ModelError(
+                f"tp_sequence_norms shards the sequence around {self._name}, whose modules are called one by one; call "
+                f"{self._name} itself, or leave out tp_sequence_norms"
+            )
 
 
 class FullSequenceHook:
