@@ -328,12 +328,23 @@ def per_head() -> nn.Module:
     return nn.Sequential(nn.Sequential(PerHead()), nn.Sequential(PerHead()))
 
 
+class Residual(nn.Module):
+    """Attention beside a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = PerHead()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.attention(hidden)
+
+
 class Stages(nn.Module):
     """Blocks in lists inside a list, which the forward calls one by one."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        blocks = [[PerHead(), PerHead()] for _ in range(2)]
+        blocks = [[Residual(), Residual()] for _ in range(2)]
         self.stages = nn.ModuleList(nn.ModuleList(two) if kind == "lists" else nn.Sequential(*two) for two in blocks)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
