@@ -9,18 +9,12 @@ import torch
 from windlass.base.errors import ModelError
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 
-SETTINGS = ("temperature", "top_k", "top_p", "min_p", "min_p_is_last", "uniform")
-"""Columns of the settings of `draw_tokens`."""
 
-
-def find_sampling_path(path: str | None = None) -> InferencePath | None:
-    """Return the path with native kernels for sampling; None if there are none, or if they were built before these
-    kernels existed.
-
-    Args:
-        path: one of `list_inference_paths()` in place of the active one.
+def find_sampling_path() -> InferencePath | None:
+    """Return the active path if it has native kernels for sampling; None if there are none, or if they were built
+    before these kernels existed.
     """
-    found = get_inference_path(path)
+    found = get_inference_path()
     return found if hasattr(found.module, "draw_tokens") else None
 
 
@@ -29,8 +23,11 @@ def draw_tokens(scores: torch.Tensor, settings: npt.NDArray[np.float64], path: I
 
     Args:
         scores: float32 `[rows, vocabulary]` on the CPU, contiguous; the highest of each row is finite.
-        settings: `[rows, 6]`, contiguous, with the columns `SETTINGS`. `top_k` is 0 without a limit; `min_p_is_last` is
-            1 if min-p applies after top-p, else 0.
+        settings: `[rows, 6]`, contiguous: temperature, top-k (0: no limit), top-p, min-p, 1 if min-p applies after
+            top-p and 0 if before it, and the uniform number in [0, 1).
+
+    Raises:
+        ModelError: the scores have another dtype.
     """
     if scores.dtype != torch.float32:
         raise ModelError(f"scores of {scores.dtype} cannot be drawn from by native kernels; convert them to float32")
