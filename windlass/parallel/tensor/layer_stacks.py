@@ -48,7 +48,7 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
     for name, layer in find_blocks(model):
         if any(is_inside(name, outer) for stack in stacks for outer in stack.layers):
             continue  # a layer of a list inside another layer
-        if type(layer).forward is nn.Module.forward and "forward" not in vars(layer):
+        if not _has_forward(layer):
             list_before = None
             continue  # a list inside the list is never called; its elements are layers
         if not name or not any(shard.rank_ranges for shard in plan.shards if is_inside(shard.name, name)):
@@ -112,13 +112,18 @@ def _called_children(name: str, layer: nn.Module) -> tuple[dict[str, nn.Module],
     holders = {name}
     for leaf, child in layer.named_children():
         inner = f"{name}.{leaf}"
-        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+        if not _has_forward(child):
             called, containers = _called_children(inner, child)
             found.update(called)
             holders |= containers
         else:
             found[inner] = child
     return found, holders
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Return True if a module can be called; False for a container such as `nn.ModuleList`."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _chains_in(name: str, plan: TensorParallelPlan) -> set[str]:
