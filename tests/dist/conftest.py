@@ -13,7 +13,7 @@ from tests.dist.quick_rows import mark_slow_rows
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the rows that `quick_rows` does not choose as slow."""
+    """Mark as slow the rows that `quick_rows` does not choose."""
     mark_slow_rows([item for item in items if item.path.is_relative_to(Path(__file__).parent)])
 
 

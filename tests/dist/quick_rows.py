@@ -11,44 +11,52 @@ import pytest
 Row = Mapping[str, Hashable]
 
 
-def quick_rows(rows: Iterable[Row]) -> list[bool]:
-    """Return a flag per row of a test, True for a quick row.
+def quick_rows(tests: Sequence[Sequence[Row]]) -> list[list[bool]]:
+    """Return a flag per row of each test of a file, True for a quick row.
 
-    Every value of every parameter is in a quick row, but not every combination of values. Among rows that add equally
-    many new values, two of three choices prefer the highest stage, and transports alternate. A test with no parameters
-    but transport and stage keeps all its stages, and its highest (or only) stage keeps all transports.
+    Every value of every parameter is in a quick row of the file, but not every combination of values: tests that share
+    a parameter share its values. Each test has a quick row, and if it has several stages, one at the highest stage and
+    one at a lower one. Among rows that add equally many new values, two of three choices prefer the highest stage,
+    transports alternate, and few ranks are preferred.
 
     Args:
-        rows: parameters by name. Values that belong together are one parameter.
+        tests: the rows of each test, as parameters by name. Values that belong together are one parameter.
     """
-    rows = list(rows)
-    others = {tuple((k, v) for k, v in row.items() if k not in ("transport", "stage")) for row in rows}
-    kept = _stages(rows) if len(others) == 1 else []
-    left = {item for row in rows for item in row.items()} - {item for at in kept for item in rows[at].items()}
-    *lower, highest = _distinct(row.get("stage") for row in rows)
+    rows = [(at, row) for at, of_test in enumerate(tests) for row in of_test]
+    left = {item for _, row in rows for item in row.items()}
+    kept: set[int] = set()
     used: Counter[tuple[str, Hashable]] = Counter()
-    while left:
+    *lower, highest = _distinct(row["stage"] for _, row in rows if "stage" in row) or [None]
+
+    def keep_one_of(candidates: Iterable[int]) -> None:
         turn = len(kept)
         wanted = lower[turn // 3 % len(lower)] if lower and turn % 3 == 2 else highest
-        worth = [
-            (len(left & row.items()), row.get("stage") == wanted, -sum(used[item] for item in row.items()))
-            for row in rows
-        ]
-        best = worth.index(max(worth))
-        kept.append(best)
-        left -= rows[best].items()
-        used.update(item for item in rows[best].items() if item[0] != "stage")
-    return [at in kept for at in range(len(rows))]
+
+        def worth(number: int) -> tuple[int, bool, int, int]:
+            row = rows[number][1]
+            new = len(left & row.items())
+            return new, row.get("stage") == wanted, -sum(used[item] for item in row.items()), -_ranks_of(row)
+
+        best = max(candidates, key=worth)
+        kept.add(best)
+        left.difference_update(rows[best][1].items())
+        used.update(item for item in rows[best][1].items() if item[0] != "stage")
+
+    for at in sorted(range(len(tests)), key=lambda at: len(tests[at])):
+        own = [number for number, (of, _) in enumerate(rows) if of == at]
+        at_highest = [number for number in own if rows[number][1].get("stage") == highest]
+        at_lower = [number for number in own if number not in at_highest]
+        for candidates in filter(None, (at_highest, at_lower)):
+            keep_one_of(candidates)
+    while left:
+        keep_one_of(range(len(rows)))
+    flags = iter(number in kept for number in range(len(rows)))
+    return [[next(flags) for _ in of_test] for of_test in tests]
 
 
-def _stages(rows: Sequence[Row]) -> list[int]:
-    """Return indices of one row per stage, with alternating transports, and of all rows of the highest stage."""
-    stages = _distinct(row.get("stage") for row in rows)
-    kept: list[int] = []
-    for turn, stage in enumerate(stages):
-        there = [at for at, row in enumerate(rows) if row.get("stage") == stage]
-        kept += there if stage == stages[-1] else [there[turn % len(there)]]
-    return kept
+def _ranks_of(row: Row) -> int:
+    ranks = row.get("ranks")
+    return ranks if isinstance(ranks, int) else 0
 
 
 # Parameter of tests that run a list of cases in one process group: in `make test` each row takes a share of the list.
@@ -66,16 +74,18 @@ def share(cases: Sequence[Any], number: int, shares: int, every: bool) -> list[A
 
 
 def mark_slow_rows(items: list[pytest.Item]) -> None:
-    """Mark as slow the rows of each collected test that are not quick."""
-    by_test: dict[str, list[pytest.Function]] = {}
+    """Mark as slow the rows of each file of collected tests that are not quick."""
+    files: dict[str, dict[str, list[pytest.Function]]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
-            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for rows in by_test.values():
-        parameters = [_parameters_of(item) for item in rows]
-        for item, quick in zip(rows, quick_rows(parameters), strict=True):
-            if not quick:
-                item.add_marker(pytest.mark.slow)
+            file, test = item.nodeid.partition("[")[0].split("::", 1)
+            files.setdefault(file, {}).setdefault(test, []).append(item)
+    for tests in files.values():
+        flags = quick_rows([[_parameters_of(item) for item in rows] for rows in tests.values()])
+        for rows, quick_of_rows in zip(tests.values(), flags, strict=True):
+            for item, quick in zip(rows, quick_of_rows, strict=True):
+                if not quick:
+                    item.add_marker(pytest.mark.slow)
 
 
 def _parameters_of(item: pytest.Function) -> dict[str, Hashable]:

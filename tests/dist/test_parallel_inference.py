@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.causal_models import CAUSAL, VOCABULARY, build_longer
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares
 from tests.inference.greedy_reference import assert_greedy, make_prompts, round_layers
 from tests.inference.peft_adapters import ATTENTION, assert_adapters, write_adapter, write_three
 from tests.inference.test_family_products import (
@@ -145,16 +146,18 @@ def test_loaded_models_pack_their_shards(tmp_path: Path, name: str, weights: str
     assert_greedy(model, first, 1e-4)
 
 
-def generate_with_registered_formats(directory: str) -> dict[str, Any]:
+def generate_with_registered_formats(directory: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the answers by format."""
     with registered():
-        return {name: generate_from_directory(directory, name, "")[0] for name in ("my4", "my8", "my8_rows")}
+        return {name: generate_from_directory(directory, name, "")[0] for name in names}
 
 
-def test_registered_formats_are_divided_among_ranks(tmp_path: Path) -> None:
+@in_shares
+def test_registered_formats_are_divided_among_ranks(every: bool, tmp_path: Path) -> None:
     """A rank's part of a matrix is packed to the codes of the full matrix. Only the head is rounded by part."""
     build_longer("llama").save_pretrained(tmp_path)
-    found, other = run_ranks(generate_with_registered_formats, 2, str(tmp_path), timeout=240)
+    names = ("my4", "my8", "my8_rows") if every else ("my4", "my8_rows")
+    found, other = run_ranks(generate_with_registered_formats, 2, str(tmp_path), names, timeout=240)
     for weights, outputs in found.items():
         assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in other[weights]]
         model = build_longer("llama")
@@ -236,6 +239,7 @@ def test_expert_parallel_ranks_generate_what_the_plain_model_does() -> None:
     assert_same(run_ranks(generate_everywhere, 2, ["mixtral"], {"ep": 2}, {}), ["mixtral"])
 
 
+@pytest.mark.slow  # Other tests cover each axis on two ranks.
 def test_experts_and_matrices_over_four_ranks() -> None:
     assert_same(run_ranks(generate_everywhere, 4, ["mixtral"], {"ep": 2, "tp": 2}, {}), ["mixtral"])
 

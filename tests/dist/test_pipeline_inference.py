@@ -88,6 +88,7 @@ def test_two_stages_generate_what_the_plain_model_does(every: bool) -> None:
     assert_law(["gemma3", "mixtral", *(["gpt2", "qwen2"] if every else [])], {"pp": 2})
 
 
+@pytest.mark.slow  # Other tests cover each axis on two ranks.
 def test_matrices_and_layers_over_four_ranks() -> None:
     assert_law(["llama"], {"pp": 2, "tp": 2})
 
@@ -102,7 +103,12 @@ def test_more_stages_and_axes(name: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"swap_bytes": 1 << 24}, {"speculative": {"method": "ngram"}}, {"policy": "prefill-first"}]
+    "options",
+    [
+        pytest.param({"swap_bytes": 1 << 24}, marks=pytest.mark.slow),
+        {"speculative": {"method": "ngram"}},
+        pytest.param({"policy": "prefill-first"}, marks=pytest.mark.slow),
+    ],
 )
 def test_options_over_two_stages(options: dict[str, Any]) -> None:
     assert_law(["llama"], {"pp": 2}, options)

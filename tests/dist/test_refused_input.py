@@ -282,6 +282,7 @@ print("next", len(os.listdir(folder)), flush=True)
 """
 
 
+@pytest.mark.slow  # `tests/process/test_disk_tier_processes.py` tests each end with one tier.
 def test_no_file_remains_after_any_exit(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.stdout.split("\n")[:4] == ["exit 0", "raise 0", "kill 1", "next 0"], done.stderr[-2000:]

@@ -254,6 +254,7 @@ def test_every_kind_of_step_with_offloaded_states_equals_its_simulation(tmp_path
         require_law(case, [(found + more)[number] for found, more in zip(by_rank, on_disk, strict=True)])
 
 
+@pytest.mark.slow  # `test_every_kind_of_step_with_offloaded_states_equals_its_simulation` offloads all states.
 def test_sums_and_errors_are_offloaded_with_the_states(tmp_path: Path) -> None:
     require_offloaded_errors(replace(CASE, stage=2), str(tmp_path))
 

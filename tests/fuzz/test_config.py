@@ -54,7 +54,7 @@ def run(path: Path) -> str:
 
 def test_mutations_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    for data in mutants(SEEDS, 300):
+    for data in mutants(SEEDS, 150):
         path.write_bytes(data)
         printed = outcome(run, path)
         loaded = outcome(load_config, path)

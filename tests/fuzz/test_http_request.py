@@ -91,7 +91,7 @@ def client() -> TestClient:
 def test_mutations_of_a_body(client: TestClient, path: str) -> None:
     seeds = [json.dumps(body).encode() for body in BODIES[path]]
     seeds += [json.dumps(BODIES[path][0], ensure_ascii=False, indent=1).encode()]
-    for data in mutants(seeds, 75):
+    for data in mutants(seeds, 40):
         ask(client, path, data)
 
 
@@ -117,7 +117,7 @@ def test_mutations_of_a_raw_request() -> None:
     ]
     with server_on_thread(FakeEngine()) as address:
         place = ("127.0.0.1", int(address.rpartition(":")[2]))
-        for data in mutants(seeds, 75):
+        for data in mutants(seeds, 40):
             with socket.create_connection(place, timeout=60) as connection, contextlib.suppress(ConnectionError):
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)  # the server ends the connection then, whatever it waits for

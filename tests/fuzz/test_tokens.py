@@ -42,7 +42,7 @@ def test_mutations_of_a_token_file(tokens: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     used = len(full[:4096].rstrip())
     seeds = [full, full[:used] + full[4096:]]  # the second has no padding, so every mutation changes content
-    for data in mutants(seeds, 600):
+    for data in mutants(seeds, 150):
         if len(data) < 4096 + 500 and b"seal" in data:
             data = data[:used].ljust(4096) + data[used:]
         path.write_bytes(data)
@@ -125,7 +125,7 @@ def test_mutations_of_a_corpus(name: str, tmp_path: Path) -> None:
                 text.encode()
 
     path = tmp_path / name
-    for data in mutants(seeds, 300):
+    for data in mutants(seeds, 150):
         path.write_bytes(data)
         outcome(use, path)
 
@@ -143,7 +143,7 @@ RUNS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 def test_mutations_of_json(name: str, tmp_path: Path) -> None:
     read, seed = RUNS[name]
     path = tmp_path / name
-    for data in mutants([json.dumps(seed).encode()], 400):
+    for data in mutants([json.dumps(seed).encode()], 200):
         path.write_bytes(data)
         result = outcome(read, path)
         if isinstance(result, TrainingPlan):

@@ -80,6 +80,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow  # It measures memory; other tests check the same export.
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the kernel's peak of memory")
 def test_memory_is_independent_of_the_number_of_tensors(tmp_path: Path) -> None:
     """The export of three tensors of 64 MB raises the peak of memory by less than 24 MiB."""

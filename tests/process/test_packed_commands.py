@@ -23,6 +23,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "int4"
 
 
+@pytest.mark.slow  # `tests/compress/test_compress_command.py` measures models.
 def test_the_run_of_a_model_is_measured_in_a_process_of_its_own(packed: Path) -> None:
     held = bytearray(256 << 20)
     held[:: 1 << 12] = bytes([1]) * len(held[:: 1 << 12])  # pages of this process must not be counted

@@ -114,7 +114,7 @@ ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, lambda own: SG
 """
 
 
-@pytest.mark.parametrize("is_pushing", [True, False])
+@pytest.mark.parametrize("is_pushing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_stopped_server_is_replaced_and_may_continue(is_pushing: bool) -> None:
     """The server's connections stay open: the replica and the worker detect its loss by missing heartbeats."""
     settings = ParameterServerSettings(mode="asynchronous", heartbeat_seconds=2.0)

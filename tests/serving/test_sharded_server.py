@@ -103,6 +103,7 @@ def test_one_command_serves_a_model_over_two_ranks(directory: Path, tmp_path: Pa
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow  # `test_server_process.py` tests a replica of one rank that dies.
 def test_a_rank_that_dies_fails_its_requests_and_is_started_again(directory: Path, tmp_path: Path) -> None:
     """Two stages answer, lose a rank during a request, and answer again after the restart."""
     with Server(directory, tmp_path, "--pp", "2") as server:

@@ -21,13 +21,28 @@ def all_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) for values in product(*(range(size) for size in sizes.values()))]
 
 
-@given(SIZES, st.data())
-def test_every_value_of_every_parameter_stays(sizes: dict[str, int], data: st.DataObject) -> None:
-    """Whatever rows a test has, each value of each parameter is in a row that `make test` keeps."""
-    rows = data.draw(st.lists(st.sampled_from(all_rows(sizes)), min_size=1, unique_by=str))
-    kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
-    for name in sizes:
-        assert {row[name] for row in kept} == {row[name] for row in rows}
+def kept_of(*tests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the rows of each test of a file that `make test` keeps."""
+    flags = quick_rows(tests)
+    return [
+        [row for row, quick in zip(rows, found, strict=True) if quick] for rows, found in zip(tests, flags, strict=True)
+    ]
+
+
+@given(st.lists(SIZES, min_size=1, max_size=4), st.data())
+def test_every_value_of_every_parameter_stays_in_a_file(sizes: list[dict[str, int]], data: st.DataObject) -> None:
+    """Each test keeps a row, and two if it has several stages, with the highest; the file keeps each value."""
+    tests = [data.draw(st.lists(st.sampled_from(all_rows(of)), min_size=1, unique_by=str)) for of in sizes]
+    kept = kept_of(*tests)
+    highest = max(row["stage"] for rows in tests for row in rows)
+    for rows, of_test in zip(tests, kept, strict=True):
+        stages, stay = ({row["stage"] for row in some} for some in (rows, of_test))
+        assert len(stay) >= (2 if highest in stages and len(stages) > 1 else 1)
+        assert (highest in stay) == (highest in stages)
+    for name in {name for of in sizes for name in of}:
+        assert {row[name] for rows in kept for row in rows if name in row} == {
+            row[name] for rows in tests for row in rows if name in row
+        }
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.booleans())
@@ -37,16 +52,19 @@ def test_neighbouring_shares_are_the_whole_list(length: int, shares: int, shifte
     assert sorted(results) == cases == share(cases, 0, shares, True)
 
 
-def test_one_row_of_the_other_parameters_keeps_both_transports_at_the_highest_stage() -> None:
+def test_tests_of_a_file_share_the_stages_and_transports() -> None:
     rows = [{"stage": stage, "transport": transport} for stage in range(4) for transport in ("shm", "gloo")]
-    kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
-    assert [row["stage"] for row in kept] == [0, 1, 2, 3, 3]
-    assert {row["transport"] for row in kept if row["stage"] == 3} == {"shm", "gloo"}
+    kept = kept_of(rows, rows, rows)
+    assert [len(of_test) for of_test in kept] == [2, 2, 2]
+    assert {row["stage"] for of_test in kept for row in of_test} == {0, 1, 2, 3}
+    assert all({row["transport"] for row in of_test} == {"shm", "gloo"} for of_test in kept)
+    (alone,) = kept_of(rows)
+    assert {row["stage"] for row in alone} == {0, 1, 2, 3} and len(alone) == 4
 
 
 def test_many_rows_run_at_one_stage_on_one_transport_each() -> None:
     rows = all_rows({"model": 30, "stage": 4, "transport": 2})
-    kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
+    (kept,) = kept_of(rows)
     assert len(kept) == 30
     assert {row["model"] for row in kept} == set(range(30))
     assert all(sum(row["transport"] == transport for row in kept) == 15 for transport in range(2))
@@ -55,13 +73,13 @@ def test_many_rows_run_at_one_stage_on_one_transport_each() -> None:
 
 def test_a_product_runs_as_many_rows_as_its_longest_parameter() -> None:
     rows = all_rows({"model": 6, "precision": 2, "ranks": 3})
-    kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
+    (kept,) = kept_of(rows)
     assert len(kept) == 6
     assert all(sum(row["precision"] == precision for row in kept) == 3 for precision in range(2))
 
 
 def test_rows_without_transport_and_stage_stay() -> None:
-    assert quick_rows([{"model": number} for number in range(5)]) == 5 * [True]
+    assert quick_rows([[{"model": number} for number in range(5)]]) == [5 * [True]]
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(0, 4))

@@ -168,7 +168,7 @@ def test_checkpointing_saves_less_and_trains_alike() -> None:
     batches=st.tuples(*[st.integers(1, 4)] * 2).map(sorted),
     lengths=st.tuples(*[st.sampled_from([8, 16, 24])] * 2).map(sorted),
 )
-@hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=30, deadline=None, derandomize=True)
 def test_memory_of_no_moment_falls_when_the_batch_or_its_length_grows(
     two_layers: nn.Module,
     stage: int,
