@@ -352,10 +352,38 @@ inline void finish_rows(const AttentionJob& job, const AttentionPart& part, cons
     }
 }
 
-void attend(const AttentionJob& job, const AttentionPart& part, char* memory) {
+// Tiles of the keys that the rows of a part attend to.
+struct TilesOfPart {
+    const AttentionJob& job;
+    const AttentionPart& part;
+    std::int64_t lowest, highest;  // visible positions
+
+    TilesOfPart(const AttentionJob& job, const AttentionPart& part)
+        : job(job),
+          part(part),
+          lowest(visible_keys(job, part, 0).lowest),
+          highest(visible_keys(job, part, part.count - 1).highest) {}
+
+    std::int64_t beginning() const { return lowest / kTileKeys * kTileKeys; }
+
+    TileOfCache at(std::int64_t start) const {
+        const std::int64_t begin = lowest > start ? lowest - start : 0;
+        const std::int64_t end = highest + 1 - start < kTileKeys ? highest + 1 - start : kTileKeys;
+        return TileOfCache(job, part, start, begin, end);
+    }
+
+    // True if computing on a tile takes less time than loading it.
+    bool is_decode() const { return part.count <= kMostRows; }
+
+    void request(std::int64_t start) const {
+        if (is_decode()) request_tile(job, at(start));
+    }
+};
+
+// Computes a part whose first tile is requested, and requests the first tile of `next`, if there is one.
+void attend_part(const AttentionJob& job, const TilesOfPart& tiles, const TilesOfPart* next, char* memory) {
+    const AttentionPart& part = tiles.part;
     const AttentionScratch scratch(job, memory);
-    std::int64_t lowest = visible_keys(job, part, 0).lowest;
-    const std::int64_t highest = visible_keys(job, part, part.count - 1).highest;
     for (std::int64_t row = 0; row < part.count; ++row) {
         const std::int64_t head = part.cache_head * job.group() + (part.first + row) % job.group();
         scratch.most[row] = job.sinks != nullptr ? job.sinks[head] : -__builtin_inff();
@@ -363,23 +391,20 @@ void attend(const AttentionJob& job, const AttentionPart& part, char* memory) {
         std::memset(total, 0, 4 * kPanel);
         if (job.sinks != nullptr) total[0] = 1;
     }
-    std::memset(scratch.sums, 0, 4 * kMostPadded * job.cache.value_row());
+    const std::int64_t last_block = (part.count - 1) / kMostRows * kMostRows;
+    std::memset(scratch.sums, 0, 4 * (last_block + padded_rows(part.count - last_block)) * job.cache.value_row());
     // Blocks of rows begin at multiples of kMostRows, so that their padding lies behind the last row.
     for (std::int64_t first = 0; first < part.count; first += kMostRows) {
         const std::int64_t count = part.count - first < kMostRows ? part.count - first : kMostRows;
         pack_query(job, part, first, count, padded_rows(count), scratch.query + first * job.cache.key_dim);
     }
-    const auto tile_at = [&](std::int64_t start) {
-        const std::int64_t begin = lowest > start ? lowest - start : 0;
-        const std::int64_t end = highest + 1 - start < kTileKeys ? highest + 1 - start : kTileKeys;
-        return TileOfCache(job, part, start, begin, end);
-    };
-    const std::int64_t beginning = lowest / kTileKeys * kTileKeys;
-    const bool is_decode = part.count <= kMostRows;  // with more rows, computing on a tile takes longer than loading it
-    if (is_decode) request_tile(job, tile_at(beginning));
-    for (std::int64_t start = beginning; start <= highest; start += kTileKeys) {
-        const TileOfCache tile = tile_at(start);
-        if (is_decode && start + kTileKeys <= highest) request_tile(job, tile_at(start + kTileKeys));
+    for (std::int64_t start = tiles.beginning(); start <= tiles.highest; start += kTileKeys) {
+        const TileOfCache tile = tiles.at(start);
+        if (start + kTileKeys <= tiles.highest) {
+            tiles.request(start + kTileKeys);
+        } else if (next != nullptr) {
+            next->request(next->beginning());
+        }
         for (std::int64_t first = 0; first < part.count; first += kMostRows) {
             const std::int64_t count = part.count - first < kMostRows ? part.count - first : kMostRows;
             if (visible_keys(job, part, first + count - 1).highest < start) continue;  // tile not visible to any row
@@ -397,6 +422,14 @@ void attend(const AttentionJob& job, const AttentionPart& part, char* memory) {
         }
     }
     finish_rows(job, part, scratch);
+}
+
+void attend(const AttentionJob& job, const AttentionPart* parts, std::int64_t count, char* memory) {
+    TilesOfPart(job, parts[0]).request(TilesOfPart(job, parts[0]).beginning());
+    for (std::int64_t i = 0; i < count; ++i) {
+        const TilesOfPart tiles(job, parts[i]), next(job, parts[i + 1 < count ? i + 1 : i]);
+        attend_part(job, tiles, i + 1 < count ? &next : nullptr, memory);
+    }
 }
 
 std::int64_t attention_scratch(const AttentionJob& job) { return 4 * AttentionScratch::floats(job); }

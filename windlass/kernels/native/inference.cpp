@@ -17,6 +17,7 @@
 #include "inference_job.hpp"
 #include "kernel_sets.hpp"
 #include "parallel.hpp"
+#include "shared_ranges.hpp"
 #include "token_draw.hpp"
 
 namespace nb = nanobind;
@@ -30,6 +31,7 @@ constexpr std::int64_t kMostFeatures = 1024;     // features of a head of a cach
 // Work that one thread does in the time that a second one takes to start.
 constexpr std::int64_t kSerialProducts = 100'000;
 constexpr std::int64_t kSerialElements = 32'768;
+constexpr std::int64_t kDecodes = 3;             // parts of attention of one token each that a thread takes at once
 constexpr std::int64_t kPartsOfThread = 8;       // parts of a product: a delayed thread leaves its parts to the others
 constexpr std::int64_t kAheadBytes = 256 << 10;  // bytes of the next product that a thread without work requests
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
@@ -265,9 +267,17 @@ void attend_all(const InferenceSet& chosen, const AttentionJob& job, std::int64_
         }
     }
     const bool is_small = scores * (cache.key_dim + cache.value_dim) < kSerialProducts;
-    run_parallel(is_small ? 1 : threads, static_cast<int>(parts.size()), [&](int part) {
+    const auto count = static_cast<std::int64_t>(parts.size());
+    static thread_local SharedRanges kept_ranges;
+    SharedRanges& ranges = kept_ranges;
+    const auto used = static_cast<int>(std::min<std::int64_t>({is_small ? 1 : threads, count, SharedRanges::kMost}));
+    ranges.divide(count, 1, used);
+    run_parallel(used, used, [&](int thread) {
         static thread_local Scratch scratch;
-        chosen.attend(job, parts[part], scratch.get(chosen.attention_scratch(job)));
+        char* memory = scratch.get(chosen.attention_scratch(job));
+        ranges.take_all(thread, tokens == sequences ? kDecodes : 1, [&](std::int64_t begin, std::int64_t end) {
+            chosen.attend(job, parts.data() + begin, end - begin, memory);
+        });
     });
 }
 

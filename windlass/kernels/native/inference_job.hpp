@@ -161,7 +161,8 @@ struct InferenceSet {
     // Reads memory once, as fast as possible: the speed that products are compared with.
     std::uint64_t (*read_words)(const char* from, std::int64_t bytes);
     // Computes a part of attention. `scratch` has attention_scratch(job) bytes, aligned to 64.
-    void (*attend)(const AttentionJob&, const AttentionPart&, char* scratch);
+    // Computes `count` parts. While the last keys of one are computed, the first ones of the next are requested.
+    void (*attend)(const AttentionJob&, const AttentionPart* parts, std::int64_t count, char* scratch);
     std::int64_t (*attention_scratch)(const AttentionJob&);
     // Stores the tokens of heads [begin, end).
     void (*write_heads)(const WriteJob&, std::int64_t begin, std::int64_t end);

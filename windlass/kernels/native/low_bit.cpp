@@ -13,6 +13,7 @@
 #include "low_bit_job.hpp"
 #include "kernel_sets.hpp"
 #include "parallel.hpp"
+#include "shared_ranges.hpp"
 
 namespace nb = nanobind;
 
@@ -24,6 +25,7 @@ constexpr std::int64_t kRowsAtOnce = 1020;       // rows computed at once, so th
 constexpr std::int64_t kPartsOfThread = 8;       // parts of a product: a delayed thread leaves its parts to the others
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 constexpr std::int64_t kSerialLines = 64 << 10;  // bytes of codes that one thread multiplies before a second one starts
+constexpr std::int64_t kPieceBytes = 16 << 10;   // bytes of codes that a thread takes at once from a range
 
 const std::vector<NamedSet<LowBitSet>>& supported_sets() {
 #if defined(__x86_64__)
@@ -103,24 +105,27 @@ void pack(int codes, bool trits, std::uint64_t from, std::int64_t row_bytes, std
     });
 }
 
-// Parts of a product: part i is panels [bounds[i], bounds[i + 1]), for each of the bands of its blocks of rows.
-struct Division {
-    std::int64_t bands;
-    int threads;
-};
+// Threads of a product with `blocks` blocks of rows.
+int threads_of(const LowBitJob& job, std::int64_t blocks, int threads) {
+    return job.num_panels() * job.panel_bytes() * blocks < kSerialLines ? 1 : threads;
+}
 
-// Divides a product with `blocks` blocks of rows among threads.
-Division divide_product(const LowBitSet& set, const LowBitJob& job, std::int64_t blocks, int threads,
-                        std::vector<std::int64_t>& bounds) {
+// True if a product streams its codes once, without sums between slices: then each thread has a range of panels.
+bool is_streamed(const LowBitSet& set, const LowBitJob& job) { return set.tile_bytes(job, 1, 1) == 0; }
+
+int ranges_of(int threads) { return std::min(threads, SharedRanges::kMost); }
+
+// Divides panels among threads: part i is panels [bounds[i], bounds[i + 1]). Returns the number of bands into which the
+// `blocks` blocks of rows are divided too.
+std::int64_t divide_product(const LowBitSet& set, const LowBitJob& job, std::int64_t blocks, int threads,
+                            std::vector<std::int64_t>& bounds) {
     const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
     const std::int64_t groups = (panels + group - 1) / group;
-    const int used = panels * job.panel_bytes() * blocks < kSerialLines ? 1 : threads;
-    const bool keeps_sums = set.tile_bytes(job, 1, 1) > 0;
-    divide_guided(panels, group, used, keeps_sums ? kPanelsAtOnce : panels, bounds);
+    divide_guided(panels, group, threads, kPanelsAtOnce, bounds);
     const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
     // Rows are divided too where there are fewer groups of outputs than threads could take.
-    const std::int64_t wanted = (used * kPartsOfThread + chunks - 1) / chunks;
-    return {used == 1 || !keeps_sums || groups >= 4 * used ? 1 : std::min(wanted, blocks), used};
+    const std::int64_t wanted = (threads * kPartsOfThread + chunks - 1) / chunks;
+    return threads == 1 || groups >= 4 * threads ? 1 : std::min(wanted, blocks);
 }
 
 void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads, ParallelLoop loop) {
@@ -134,12 +139,24 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads, Paral
     loop(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
          [&](int block) { set.pack_rows(job, divided[block], packed); });
 
+    const int used = threads_of(job, number, threads);
+    if (is_streamed(set, job)) {
+        static thread_local SharedRanges kept_ranges;
+        SharedRanges& ranges = kept_ranges;
+        const std::int64_t group = set.panel_group(job), count = ranges_of(used);
+        const std::int64_t piece = std::max<std::int64_t>(1, kPieceBytes / (group * job.panel_bytes())) * group;
+        ranges.divide(job.num_panels(), group, static_cast<int>(count));
+        return loop(used, static_cast<int>(count), [&](int thread) {
+            ranges.take_all(thread, piece, [&](std::int64_t begin, std::int64_t end) {
+                set.multiply(job, divided, 0, number, packed, begin, end, nullptr);
+            });
+        });
+    }
     static thread_local std::vector<std::int64_t> kept;
     std::vector<std::int64_t>& bounds = kept;
-    const Division division = divide_product(set, job, number, threads, bounds);
+    const std::int64_t bands = divide_product(set, job, number, used, bounds);
     const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
-    const std::int64_t bands = division.bands;
-    loop(division.threads, static_cast<int>(chunks * bands), [&](int part) {
+    loop(used, static_cast<int>(chunks * bands), [&](int part) {
         static thread_local Scratch tiles;
         const std::int64_t chunk = part / bands, band = part % bands;
         const std::int64_t first = number * band / bands, last = number * (band + 1) / bands;
@@ -180,10 +197,21 @@ FirstPart find_first_part(const void* weight, std::int64_t rows, int thread, int
     blocks.resize(job.rows);
     std::int64_t bytes = 0;
     const std::int64_t number = found.set.divide_rows(job, blocks.data(), &bytes);
-    const Division division = divide_product(found.set, job, number, threads, bounds);
-    if (division.bands > 1 || thread >= division.threads || thread + 1 >= static_cast<int>(bounds.size())) return {};
-    const std::int64_t panels = std::min(bounds[thread + 1] - bounds[thread], found.set.panel_group(job));
-    return {job.panels + bounds[thread] * job.panel_bytes(), job.panel_bytes(), static_cast<int>(panels)};
+    const std::int64_t group = found.set.panel_group(job);
+    const int used = threads_of(job, number, threads);
+    if (thread >= used) return {};
+    std::int64_t begin = 0, end = 0;
+    if (is_streamed(found.set, job)) {
+        const int ranges = ranges_of(used);
+        if (thread >= ranges) return {};
+        begin = SharedRanges::first_item(job.num_panels(), group, ranges, thread);
+        end = SharedRanges::first_item(job.num_panels(), group, ranges, thread + 1);
+    } else {
+        if (divide_product(found.set, job, number, used, bounds) > 1) return {};
+        if (thread + 1 >= static_cast<int>(bounds.size())) return {};
+        begin = bounds[thread], end = bounds[thread + 1];
+    }
+    return {job.panels + begin * job.panel_bytes(), job.panel_bytes(), static_cast<int>(std::min(end - begin, group))};
 }
 
 // An address of 0: there is no such tensor.
