@@ -245,6 +245,42 @@ def test_a_classifier_and_named_layers() -> None:
     torch.testing.assert_close(loss, kl(own.logits, other.logits).mean() + sum(differences) / 2)
 
 
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("term", ["hidden", "attention"])
+def test_padding_of_a_classifier_with_a_decoder_does_not_count(term: str, has_mask: bool) -> None:
+    from transformers import BartConfig, BartForSequenceClassification
+
+    def bart(seed: int) -> Any:
+        torch.manual_seed(seed)
+        config = BartConfig(
+            **{"vocab_size": CLASSES, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0},
+            **{"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+            **{"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "num_labels": 3},
+            attn_implementation="eager",
+        )
+        return BartForSequenceClassification(config)
+
+    student, teacher = bart(0), bart(1)
+    seen: dict[Any, Tensor] = {}
+    ids = torch.tensor([[4, 5, 6, 2], [7, 2, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.tensor([0, 2])}
+    real = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])  # a decoder's ids are those of the encoder behind its first token
+    if has_mask:
+        real = batch["decoder_attention_mask"] = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    name = "model.decoder.layers.0"
+    options: dict[str, Any] = {"logits": 0.0, "hidden": 0.0, term: 1.0}
+    Distillation(teacher, layers={name: name}, **options).attach(student)
+    for model in (student, teacher):
+        layer = model.model.decoder.layers[0]
+        layer.register_forward_hook(lambda m, a, out, key=model: seen.__setitem__((key, "hidden"), out))
+        layer.self_attn.register_forward_hook(lambda m, a, out, key=model: seen.__setitem__((key, "attention"), out[1]))
+    loss = student(**batch).loss
+    own, other = seen[student, term], seen[teacher, term]
+    expected = (hidden_difference if term == "hidden" else attention_divergence)(own, other, real)
+    torch.testing.assert_close(loss, expected)
+    assert not torch.allclose(loss, (hidden_difference if term == "hidden" else attention_divergence)(own, other))
+
+
 def test_only_labelled_tokens_count_when_asked() -> None:
     student, teacher = llama(1), llama(1, seed=1)
     labels = IDS.clone()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -82,6 +84,49 @@ def test_models_of_pruned_heads_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(gguf_file, "import_gguf", lambda: None)  # the package need not be installed
     with pytest.raises(ModelError, match="has windlass_pruning in its config.json: .* not written to GGUF"):
         gguf_file.write_gguf(tmp_path, tmp_path / "out.gguf")
+
+
+SETTINGS = {
+    "num_attention_heads": 2, "hidden_size": 8, "max_position_embeddings": 32, "num_hidden_layers": 1,
+    "intermediate_size": 8, "rms_norm_eps": 1e-5, "vocab_size": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "activation"), [("llama", "gelu"), ("qwen3", "relu"), ("gemma", "silu")])
+def test_activations_that_no_reader_computes_are_refused(
+    kind: str, activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**SETTINGS, "model_type": kind, "hidden_act": activation}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(gguf_file, "import_gguf", MagicMock)
+    with pytest.raises(ModelError, match=f"hidden_act is '{activation}' .* models of type '{kind}'"):
+        gguf_file.write_gguf(tmp_path, tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, True),
+        ({"model_type": "mistral", "sliding_window": 32}, False),
+        ({"model_type": "mistral", "sliding_window": None}, False),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False}, False),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, True),
+    ],
+)
+def test_a_window_that_the_file_does_not_have_is_reported(
+    settings: dict[str, Any],
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SETTINGS, "hidden_act": "silu", **settings}))
+    save_file({"unknown.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(gguf_file, "import_gguf", MagicMock)
+    with pytest.raises(ModelError, match="'unknown.weight' has no name in GGUF"):
+        gguf_file.write_gguf(tmp_path, tmp_path / "out.gguf")
+    assert ("sliding_window is 16 in config.json" in caplog.text) == warns
 
 
 def test_gguf_files_are_opened_as_models(tmp_path: Path) -> None:

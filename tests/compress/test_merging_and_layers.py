@@ -34,6 +34,7 @@ from windlass.compress.low_rank_config import apply_ranks
 from windlass.compress.merge_models import dare_merge, linear_merge, merge_models, spherical_merge, ties_merge
 from windlass.compress.packed_model import load_packed_model
 from windlass.compress.prune_model import prune_model
+from windlass.kernels.packed_linear import PackedLinear
 
 BATCHES = [torch.arange(3, 23).view(2, 10)]
 
@@ -249,6 +250,22 @@ def test_models_are_merged_whole_or_refused() -> None:
         merge_models([one, build("llama", intermediate_size=40)])
 
 
+def test_packed_weights_are_merged_only_if_they_are_equal() -> None:
+    pair: list[Any] = [nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 4)) for _ in range(2)]
+    one, two = pair
+    same = PackedLinear.from_linear(one[0])
+    one[0], other = copy.deepcopy(same), two[0]
+    two[0] = copy.deepcopy(same)
+    with torch.no_grad():
+        two[0].bias.add_(1)
+    merged = merge_models([one, two])  # as of models with adapters beside one packed base
+    torch.testing.assert_close(merged["0.bias"], one[0].bias + 0.5)
+    torch.testing.assert_close(merged["1.weight"], (one[1].weight + two[1].weight) / 2)
+    two[0] = PackedLinear.from_linear(other)
+    with pytest.raises(ModelError, match="layer '0' has packed weights, which differ"):
+        merge_models([one, two])
+
+
 def test_factors_are_the_best_of_their_rank() -> None:
     torch.manual_seed(0)
     weight = torch.randn(12, 20)
@@ -321,6 +338,28 @@ def test_a_layer_used_in_two_places_is_factorized_in_both() -> None:
     apply_ranks(loaded, {"first": 4, "first.1": 2})
     assert loaded.last is loaded.first and isinstance(loaded.first, nn.Sequential)
     assert isinstance(loaded.first[1], nn.Sequential)
+
+
+def test_models_that_read_the_weights_of_factorized_layers_still_run() -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=41, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)  # its fused forward reads weights and biases
+    models: list[tuple[Any, Tensor]] = [(T5EncoderModel(config), BATCHES[0]), (layer, torch.randn(2, 5, 16))]
+    for model, example in models:
+        model.eval()
+        plain = copy.deepcopy(model)
+        factorize_linear_layers(model, 0.6)
+        for name, module in plain.named_modules():
+            if type(module) is nn.Linear:
+                first, second = model.get_submodule(name)
+                module.weight = nn.Parameter(second.weight @ first.weight)
+        with torch.no_grad():
+            found, expected = model(example), plain(example)
+        if not isinstance(found, Tensor):
+            found, expected = found.last_hidden_state, expected.last_hidden_state
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_share_a_weight_share_its_factors(tmp_path: Path) -> None:

@@ -407,6 +407,28 @@ def test_a_stored_copy_of_the_embedding_stays_tied(tmp_path: Path) -> None:
     assert found.lm_head.weight is found.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("kind", ["XLMRobertaForCausalLM", "XLMRobertaForMaskedLM", "CamembertForMaskedLM"])
+def test_a_tied_head_that_the_model_registers_before_its_embedding_is_filled(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    sizes = {"vocab_size": 41, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = cls(cls.config_class(**sizes, num_attention_heads=4, max_position_embeddings=32, is_decoder=False)).eval()
+    with torch.no_grad():
+        model.lm_head.bias.normal_()
+    model.save_pretrained(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8", head=True)
+    for found in (
+        load_packed_model(tmp_path / "packed", cls),
+        load_rounded_model(tmp_path / "wide", "int8", cls, everything=True),
+    ):
+        assert isinstance(found.lm_head.dense, PackedLinear)
+        with torch.no_grad():
+            difference = (found(IDS).logits - model(IDS).logits).abs().max()
+            assert float(difference) < 0.05 * float(model(IDS).logits.abs().max())
+
+
 def test_a_head_that_shares_an_embedding_of_another_class_stays_wide(tmp_path: Path) -> None:
     model = saved(tmp_path / "wide", "gemma3")  # the embedding multiplies its outputs
     found = load_rounded_model(tmp_path / "wide", "int8", everything=True)

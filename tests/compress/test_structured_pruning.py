@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import windlass
-from tests.causal_models import VOCABULARY, build
+from tests.causal_models import VOCABULARY, build, model_of
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.module_modes import evaluating
 from windlass.compress.layer_importance import remove_layers
@@ -59,6 +59,21 @@ def test_heads_with_keys_of_their_own_are_removed_under_both_names(kinds: tuple[
     model.save_pretrained(tmp_path)
     loaded = load_packed_model(tmp_path)
     assert loaded.transformer.h[0].attn.num_heads == 2
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("kinds", ["groups heads", "heads groups", "groups heads groups", "heads groups heads"])
+def test_heads_that_share_keys_are_removed_before_and_after_their_groups(kinds: str, tmp_path: Path) -> None:
+    # the size of a head follows from the hidden size, so that no key of the configuration describes fewer heads
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    sizes |= {"vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model: Any = model_of("StableLmForCausalLM", **sizes).eval()
+    for kind in kinds.split():
+        prune_model(model, {kind: 1}, importance="magnitude")
+    model.save_pretrained(tmp_path)
+    loaded = load_packed_model(tmp_path)
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 

@@ -400,13 +400,13 @@ _OFFLOADED = {
 }
 
 
-def unfreeze() -> tuple[list[float], dict[str, Tensor], str]:
+def unfreeze(stage: int) -> tuple[list[float], dict[str, Tensor], str]:
     """Train with some layers of the first stage frozen in the first step and unfrozen afterwards."""
     import windlass
 
-    case = Case(name="row", stage=2, optimizer="SGD")
+    case = Case(name="row", stage=stage, optimizer="SGD")
     model = model_of(case, num_stages=2)
-    frozen = [p for name, p in model.named_parameters() if name.split(".")[0] in "0123"]
+    frozen = [p for name, p in model.named_parameters() if name.split(".")[0] in "01"]
     for parameter in frozen:
         parameter.requires_grad_(False)
     config = config_of(case)
@@ -433,7 +433,7 @@ def unfrozen_alone() -> tuple[list[float], dict[str, Tensor]]:
     """Train as `unfreeze` does, in one process."""
     case = Case(name="row", optimizer="SGD")
     model = model_of(case)
-    frozen = [p for name, p in model.named_parameters() if name.split(".")[0] in "0123"]
+    frozen = [p for name, p in model.named_parameters() if name.split(".")[0] in "01"]
     optimizer = torch.optim.SGD(model.parameters(), **_params(case))
     losses = []
     for step in range(3):

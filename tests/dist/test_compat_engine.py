@@ -150,6 +150,64 @@ def test_deepspeed_conventions(stage: int) -> None:
     run_ranks(_manners, 2, stage)
 
 
+def _unfinished_steps(stage: int) -> None:
+    engine = _engine(
+        stage, gradient_accumulation_steps=2, optimizer={"type": "SGD", "params": {"lr": 0.1}}, scheduler=None
+    )
+    plain = _net()
+    for epoch in range(2):
+        engine.zero_grad()
+        engine.micro_steps = 0
+        plain.zero_grad()
+        for number in range(3):  # the last micro-batch begins a step that the epoch does not end
+            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * epoch + number))
+            loss, expected = engine(x).square().mean(), plain(x).square().mean()
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+            engine.backward(loss)
+            engine.step()
+            (expected / 2).backward()
+            if number == 1:
+                nn.utils.clip_grad_norm_(plain.parameters(), 1.0)  # the default of the configuration
+                with torch.no_grad():
+                    for parameter in plain.parameters():
+                        parameter -= 0.1 * parameter.grad
+        assert engine.global_steps == epoch + 1 and engine.micro_steps == 3
+    engine.set_gradient_accumulation_boundary(False)
+    engine._is_gradient_accumulation_boundary = None
+    assert engine.is_gradient_accumulation_boundary()  # the fourth micro-batch
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, 7)
+        assert getattr(engine, name) == 7
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_counters_can_be_set(stage: int) -> None:
+    """A script that sets `micro_steps` to 0 after `zero_grad` begins a new step, without the unfinished one."""
+    run_ranks(_unfinished_steps, 2, stage)
+
+
+def _norms_of_optimizers() -> None:
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        engine = _engine(0, **{name: {"enabled": True}})
+        assert engine.optimizer._global_grad_norm == 0.0
+        engine.backward(engine(torch.ones(2, 6, dtype=dtype)).mean())
+        engine.step()
+        assert engine.optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+        engine.backward(engine(torch.full((2, 6), float("nan"), dtype=dtype)).mean())
+        engine.step()
+        assert engine.optimizer._global_grad_norm == float("inf")
+        engine.destroy()
+    engine = _engine(0)
+    assert not hasattr(engine.optimizer, "_global_grad_norm")  # a torch optimizer in DeepSpeed, too
+    engine.destroy()
+
+
+def test_sixteen_bit_optimizers_of_stage_0_have_the_norm() -> None:
+    """Scripts for fp16 without ZeRO log `optimizer._global_grad_norm`."""
+    run_ranks(_norms_of_optimizers, 1)
+
+
 def _stepped(stage: int, by_optimizer: bool) -> list[tuple[float, float]]:
     engine = _engine(stage)
     results = []
@@ -344,6 +402,14 @@ def _engine_configs() -> None:
         known.gradient_clipping = 0.5
     with pytest.raises(NotBuiltError, match="communication_data_type in the configuration"):
         engine.communication_data_type = torch.float32
+    section = known.zero_config
+    assert section is known.zero_optimization and section.stage == 1
+    assert section.param_persistence_threshold == section.stage3_param_persistence_threshold == 0
+    assert not engine.zero_gather_16bit_weights_on_model_save()
+    section.gather_16bit_weights_on_model_save = True  # as scripts set it to save a model that was trained without
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    with pytest.raises(NotBuiltError, match="zero_config.reduce_bucket_size = 7.*write it in the configuration"):
+        section.reduce_bucket_size = 7
     engine.destroy()
     engine = _engine(1, fp16={"enabled": True}, communication_data_type="bf16")
     assert engine.communication_data_type == torch.bfloat16

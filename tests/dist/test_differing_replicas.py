@@ -177,6 +177,45 @@ def test_an_evaluation_uses_common_weights_and_changes_no_training(case: Case) -
             require_equal(found[f"{what} True"], found[f"{what} False"])
 
 
+def averages_between(cases: list[Case]) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Return for each case the parameters of a run with and without evaluations of an average."""
+    import windlass
+
+    found = []
+    for case in cases:
+        subject, ends = specimen(case.model), {}
+        batch = cast(subject.batch(Place(0, 0, 0)), case.dtype)
+        for evaluates in (False, True):
+            engine = start(subject, case.config())
+            average = windlass.zero.ExponentialMovingAverage(engine, 0.5)
+            for step in range(BETWEEN):
+                train(engine, case, step, step + 1)
+                average.update()
+            if evaluates:
+                named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+                averages = {name: average.full_param(p).to(case.dtype) for name, p in named}
+                with average.applied():
+                    for trains, grad in ((False, True), (True, False)):  # a script may forget `no_grad` or `eval`
+                        engine.train(trains)
+                        with torch.set_grad_enabled(grad):
+                            engine(**batch)
+                        require_equal(replicas(engine), averages)
+            engine.train()
+            train(engine, case, BETWEEN, BETWEEN + 2)
+            ends[f"replicas {evaluates}"] = replicas(engine)
+            ends[f"params {evaluates}"] = whole_params(engine.module)
+            engine.destroy()
+        found.append(ends)
+    return found
+
+
+def test_applied_averages_have_no_local_changes() -> None:
+    for by_case in run_ranks(averages_between, 2, [DILOCO, ZERO_ONE]):
+        for ends in by_case:
+            for what in ("replicas", "params"):
+                require_equal(ends[f"{what} True"], ends[f"{what} False"])
+
+
 def overflows(cases: list[Case]) -> list[list[dict[str, torch.Tensor]]]:
     """Return the final states of a run, and of one with additional steps that overflow on rank 1 alone."""
     found = []

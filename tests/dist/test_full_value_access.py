@@ -122,6 +122,35 @@ def test_writes_of_the_modifier_rank_reach_all_ranks(modifier: int, precision: s
         assert relative_error(actual["final"], expected.params)[0] < bound
 
 
+def masters_around(setting: Setting) -> list[torch.Tensor]:
+    """Return master weights before a context, after one that changes nothing, and after one that changes one row."""
+    import windlass
+
+    subject, rank, recipe = specimen("tied"), dist.get_rank(), Recipe(precision="bf16")
+    engine = start(subject, ds_config(recipe, setting))
+    subject.train(engine, cast(subject.batch(Place(0, 0, rank)), recipe.dtype), engine.backward)
+    engine.step()
+    weight = engine.module.blocks[1].up.weight
+    found = [windlass.zero.full_param(weight).detach()]
+    for changes in (False, True):
+        with windlass.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            if changes and rank == 0:
+                weight[0].add_(1.0)
+            elif changes:
+                weight.data[1:].add_(1.0)  # lost
+        found.append(windlass.zero.full_param(weight).detach())
+    engine.destroy()
+    return found
+
+
+def test_unchanged_elements_of_gathered_parameters_keep_their_precision(stage: int, transport: str) -> None:
+    for before, unchanged, changed in run_ranks(masters_around, 2, Setting(stage=stage, transport=transport)):
+        assert not torch.equal(before, before.bfloat16().float())
+        assert torch.equal(unchanged, before)
+        assert torch.equal(changed[1:], before[1:])
+        assert torch.equal(changed[0], (before[0].bfloat16() + 1.0).float())
+
+
 def test_without_a_modifier_rank_changes_are_lost_at_stage_3(transport: str) -> None:
     before = dict(oracle.build(specimen("tied"), 0).named_parameters())["blocks.1.up.weight"].detach()
     for result in run_ranks(edited, 3, None, Setting(stage=3, transport=transport), "fp32", transport=transport):
@@ -213,6 +242,10 @@ def local_parts(setting: Setting) -> dict[str, Any]:
     grads = {name: zero.local_grad(p) for name, p in named(engine)}
     grads = {name: None if g is None else g.detach().clone().reshape(-1) for name, g in grads.items()}
     whole = whole_grads(engine.module)
+    one, two = (torch.tensor(value, requires_grad=True) for value in (1.0, 2.0))  # values may have a graph
+    for _, p in named(engine):
+        if (own := zero.local_grad(p)) is not None:
+            zero.set_local_grad(p, own * one)
     engine.step()
     parts = {
         name: [zero.local_param(p), zero.local_state(p, "exp_avg"), zero.local_state(p, "exp_avg_sq")]
@@ -227,7 +260,8 @@ def local_parts(setting: Setting) -> dict[str, Any]:
     }
     full = {name: [t.detach().clone().reshape(-1) for t in ts] for name, ts in full.items()}
     for name, p in named(engine):
-        zero.set_local_param(p, parts[name][0] * 2)
+        zero.set_local_param(p, parts[name][0] * two)
+        assert not zero.local_param(p).requires_grad, name
     doubled = whole_params(engine.module)
     engine.destroy()
     return {"grads": grads, "whole": whole, "parts": parts, "full": full, "doubled": doubled}

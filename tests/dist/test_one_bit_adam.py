@@ -3,6 +3,7 @@ the algorithm in one process. Tests of its bytes and of resumed runs."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -544,6 +545,40 @@ def test_a_checkpoint_of_adamw_is_continued_without_another_warm_up(stage: int, 
     for here, there in zip(straight, run_ranks(after_adamw, 2, case, str(tmp_path)), strict=True):
         for name, value in {**here["errors"], **here["params"]}.items():
             assert torch.equal(there[name], value), name
+
+
+def moved_over_the_freeze(cases: list[Case]) -> list[dict[str, list[dict[str, torch.Tensor]]]]:
+    """Return for each case the parameters after a step in the straight run, and those after the same step of an engine
+    whose optimizer got the state before it by `load_state_dict`: back from the compressed phase, and into it.
+    """
+    found = []
+    for case in cases:
+        engine, straight, states = start(specimen(case.model), case.config()), {}, {}
+        for step in range(FREEZE + 2):
+            straight[step] = whole_params(engine.module)
+            states[step] = copy.deepcopy(engine.optimizer.state_dict())
+            train(engine, case, step, step + 1)
+        moved = {}
+        for name, at in (("back", FREEZE - 1), ("forth", FREEZE)):
+            if name == "forth":
+                engine.destroy()
+                engine = start(specimen(case.model), case.config())
+            for key, value in straight[at].items():
+                windlass.zero.set_full_param(engine.module.get_parameter(key), value)
+            engine.optimizer.load_state_dict(states[at])
+            train(engine, case, at, at + 1)
+            moved[name] = [straight[at + 1], whole_params(engine.module)]
+        engine.destroy()
+        found.append(moved)
+    return found
+
+
+def test_an_optimizer_state_dict_from_before_or_after_the_freeze_is_continued() -> None:
+    for by_case in run_ranks(moved_over_the_freeze, 2, [Case(stage) for stage in (0, 1, 2)]):
+        for moved in by_case:
+            for name, (straight, loaded) in moved.items():
+                for key, value in straight.items():
+                    assert torch.equal(loaded[key], value), (name, key)
 
 
 def first_step_alone(case: Case, folder: str, at: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

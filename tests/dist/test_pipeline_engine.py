@@ -264,8 +264,9 @@ def test_stage_that_does_not_fit_is_gathered_per_micro_batch() -> None:
     assert [result["loss"] for result in tight] == pytest.approx([result["loss"] for result in roomy], rel=BOUND)
 
 
-def test_unfrozen_stage_trains_after_all_ranks_refresh() -> None:
-    (first, state, text), (last, _, _) = run_ranks(unfreeze, 2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_unfrozen_stage_trains_after_all_ranks_refresh(stage: int) -> None:
+    (first, state, text), (last, _, _) = run_ranks(unfreeze, 2, stage)
     losses, expected = unfrozen_alone()
     assert "call engine.refresh() on every rank of the pipeline first" in text
     assert first == last == pytest.approx(losses, rel=BOUND)

@@ -207,14 +207,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 40, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 66},
     "qwen2": SIZES,
     "opt": {**SIZES, "ffn_dim": 44, "word_embed_proj_dim": 40, "max_position_embeddings": 32},
+    "llama": SIZES,
+    "mixtral": EXPERTS,
 }
 
 
-def other_model(name: str) -> Any:
+def other_model(name: str, changes: dict[str, Any]) -> Any:
     import transformers as hf
 
     kinds = {"gpt2": hf.GPT2Config, "qwen2": hf.Qwen2Config, "opt": hf.OPTConfig}
-    config = kinds[name](**{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, **OTHERS[name]})
+    kinds |= {"llama": hf.LlamaConfig, "mixtral": hf.MixtralConfig}
+    config = kinds[name](**{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, **OTHERS[name], **changes})
     model: Any = hf.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.config.use_cache = False
     return model
@@ -229,13 +232,13 @@ def moved_by_others(cases: list[tuple[str, Case]], frozen: tuple[str, ...] = ())
     found = []
     for name, case in cases:
         torch.manual_seed(0)
-        first, second = other_model(name), other_model(name)
+        first, second = other_model(name, case.model), other_model(name, case.model)
         for key, parameter in [*first.named_parameters(), *second.named_parameters()]:
             parameter.requires_grad_(not any(word in key for word in frozen))
-        _, _, counted = train_steps(first, case)
+        pipe, _, counted = train_steps(first, case)
         place = known_cluster("dgx-h100").with_devices(2)
         config = load_config(case.config())
-        (simulated,) = predict_step(second, config, place, world_size=2, length=LENGTH).moved
+        simulated = predict_step(second, config, place, world_size=2, length=LENGTH).moved[pipe]
         if _nonzero(simulated) != counted:
             found.append([f"{name} {case}: simulated {_nonzero(simulated)}, counted {counted}"])
     return found
@@ -258,8 +261,19 @@ def test_frozen_blocks_before_the_first_trained_one_have_no_backward() -> None:
         ("qwen2", Case(stage=3, zero=MIXED, micro_batches=3)),
         ("qwen2", Case({"sp": 2}, 3, SHARDED)),
         ("opt", Case(stage=2)),
+        ("opt", Case(stage=3, zero=SHARDED)),
     ]
     assert run_ranks(moved_by_others, 2, cases, ("embed",)) == [[], []]
+
+
+def test_bytes_of_frozen_parameters_equal_those_of_ranks_along_other_axes() -> None:
+    for frozen, cases in (
+        (("embed", "layers.0.", "layers.1."), [("llama", Case({"pp": 2}, 3, SHARDED, OFTEN))]),
+        (("embed", "layers.0.", "layers.1."), [("llama", Case({"pp": 2}, pipeline=INTERLEAVED))]),
+        (("embed",), [("llama", Case(NORMS, 1)), ("mixtral", Case({"ep": 2}, 2, other=BF16))]),
+        (("embed", "mlp"), [("llama", Case({"tp": 2}, 2))]),
+    ):
+        assert run_ranks(moved_by_others, 2, cases, frozen) == [[], []]
 
 
 Moved = tuple[int, int, dict[str, dict[str, int]]]

@@ -295,6 +295,52 @@ def test_sequences_are_whole_in_attention_that_gets_them_three_times(kind: str) 
         assert gradients[0] < EXACT, gradients
 
 
+class Apart(nn.Module):
+    """Layer whose attention gets keys and values with a norm of their own, or hidden states of an encoder."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True) if kind == "replicated" else Triple()
+        self.norm, self.key_norm, self.kind = nn.LayerNorm(8), nn.LayerNorm(8), kind
+        self.mlp = nn.ModuleDict({"up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})
+
+    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        source = {"encoder": states, "normed encoder": self.key_norm(states)}.get(self.kind)
+        source = self.key_norm(hidden) if source is None else source
+        hidden = hidden + self.attention(self.norm(hidden), source, source)[0]
+        return hidden + self.mlp["down"](functional.gelu(self.mlp["up"](hidden)))
+
+
+class ApartLayers(nn.Module):
+    """Layers beside hidden states of an encoder, which are as long as the part of the sequence on one rank."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.recomputes = nn.ModuleList(Apart(kind) for _ in range(2)), kind == "recomputed"
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        states = hidden[:, :3] * 2
+        for layer in self.layers:
+            hidden = (
+                checkpoint(layer, hidden, states, use_reentrant=False) if self.recomputes else layer(hidden, states)
+            )
+        return hidden
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated", "recomputed", "encoder"])
+def test_keys_and_values_with_a_norm_of_their_own_are_of_the_whole_sequence(kind: str) -> None:
+    options = {r".*\.up": "column", r".*\.down": "row"}
+    if kind == "replicated":
+        options[r".*\.attention(\.out_proj)?"] = "replicated"
+    for gradients in run_ranks(gradient_error, 2, partial(ApartLayers, kind), options, True):
+        assert gradients[0] < EXACT, gradients
+
+
+def test_norms_of_full_keys_and_values_between_parts_of_the_sequence_are_refused() -> None:
+    with pytest.raises(RankError, match=r"layers\.0\.key_norm .* keys and values of layers\.0\.attention, .* are full"):
+        run_ranks(gradient_error, 2, partial(ApartLayers, "normed encoder"), {}, True)
+
+
 def blended(kind: str) -> nn.Module:
     return nn.Sequential(Blended(kind), Blended(kind))
 
@@ -361,6 +407,99 @@ def test_blocks_of_lists_inside_a_list_share_the_sequence() -> None:
         RankError, match=r"around stages\.0, whose modules are called one by one; call stages\.0 itself"
     ):
         run_ranks(gradient_error, 2, partial(Stages, "sequentials"), {}, True)
+
+
+class Warm(nn.Module):
+    """Attention with a temperature in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.scale = 2, nn.ParameterDict({"temperature": torch.tensor(0.7)})
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made = (self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden))
+        query, key, value = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in made)
+        scores = query @ key.transpose(2, 3) * self.scale["temperature"]
+        return self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+def test_trained_numbers_in_modules_of_attention_are_refused_and_stated_ones_get_full_gradients() -> None:
+    with pytest.raises(
+        RankError, match=r"can't shard scale\.temperature: it trains one number in attention of 2 heads"
+    ):
+        run_ranks(gradient_error, 2, Warm, {})
+    for key in ("scale", r"scale\.temperature"):
+        for gradients in run_ranks(gradient_error, 2, Warm, {key: "partial"}):
+            assert gradients[0] < EXACT, gradients
+
+
+class Added(PerHead):
+    """Attention with a residual connection."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + super().forward(hidden)
+
+
+class Alternating(nn.Module):
+    """List of attention and feed-forward layers, with residual connections inside or, if stated, outside of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.outside, attention = kind != "inside", PerHead if kind != "inside" else Added
+        self.layers = nn.ModuleList(one() for _ in range(2) for one in (attention, FeedForward))
+        if kind == "pairs":
+            self.layers = nn.ModuleList(nn.ModuleList([attention(), FeedForward()]) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for one in self.layers:
+            for layer in one if isinstance(one, nn.ModuleList) else [one]:
+                hidden = hidden + layer(hidden) if self.outside else layer(hidden)
+        return hidden
+
+
+class FeedForward(nn.Module):
+    """Feed-forward layers with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+
+
+def test_attention_that_is_a_layer_gets_the_whole_sequence_for_its_norms_and_residual() -> None:
+    for gradients in run_ranks(gradient_error, 2, partial(Alternating, "inside"), {}, True):
+        assert gradients[0] < EXACT, gradients
+
+
+@pytest.mark.parametrize("kind", ["outside", "pairs"])
+def test_residual_connections_around_layers_that_share_the_sequence_are_explained(kind: str) -> None:
+    last = "3" if kind == "outside" else r"0\.1"
+    first = "0" if kind == "outside" else r"0\.0"
+    with pytest.raises(
+        RankError, match=rf"from the first layer, layers\.{first}, to the last one, layers\.{last}, and"
+    ):
+        run_ranks(gradient_error, 2, partial(Alternating, kind), {}, True)
+
+
+class _Named(nn.Module):
+    """Layers that are called with their hidden states as a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FeedForward() for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden=hidden)
+        return hidden
+
+
+def test_hidden_states_under_other_keywords_are_refused() -> None:
+    with pytest.raises(RankError, match=r"keyword arguments only \(hidden\), .* pass them as the first positional"):
+        run_ranks(gradient_error, 2, _Named, {}, True)
 
 
 class Gated(nn.Module):

@@ -56,6 +56,36 @@ def test_weights_that_a_script_loads_are_followed() -> None:
     assert torch.equal(engine.generate(ids, **settings), first.generate(ids, **settings))
     engine.module.load_state_dict(second.state_dict())
     assert torch.equal(engine.generate(ids, **settings), second.generate(ids, **settings))
+    for mine, value in zip(engine.module.parameters(), first.parameters(), strict=True):
+        mine.data.copy_(value.data)  # leaves the parameter's version as it is
+    assert torch.equal(engine.generate(ids, **settings), first.generate(ids, **settings))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("change", [5, -4])
+def test_the_vocabulary_may_be_resized_between_calls(name: str, change: int) -> None:
+    model = build(name, **{"n_positions" if name == "gpt2" else "max_position_embeddings": 96}).eval()
+    engine = windlass.init_inference(copy.deepcopy(model), **SMALL)
+    ids, mask = padded()
+    ids = ids.clamp(max=VOCABULARY - 5)
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0}
+    assert torch.equal(engine.generate(ids, **settings), model.generate(ids, **settings))
+    model.resize_token_embeddings(VOCABULARY + change)
+    engine.module.resize_token_embeddings(VOCABULARY + change)
+    engine.module.load_state_dict(model.state_dict())
+    ids[:, -1] = VOCABULARY + change - 1
+    assert torch.equal(engine.generate(ids, **settings), model.generate(ids, **settings))
+    with pytest.raises(RequestError, match="is not in the vocabulary of"):
+        engine.generate(ids + 1, **settings)
+
+
+def test_the_dtype_may_change_between_calls() -> None:
+    model = small_model()
+    engine = windlass.init_inference(copy.deepcopy(model), **SMALL)
+    ids, mask = padded()
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0}
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        assert torch.equal(engine.to(dtype).generate(ids, **settings), model.to(dtype).generate(ids, **settings))
 
 
 def test_the_engine_is_built_once_a_call_needs_it() -> None:

@@ -336,6 +336,23 @@ class LateSource:
         self.closed = False
 
 
+def test_embeddings_begin_a_forward_of_the_stream(tmp_path: Path) -> None:
+    """Embeddings call only the decoder: the record of used units must not grow, and failed reads are tried again."""
+    saved("llama", tmp_path)
+    with streamed(tmp_path) as llm:
+        stream, expected = modules_of(llm).lender, llm.embed([[5, 6, 7]])[0].outputs.embedding
+        assert isinstance(stream, WeightStream)
+        read = stream.stats.mispredicted
+        for _ in range(5):
+            assert llm.embed([[5, 6, 7]])[0].outputs.embedding == expected
+        assert len(stream._used) <= len(stream._order)
+        assert stream.stats.mispredicted <= read + 1
+        stream._failed = True  # as after Ctrl-C while a product waits
+        stream._drop_unused()
+        assert llm.embed([[5, 6, 7]])[0].outputs.embedding == expected
+        assert not stream._failed
+
+
 @pytest.mark.parametrize("uses_ring", [True, False])
 def test_memory_of_an_interrupted_wait_is_used_again_only_after_its_read(uses_ring: bool) -> None:
     """A unit outside of the ring has memory of its own, while another unit fills the ring."""

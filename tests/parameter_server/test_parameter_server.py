@@ -435,6 +435,22 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
     assert job.servers[0].version == 1
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_server_that_was_lost_before_its_first_snapshot_is_named(has_folder: bool, tmp_path: Path) -> None:
+    """A job that sets `snapshot` is not told to set it."""
+    job = Job(mlp, sgd, ParameterServerSettings(snapshot=tmp_path if has_folder else None), servers=1, workers=1)
+    job.rendezvous().register_server(0)
+    job.start_server(0)
+    path = tmp_path / "server-0-of-1.safetensors"
+    wanted = (
+        f"lost, and {path}, which it writes before the first update, does not exist; start the run again"
+        if has_folder
+        else "lost, and there is no snapshot to continue from; set `snapshot` or start a replica of each server, and"
+    )
+    with pytest.raises(CommunicationError, match=re.escape(wanted)):
+        job.finish()
+
+
 def test_a_server_that_does_not_answer_a_call_in_time_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers late, as on a machine that was suspended, and no other process replaces it."""
     call, waits = JobRendezvous.call_server, list[float]()

@@ -224,3 +224,21 @@ def test_events_add_up_to_the_items(text: str, cuts: list[int]) -> None:
         assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
     order = [event["output_index"] for event in events]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize("texts", [["ab"], ["a", "b"], ["", "ab", ""], ["ab", ""], [""], ["", ""]])
+def test_log_probabilities_do_not_depend_on_the_pieces(texts: list[str]) -> None:
+    """The engine may pass tokens that end an answer, and have no text, alone or with the text before them."""
+    entries = [{"token": str(number)} for number in range(4)]
+    items, first = ResponseItems(), 0
+    for number, text in enumerate(texts):
+        count = len(entries) - first if number == len(texts) - 1 else 1
+        items.add_logprobs(entries[first : first + count])
+        first += count
+        if text:
+            items.add_text(text)
+    events = items.finish("completed")
+    (item,) = items.output
+    assert item["content"][0]["logprobs"] == entries
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == entries

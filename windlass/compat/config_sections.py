@@ -130,7 +130,7 @@ class DeepSpeedFlopsProfilerConfig(FlopsProfiler, _MutableSection):
         super().__init__(**(param_dict.get("flops_profiler") or {}))
 
 
-_SHORT_KEYS = (
+STAGE_3_KEYS = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
     "model_persistence_threshold",
@@ -141,6 +141,7 @@ _SHORT_KEYS = (
     "use_all_reduce_for_fetch_params",
     "allgather_sequential",
 )
+"""Keys of stage 3 as DeepSpeed's class names them, without `stage3_`."""
 
 
 class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
@@ -158,7 +159,7 @@ class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
     def _expand_short_names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        found = {f"stage3_{key}" if key in _SHORT_KEYS else key: value for key, value in given.items()}
+        found = {f"stage3_{key}" if key in STAGE_3_KEYS else key: value for key, value in given.items()}
         if "stage3_gather_fp16_weights_on_model_save" in found:
             found["stage3_gather_16bit_weights_on_model_save"] = found.pop("stage3_gather_fp16_weights_on_model_save")
         for old, new in (("cpu_offload_param", "offload_param"), ("cpu_offload", "offload_optimizer")):
@@ -174,7 +175,8 @@ class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
         return found
 
 
-def _short_property(name: str) -> property:
+def stage_3_property(name: str) -> property:
+    """Return a property that reads and sets `stage3_name`."""
     return property(
         lambda self: getattr(self, f"stage3_{name}"),
         lambda self, value: setattr(self, f"stage3_{name}", value),
@@ -182,5 +184,5 @@ def _short_property(name: str) -> property:
     )
 
 
-for _name in _SHORT_KEYS:
-    setattr(DeepSpeedZeroConfig, _name, _short_property(_name))
+for _name in STAGE_3_KEYS:
+    setattr(DeepSpeedZeroConfig, _name, stage_3_property(_name))

@@ -218,6 +218,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         else:
             optimizer.clip_grad = self._config.gradient_clipping
             optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
+            optimizer._global_grad_norm = 0.0
         if kind not in ("basic", "bf16"):
             optimizer.override_loss_scale = self._override_loss_scale
         if kind in ("fused", "unfused", "stages 1 and 2"):
@@ -227,7 +228,6 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             setattr(optimizer, PARAMETER_ATTRIBUTES[self.zero_optimization_stage()], ParameterGroups(optimizer))
             optimizer.averaged_gradients = GradientGroups(optimizer)
             optimizer._get_norm_groups = lambda: norms_of_groups(optimizer)
-            optimizer._global_grad_norm = 0.0
             read = padded_gradients_in_fp32 if self.zero_optimization_stage() == 3 else gradients_in_fp32
             optimizer.get_fp32_grad_partitions = lambda: read(optimizer)
         if self.zero_optimization_stage() in (1, 2):
@@ -417,8 +417,57 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @property
     def _is_gradient_accumulation_boundary(self) -> bool | None:
-        """Value last passed to `set_gradient_accumulation_boundary`; None if it was not called since the last step."""
+        """Value last passed to `set_gradient_accumulation_boundary`; None: the configuration sets the boundary."""
         return self.progress.boundary_override
+
+    @_is_gradient_accumulation_boundary.setter
+    def _is_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        self.progress.boundary_override = None if is_boundary is None else bool(is_boundary)
+
+    # Counters, which scripts set.
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far. Setting a number at which a step begins drops the gradients of an unfinished step."""
+        return self.progress.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, number: int) -> None:
+        # Scripts call `zero_grad()` and set 0 at the start of an epoch, when a step may be unfinished.
+        self.progress.micro_steps = int(number)
+        if self.progress.is_step_started and number % self.progress.batch.accumulation == 0:
+            self.progress.open_micro_batches = 0
+            self._sharded.drop_gradients()
+            self._drop_token_counts()
+            self._nonfinite_locator.clear()
+            self._note_step_start()
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.progress.global_steps
+
+    @global_steps.setter
+    def global_steps(self, number: int) -> None:
+        self.progress.global_steps = int(number)
+
+    @property
+    def global_samples(self) -> int:
+        """Samples so far."""
+        return self.progress.global_samples
+
+    @global_samples.setter
+    def global_samples(self, number: int) -> None:
+        self.progress.global_samples = int(number)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self.progress.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self.progress.skipped_steps = int(number)
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Scale a loss like `Engine.scale`.
@@ -441,7 +490,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         super().step(lr_kwargs)
         if acts and self._optimizer is not None:
             self._optimizer.micro_step_id = 0  # type: ignore[attr-defined]
-        if acts and self.zero_optimization():
+        if acts and getattr(self._optimizer, KIND, "basic") != "basic":
             self.optimizer._global_grad_norm = self.get_global_grad_norm()
         self.tput_timer.stop(global_step=acts)
 

@@ -7,14 +7,36 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from windlass.compat.config_queries import COMPUTED_ANSWERS
+from windlass.compat.config_sections import STAGE_3_KEYS, stage_3_property
 from windlass.compat.not_built import NotBuiltError
 from windlass.config import BatchSizes, Config, batch_sizes
+from windlass.config.zero_section import ZeroConfig
+
+
+class EngineZeroConfig(ZeroConfig):
+    """Section `zero_optimization` that also has DeepSpeed's names of stage-3 keys.
+
+    Assigning a value raises, except `gather_16bit_weights_on_model_save`, which scripts set before they save.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.removeprefix("stage3_") == "gather_16bit_weights_on_model_save":
+            self.__dict__["stage3_gather_16bit_weights_on_model_save"] = bool(value)
+        else:
+            raise NotBuiltError(
+                f"engine._config.zero_config.{name} = {value!r}: the engine was built with the former value; write it "
+                "in the configuration"
+            )
+
+
+for _name in STAGE_3_KEYS:
+    setattr(EngineZeroConfig, _name, stage_3_property(_name))
 
 
 class EngineConfig(Config):
     """Configuration with DeepSpeed's names for some of its values.
 
-    The batch sizes are those in use. Assigning a value raises, except `zero_enabled`.
+    The batch sizes are those in use. Assigning a value raises, except `zero_enabled`; see also `EngineZeroConfig`.
     """
 
     _zero_enabled: bool = PrivateAttr()
@@ -108,9 +130,13 @@ _SETTERS = {
 
 def as_engine_config(config: Config, batch: BatchSizes) -> EngineConfig:
     """Return an `EngineConfig` with the values of `config` and the batch sizes in use."""
-    made = EngineConfig.model_construct(
-        _fields_set=set(config.model_fields_set), **{name: getattr(config, name) for name in type(config).model_fields}
+    values = {name: getattr(config, name) for name in type(config).model_fields}
+    section = config.zero_optimization
+    values["zero_optimization"] = EngineZeroConfig.model_construct(
+        _fields_set=set(section.model_fields_set),
+        **{name: getattr(section, name) for name in type(section).model_fields},
     )
+    made = EngineConfig.model_construct(_fields_set=set(config.model_fields_set), **values)
     private = {**(config.__pydantic_private__ or {}), "_zero_enabled": config.zero_optimization.stage > 0}
     object.__setattr__(made, "__pydantic_private__", private)
     made.record_batch(batch)

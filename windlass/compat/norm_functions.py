@@ -33,6 +33,8 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """Scale the gradients down if their norm exceeds `max_norm`. Return the norm before clipping.
 
+    If the norm is NaN, all gradients become NaN.
+
     Norms of experts' gradients (of parameters whose `allreduce` is False) are reduced over the expert-parallel group,
     if there is one. The call is then collective over this group.
     """
@@ -41,7 +43,11 @@ def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, 
     if spread := {name for one in own if (name := _spread_of(one)) is not None}:
         apart = [_expert_norm([p for p in own if _spread_of(p) == name], norm_type, name) for name in sorted(spread)]
         norm = torch.linalg.vector_norm(torch.stack([norm.to(apart[0]), *apart]), float(norm_type))
-    _scale_to_max_norm(_gradients(own), max_norm, norm)
+    if norm.isnan():  # as in torch, all gradients become NaN: a step must not apply the finite ones alone
+        for gradient in _gradients(own):
+            gradient.detach().fill_(math.nan)
+    else:
+        _scale_to_max_norm(_gradients(own), max_norm, norm)
     return norm
 
 

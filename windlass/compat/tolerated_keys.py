@@ -46,7 +46,11 @@ def resolve_tolerated_keys(source: Any) -> Any:
     settled = [path for path in settled if path in _RESOLVED_CONTRADICTIONS]
     idle = [key for key, is_idle in _IGNORED_KEYS.items() if key in top and is_idle(top[key])]
     decay, coupled = _implicit_weight_decay(top.get("optimizer")), _is_coupled_adamw(top.get("optimizer"))
-    moot = _meaningless_keys(top.get("zero_optimization")) | _unknown_warmup(top.get("scheduler"))
+    moot = (
+        _meaningless_keys(top.get("zero_optimization"))
+        | _unknown_warmup(top.get("scheduler"))
+        | _unreached_profile(top.get("flops_profiler"))
+    )
     if not (strange or settled or idle or coupled or moot) and decay is None:
         return source
     data = copy.deepcopy(top)
@@ -103,6 +107,15 @@ def _unknown_warmup(scheduler: Any) -> dict[str, str]:
     if kind in ("log", "linear"):
         return {}
     return {"scheduler.params.warmup_type": f"{kind!r} is neither log nor linear; using log"}
+
+
+def _unreached_profile(section: Any) -> dict[str, str]:
+    """Return the keys of a profiler of a negative step, with the reason: DeepSpeed never profiles it."""
+    step = section.get("profile_step") if isinstance(section, dict) else None
+    if not isinstance(step, int) or step >= 0:
+        return {}
+    why = f"profile_step is {step}, so that no step is profiled; write the number of a step"
+    return {f"flops_profiler.{name}": why for name in ("enabled", "profile_step") if name in section}
 
 
 def _implicit_weight_decay(optimizer: Any) -> float | None:

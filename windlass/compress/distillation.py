@@ -311,7 +311,9 @@ class Distillation:
         def positions(name: str) -> Tensor | None:
             """Return the mask of the positions of a module that count; None: all."""
             if _has_encoder_and_decoder(student):
-                return counted if "decoder" in name.split(".") else kwargs.get("attention_mask")
+                if "decoder" not in name.split("."):
+                    return kwargs.get("attention_mask")
+                return counted if has_tokens else _mask_of_decoder(kwargs)
             return kwargs.get("attention_mask") if counted is None else counted
 
         _check_gradients(student, own)
@@ -566,6 +568,21 @@ def _counted(student: nn.Module, has_tokens: bool, kwargs: Mapping[str, Any], to
         nexts = labels.new_full(labels.shape, IGNORED_LABEL)
         nexts[:, :-1] = labels[:, 1:]
         return torch.ne(nexts, IGNORED_LABEL)
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _mask_of_decoder(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return a mask `[rows, length]` of the decoder's positions without padding, for an encoder-decoder that
+    classifies sequences; None: all. Its decoder reads the encoder's ids, moved by one position, unless it is given ids
+    of its own."""
+    mask = kwargs.get("decoder_attention_mask")
+    if mask is None and not any(
+        kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")
+    ):
+        encoder = kwargs.get("attention_mask")
+        if isinstance(encoder, Tensor) and encoder.dim() == 2:
+            mask = torch.ones_like(encoder)
+            mask[:, 1:] = encoder[:, :-1]
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 

@@ -59,6 +59,8 @@ _REQUIRED_SETTINGS = (
     "vocab_size",
 )
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SILU = ("silu", "swish")
+_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new")  # Gemma's first configurations say "gelu" and mean the tanh form
 
 
 def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -> list[str]:
@@ -73,7 +75,8 @@ def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -
 
     Raises:
         ModelError: the package gguf is missing, the model is of another family or has pruned heads, config.json lacks a
-            setting, a format or dtype has no GGUF type, or the file cannot be written.
+            setting or has an activation other than the family's, a format or dtype has no GGUF type, or the file cannot
+            be written.
     """
     gguf = import_gguf()
     directory = ModelDirectory(source)
@@ -190,6 +193,7 @@ def _write_settings(writer: Any, config: Mapping[str, Any], name: str) -> None:
         raise ModelError(
             f"rope of type {rope.get('rope_type', rope.get('type'))!r} is not written to GGUF; 'default' is"
         )
+    _check_architecture(config)
     writer.add_name(name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -203,6 +207,31 @@ def _write_settings(writer: Any, config: Mapping[str, Any], name: str) -> None:
     writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+
+
+def _check_architecture(config: Mapping[str, Any]) -> None:
+    """Check settings that a GGUF file does not have, because they follow from the architecture.
+
+    Raises:
+        ModelError: the activation of the feed-forward layers is another one.
+    """
+    kind = config["model_type"]
+    known = _GELU if kind == "gemma" else _SILU
+    given = config.get("hidden_act")
+    if given is not None and given not in known:
+        raise ModelError(
+            f"hidden_act is {given!r} in config.json, and readers of GGUF compute {known[0]!r} for models of type "
+            f"{kind!r}; keep this model in safetensors"
+        )
+    window = config.get("sliding_window")
+    uses_window = kind == "mistral" or bool(config.get("use_sliding_window"))
+    if uses_window and window is not None and window < config["max_position_embeddings"]:
+        logger.warning(
+            "sliding_window is %d in config.json, which the GGUF file does not have: its readers attend to all tokens, "
+            "so results differ for texts of more than %d tokens",
+            window,
+            window,
+        )
 
 
 def _write_tokenizer(gguf: Any, writer: Any, directory: ModelDirectory) -> None:

@@ -8,7 +8,7 @@ model; transformers would fill these layers with random values, with a warning.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,14 +18,31 @@ from windlass.base.errors import ModelError
 RANKS_ENTRY = "windlass_low_rank"
 
 
-def factor_pair(layer: nn.Linear, rank: int) -> nn.Sequential:
+class FactorPair(nn.Sequential):
+    """Two linear layers instead of one, whose `weight` and `bias` some models read, e.g. for their dtype."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Product of the two weights, computed at every access."""
+        first, second = (cast(Any, one).weight for one in self)
+        product: torch.Tensor = second @ first
+        return product
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Bias of the second layer."""
+        bias: torch.Tensor | None = cast(Any, self[1]).bias
+        return bias
+
+
+def factor_pair(layer: nn.Linear, rank: int) -> FactorPair:
     """Return the two layers that replace a linear layer, `in -> rank -> out`. The second one has the bias of the layer;
     the weights are on the meta device."""
     with torch.device("meta"):
         first = nn.Linear(layer.in_features, rank, bias=False, dtype=layer.weight.dtype)
         second = nn.Linear(rank, layer.out_features, bias=False, dtype=layer.weight.dtype)
     second.bias = layer.bias
-    return nn.Sequential(first, second).train(layer.training)
+    return FactorPair(first, second).train(layer.training)
 
 
 def record_ranks(model: Any, ranks: Mapping[str, int]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.kernels.packed_linear import PackedMatrix
 
 MERGE_METHODS = ("linear", "slerp", "ties", "dare")
 _PARALLEL = 0.9995  # cosine above which the arc is replaced by a straight line
@@ -106,12 +107,14 @@ def merge_models(
 
     Raises:
         ConfigError: an option is wrong; see `check_merge`.
-        ModelError: a parameter is missing or has another shape in one of the models, or merged values are not finite.
+        ModelError: a parameter is missing or has another shape in one of the models, packed weights of two models
+            differ, or merged values are not finite.
     """
     states = [model.state_dict() for model in models]
     check_merge(len(models), method, weights, base is not None, density)
     values = list(weights) if weights is not None else [1.0] * len(states)
     base_state: Mapping[str, Tensor] = {} if base is None else base.state_dict()
+    _check_packed(models[0], states)
     merged: dict[str, Tensor] = {}
     # First name of each tensor, by its memory in all models: tied parameters are several names for one memory.
     shared: dict[tuple[Any, ...], str] = {}
@@ -159,6 +162,21 @@ def merge_tensors(
     labelled = {f"model {number}": one for number, one in enumerate(tensors, 1)}
     _check_finite(name, labelled if base is None else {**labelled, "the base": base}, merged)
     return merged
+
+
+def _check_packed(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> None:
+    """Raise ModelError if layers of the first model are packed, and their bytes differ from those of another model."""
+    for layer, module in model.named_modules():
+        for leaf in module._parameters if isinstance(module, PackedMatrix) else ():
+            name = f"{layer}.{leaf}"
+            first = states[0].get(name)
+            if first is None or first.is_floating_point():  # e.g. a bias, which is averaged
+                continue
+            if not all(torch.equal(first, _get(state, name, first)) for state in states[1:]):
+                raise ModelError(
+                    f"layer {layer!r} has packed weights, which differ between the models and cannot be averaged; "
+                    "merge the unquantized models, and compress the result"
+                )
 
 
 def _check_finite(name: str, tensors: Mapping[str, Tensor], merged: Tensor) -> None:

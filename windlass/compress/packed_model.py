@@ -296,23 +296,28 @@ def fill_wide(
         mapped[source] = pages
         return tensor
 
+    first_of = {name: known[0] for known in holders.values() for name in known}
+    stored = {name for source, name in names.renamed.items() if source in unpacked or source not in used}
+
     def fill(name: str, tensor: torch.Tensor, source: str) -> None:
         if name in buffers:
             buffers[name].copy_(tensor)
-        if name not in open_names:
+        first = first_of.get(name, name)
+        if first not in open_names or name != first and first in stored:
             return
-        wanted = model.get_parameter(name)
+        wanted = model.get_parameter(first)
         if tensor.shape != wanted.shape:
             raise ModelError(
                 f"tensor {source!r} of {directory.path} has shape {tuple(tensor.shape)}, and the model built from its "
                 f"config.json needs {tuple(wanted.shape)}; copy config.json and the tensors from the same model"
             )
-        owner, _, leaf = name.rpartition(".")
         value = nn.Parameter(_cast(tensor, dtype), requires_grad=trains and tensor.is_floating_point())
         if source in mapped:
             set_pages(value, mapped.pop(source))
-        model.get_submodule(owner).register_parameter(leaf, value)
-        open_names.discard(name)
+        for one in holders[id(wanted)]:  # the files may have any of the names of a shared parameter
+            owner, _, leaf = one.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, value)
+        open_names.discard(first)
 
     for source, name in names.renamed.items():
         if source in unpacked or source not in used:

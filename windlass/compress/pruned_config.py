@@ -81,13 +81,21 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
 
 def _entries(earlier: Mapping[str, int], pruned: Sequence[tuple[UnitGroup, int]]) -> Iterator[dict[str, int]]:
     """Yield entries `windlass_pruning` that may describe a model: with the kinds as they were pruned; and, if heads
-    have keys of their own, so that heads and groups are the same units, with one kind for both."""
-    yield {**earlier, **{_key(group): kept for group, kept in pruned}}
+    have keys of their own, so that heads and groups are the same units, with one kind for both, and with both kinds,
+    since several heads of the unpruned model may share a key."""
+    found = {**earlier, **{_key(group): kept for group, kept in pruned}}
+    for group, kept in pruned:
+        heads = f"heads:{group.name}"
+        if group.kind == "groups" and heads in earlier:  # the number of query heads after both removals
+            found[heads] = group.heads[0] // group.heads[1] * kept
+    yield found
     same = {group.name for group, _ in pruned if group.has_own_keys}
     if same:
         others = {key: kept for key, kept in earlier.items() if key.removeprefix("groups:") not in same}
         new = {f"heads:{group.name}" if group.has_own_keys else _key(group): kept for group, kept in pruned}
         yield {**others, **new}
+        both = [(group.name, kept) for group, kept in pruned if group.has_own_keys]
+        yield {**found, **{f"{kind}:{name}": kept for name, kept in both for kind in ("groups", "heads")}}
 
 
 def check_layers(model: Any) -> None:
@@ -165,29 +173,29 @@ def _copy_values(source: Any, target: Any) -> None:
 
 
 def apply_widths(model: nn.Module, entry: Mapping[str, int]) -> None:
-    """Shrink a model to the widths of an entry `windlass_pruning`. The first units of each group stay.
+    """Shrink a model to the widths of an entry `windlass_pruning`. The first units of each group stay. Key heads are
+    removed before single query heads: the entry has the final numbers of both.
 
     Raises:
         ModelError: the entry does not fit the model.
     """
-    if not entry:
-        return
-    kinds = {name.partition(":")[0] for name in entry}
-    groups = {_key(group): group for group in find_transformer_units(model, sorted(kinds))}
-    missing = set(entry) - set(groups)
-    if missing:
-        raise ModelError(f"{PRUNING_ENTRY} names {sorted(missing)[:4]}, which {type(model).__name__} lacks")
-    chosen = []
-    for name, kept in entry.items():
-        group = groups[name]
-        each, size = kept // group.sections, group.units // group.sections
-        if not 0 < each <= size or kept % group.sections:
-            raise ModelError(f"{PRUNING_ENTRY} keeps {kept} of the {group.units} units of {name}")
-        first = (torch.arange(group.sections)[:, None] * size + torch.arange(each)).flatten()
-        chosen.append((group, dict.fromkeys(group.parts, first)))
-    remove_units(model, chosen)
-    for name, kept in entry.items():
-        fit_module(model, groups[name], kept)
+    for kind in sorted({name.partition(":")[0] for name in entry}):  # groups before heads
+        groups = {_key(group): group for group in find_transformer_units(model, [kind])}
+        wanted = {name: kept for name, kept in entry.items() if name.partition(":")[0] == kind}
+        missing = set(wanted) - set(groups)
+        if missing:
+            raise ModelError(f"{PRUNING_ENTRY} names {sorted(missing)[:4]}, which {type(model).__name__} lacks")
+        chosen = []
+        for name, kept in wanted.items():
+            group = groups[name]
+            each, size = kept // group.sections, group.units // group.sections
+            if not 0 < each <= size or kept % group.sections:
+                raise ModelError(f"{PRUNING_ENTRY} keeps {kept} of the {group.units} units of {name}")
+            first = (torch.arange(group.sections)[:, None] * size + torch.arange(each)).flatten()
+            chosen.append((group, dict.fromkeys(group.parts, first)))
+        remove_units(model, chosen)
+        for name, kept in wanted.items():
+            fit_module(model, groups[name], kept)
 
 
 def _key(group: UnitGroup) -> str:

@@ -64,6 +64,9 @@ def load_rounded_model(
     kept = {id(one) for module in model.modules() if id(module) not in places for one in module._parameters.values()}
     chosen = {name: module for name, module in chosen.items() if id(module.get_parameter("weight")) not in kept}
     names = CheckpointNames(model, directory.places)
+    holders: dict[int, list[str]] = {}  # all names of each parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
     made: dict[int, PackedMatrix] = {}  # packed modules by id of the weight
     weights = {name: module.get_parameter("weight") for name, module in chosen.items()}
     sources: dict[int, str] = {}
@@ -88,10 +91,14 @@ def load_rounded_model(
             made[id(weight)] = packed
         used |= {source, names.source_of.get(f"{name}.weight", source)}
         if isinstance(packed, PackedLinear) and packed.bias is not None:
-            bias = names.source_of.get(f"{name}.bias")
+            sharers = next(known for known in holders.values() if f"{name}.bias" in known)
+            bias = next((names.source_of[one] for one in (f"{name}.bias", *sharers) if one in names.source_of), None)
             if bias is None:
                 raise ModelError(f"{path} lacks the tensor '{name}.bias' of the model; copy its files again")
             packed.bias = nn.Parameter(_cast(directory.read(bias), dtype), requires_grad=False)
+            for one in sharers:  # e.g. the module around a head
+                owner, _, leaf = one.rpartition(".")
+                model.get_submodule(owner).register_parameter(leaf, packed.bias)
             used.add(bias)
         model.set_submodule(name, packed)
     fill_wide(model, directory, names, used, dtype, ties=len(made) == len(chosen))

@@ -47,7 +47,9 @@ def refresh_model(
     )
     if before.trains:
         check_renormalized_embeddings(before.model, before.mesh.dense.data, before.mesh.world)
-    if (joining := _parameters_only_unfrozen(before)) and can_unfreeze(before, joining):
+    joining = _parameters_only_unfrozen(before)
+    # Stages of a pipeline may have unfrozen different parameters, or none: all ranks take the same path.
+    if all(before.mesh.world.all_gather_object(bool(joining) and can_unfreeze(before, joining))):
         unfreeze(before, joining)
         return
     # Raise on all ranks if one has gradients: ranks may run different numbers of backwards.

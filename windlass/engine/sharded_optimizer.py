@@ -160,3 +160,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for key, value in states.items():
                     set_state = set_full_state if isinstance(value, torch.Tensor) else set_plain_state
                     set_state(parameter, key, value)
+        self._model.choose_gradient_mode()  # the number of applied steps may be on the other side of a freeze

@@ -255,7 +255,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             args, kwargs = _cast((args, kwargs), torch.float16)
         self._nonfinite_locator.micro_batch = self.progress.micro_steps
         self._sharded.disk_health.require_intact("a forward")
-        if self.module.training or torch.is_grad_enabled():
+        # Inside `applied()` the parameters are averages, from which a rank's local change must not be subtracted.
+        is_averaged = any(average.is_applied for average in self._sharded.averages.values())
+        if (self.module.training or torch.is_grad_enabled()) and not is_averaged:
             self._sharded.replicas.show_local_weights()
         else:
             self._sharded.replicas.show_common_weights()

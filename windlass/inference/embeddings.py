@@ -10,7 +10,7 @@ from torch import nn
 
 from windlass.base.errors import RequestError
 from windlass.base.module_modes import evaluating
-from windlass.inference.model_forward import find_device, own_modes
+from windlass.inference.model_forward import find_decoder, find_device, own_modes
 from windlass.inference.sharded_runner import ShardedRunner
 from windlass.inference.stage_link import get_stage_link
 
@@ -52,13 +52,6 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
                 hidden = compute_hidden(runner.model, list(ids))
         results.append((hidden / hidden.norm().clamp_min(1e-12)).tolist())
     return results
-
-
-def find_decoder(model: Any) -> nn.Module | None:
-    """Return the module inside a causal language model that computes hidden states; None: there is none."""
-    prefix = getattr(model, "base_model_prefix", "") or "_"
-    found: nn.Module | None = getattr(model, "get_decoder", lambda: None)() or getattr(model, prefix, None)
-    return None if found is model else found
 
 
 def compute_hidden(model: nn.Module, ids: list[int]) -> torch.Tensor:

@@ -26,6 +26,8 @@ from windlass.inference.runner_factory import pack_before_sharding
 from windlass.inference.stage_link import StageLink, open_stage_link, split_for_inference
 from windlass.inference.transformers_generate import generate_by_engine
 
+_SAMPLES = 4  # elements of a parameter that are compared before each `generate`
+
 
 def init_inference(
     model: nn.Module | str | Path,
@@ -101,7 +103,9 @@ class InferenceModel(nn.Module):
                 )
         self._packs_all = options.weights is not None and isinstance(model, nn.Module) and not _makes_logits(module)
         self._options = options
-        self._versions: list[tuple[int, int]] = []  # id and version of each parameter at the last `generate`
+        # id and version of each parameter, and bytes of some elements, at the last `generate`
+        self._versions: tuple[list[tuple[int, int]], list[bytes]] = ([], [])
+        self._tables: list[Any] = []  # description of the embeddings for which the engine was built
         self.module = module
         self._link: StageLink | None = None
         if self._ranks is not None:
@@ -252,7 +256,9 @@ class InferenceModel(nn.Module):
     def _find_current_llm(self) -> LLM:
         """Return the engine; drop its cached keys and values if the weights have changed, e.g. by `load_state_dict`."""
         llm = self._find_llm()
-        versions = [(id(one), 0 if one.is_inference() else one._version) for one in self.module.parameters()]
+        numbers = [(id(one), 0 if one.is_inference() else one._version) for one in self.module.parameters()]
+        # The reset is collective, and a write may change the samples of one rank alone.
+        versions = numbers, _sample_weights(self.module) if self._ranks is None else []
         if versions != self._versions:
             llm.reset_prefix_cache()
             self._versions = versions
@@ -264,7 +270,13 @@ class InferenceModel(nn.Module):
                 f"weights_tier is {self._options.weights_tier!r}, but the weight file is closed, or there is none "
                 "because the model was a live module; call init_inference with the model's directory"
             )
+        keeps_module = self._options.weights is None and not self._options.streams_weights and self._ranks is None
+        tables = _describe_embeddings(self.module) if keeps_module else []
+        if tables != self._tables:
+            # after e.g. `resize_token_embeddings` or `double`: an engine has a fixed vocabulary, dtype and device
+            self.close()
         if self._llm is None:
+            self._tables = tables
             engine = make_rank_engine(
                 self.module,
                 self._options,
@@ -275,6 +287,25 @@ class InferenceModel(nn.Module):
             )
             self._llm = LLM.from_engine(engine)
         return self._llm
+
+
+def _sample_weights(module: nn.Module) -> list[bytes]:
+    """Return the bytes of a few elements of each parameter. They show writes to `parameter.data`, such as
+    `parameter.data.copy_(...)`, which change no version.
+    """
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for one in module.parameters():
+            size = one.numel()
+            if one.is_meta or type(one) is not nn.Parameter or one.layout is not torch.strided or not size:
+                continue
+            # elements from the first to the last one, in the order of the memory
+            count = min(size, _SAMPLES) if one.is_contiguous() else 1
+            elements = one.as_strided((count,), (max((size - 1) // max(count - 1, 1), 1),))
+            if one.itemsize == 1:  # torch cannot join some types of one byte
+                elements = elements.view(torch.uint8)
+            found.setdefault((elements.device, elements.dtype), []).append(elements)
+        return [torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in found.values()]
 
 
 def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
@@ -288,6 +319,18 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
             f"{absent[0]} of {type(model).__name__} is on the meta device and has no values; load the values first, "
             "give the model's directory, or pass checkpoint to deepspeed.init_inference"
         ) from error
+
+
+def _describe_embeddings(module: Any) -> list[Any]:
+    """Return shape, dtype and device of the embeddings of a model of transformers; an empty list for other modules."""
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            weight = getattr(module, name)().weight
+        except (AttributeError, NotImplementedError):  # the module has no such table
+            continue
+        found.append((weight.shape, weight.dtype, weight.device))
+    return found
 
 
 def _makes_logits(model: nn.Module) -> bool:

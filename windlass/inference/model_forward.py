@@ -154,6 +154,13 @@ def find_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def find_decoder(model: Any) -> nn.Module | None:
+    """Return the module inside a causal language model that computes hidden states; None: there is none."""
+    prefix = getattr(model, "base_model_prefix", "") or "_"
+    found: nn.Module | None = getattr(model, "get_decoder", lambda: None)() or getattr(model, prefix, None)
+    return None if found is model else found
+
+
 def get_logits(result: Any) -> torch.Tensor:
     """Return the logits of a model's output: the output itself, its `logits`, or its first element.
 

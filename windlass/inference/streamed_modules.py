@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError, StorageError
+from windlass.inference.model_forward import find_decoder
 from windlass.inference.packed_modules import (
     LinearGroup,
     PackedModules,
@@ -179,7 +180,11 @@ class StreamedModules(PackedModules):
                 self.stacked.append(StackedParameters(modules[0], list(unit.tensors), self._lend_tensors(number)))
         super().__init__(groups, permanent=True)
         stacked = self.stacked  # not `self`: a hook of the model must not keep it alive
-        model.register_forward_pre_hook(lambda module, args: _begin_forward(stacked, lender))
+        # Embeddings call only the decoder. Inside a forward of the model, its hook is harmless: units that were used
+        # before it and those after it are parts of the same order.
+        for one in (model, find_decoder(model)):
+            if isinstance(one, nn.Module):
+                one.register_forward_pre_hook(lambda module, args: _begin_forward(stacked, lender))
 
     @property
     def stats(self) -> StreamStats:

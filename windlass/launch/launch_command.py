@@ -22,7 +22,12 @@ from windlass.launch.external_rank import exec_as_external_rank, external_rank_e
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.launch_flags import LAUNCHERS
 from windlass.launch.launch_plan import LaunchPlan, is_local_host
-from windlass.launch.launcher_backends import LauncherOptions, build_launcher_command, is_installed
+from windlass.launch.launcher_backends import (
+    LauncherOptions,
+    build_launcher_command,
+    identifying_program,
+    is_installed,
+)
 from windlass.launch.launcher_process import run_launcher_command
 from windlass.launch.live_rank_table import LiveRankTable
 from windlass.launch.local_launch import free_port, start_local_ranks
@@ -201,7 +206,8 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
     command = build_launcher_command(launcher, plan, words)
     if not is_installed(launcher):
         raise LaunchError(
-            f"--launcher {launcher}: {command.argv[0]} is not installed; the default launcher needs only ssh"
+            f"--launcher {launcher}: {identifying_program(launcher)} is in no folder of PATH; activate the environment "
+            "in which it is installed, or leave out --launcher: the default launcher needs only ssh"
         )
     ranks, hosts = plural(plan.world_size, "rank"), plural(len(plan.hosts), "host")
     logger.info("%s starts %s on %s", command.argv[0], ranks, hosts)

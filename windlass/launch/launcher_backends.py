@@ -72,9 +72,14 @@ def build_launcher_command(launcher: str, plan: LaunchPlan, options: LauncherOpt
     return _COMMAND_BUILDERS[launcher](plan, options)
 
 
+def identifying_program(launcher: str) -> str:
+    """Return the program by which an installation of the backend is found. Several MPIs have an `mpirun`."""
+    return {"pdsh": "pdsh", "openmpi": "ompi_info", "slurm": "srun", "mvapich": "mpiname"}.get(launcher, "mpirun")
+
+
 def is_installed(launcher: str) -> bool:
-    """Return True if the backend's program is installed on this machine."""
-    program = {"pdsh": "pdsh", "openmpi": "ompi_info", "slurm": "srun", "mvapich": "mpiname"}.get(launcher, "mpirun")
+    """Return True if the backend's program is in a folder of PATH on this machine."""
+    program = identifying_program(launcher)
     if shutil.which(program) is None:
         return False
     if launcher == "mvapich":

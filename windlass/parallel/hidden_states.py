@@ -26,7 +26,17 @@ def get_input(module: nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the hidden states of a transformers module's arguments: `hidden_states`, or the first argument."""
+    """Return the hidden states of a transformers module's arguments: `hidden_states`, or the first argument.
+
+    Raises:
+        ModelError: the hidden states were passed by keyword, under another name.
+    """
+    if not args and "hidden_states" not in kwargs:
+        raise ModelError(
+            f"a layer or attention module was called with keyword arguments only ({', '.join(kwargs) or 'none'}), and "
+            "tp_sequence_norms and pp need its hidden states; pass them as the first positional argument, or as "
+            "hidden_states"
+        )
     found: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return found
 

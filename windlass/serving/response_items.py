@@ -74,6 +74,10 @@ class ResponseItems:
             done = self._event("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
             return [done, self._item_event("done")]
         part = item["content"][0]
+        # The last tokens may have no text, e.g. the end-of-sequence token. Whether they arrive with the text before
+        # them depends on the time at which the client reads.
+        part["logprobs"] += self._logprobs
+        self._logprobs = []
         return [
             self._event("response.output_text.done", text=part["text"], logprobs=part["logprobs"], content_index=0),
             self._event("response.content_part.done", part=dict(part), content_index=0),

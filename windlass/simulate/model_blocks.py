@@ -44,22 +44,32 @@ class ModelChunk:
 
     Attributes:
         number: Index among all chunks; chunk `c` is on stage `c % pp`.
+        follows_trained: A block of an earlier chunk is trained, so that the chunk computes the gradient of its input.
     """
 
     number: int
     blocks: list[SimulatedBlock]
+    follows_trained: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """True if a block of the chunk is trained."""
+        return any(map(_is_trained, self.blocks))
 
     @property
     def backward_order(self) -> list[SimulatedBlock]:
         """Blocks in the order of their backward. Frozen blocks in front of the first trained one have no backward."""
-        trained = [not block.units or any(unit.trainable for unit in block.units) for block in self.blocks]
-        first = trained.index(True) if self.number == 0 and any(trained) else 0
-        return list(reversed(self.blocks[first:]))
+        trained = [self.follows_trained or _is_trained(block) for block in self.blocks]
+        return list(reversed(self.blocks[trained.index(True) :])) if any(trained) else []
 
     @property
     def has_layers(self) -> bool:
         """True if a layer is in the chunk, and not only the embedding or the head."""
         return any(block.kind == "layer" for block in self.blocks)
+
+
+def _is_trained(block: SimulatedBlock) -> bool:
+    return not block.units or any(unit.trainable for unit in block.units)
 
 
 def rank_sizes(work: StepWork) -> LayerSizes:

@@ -8,6 +8,7 @@ tree, with its biases and positions, if no axis divides its parameters and its l
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,7 +91,9 @@ class RankUnits:
     def __init__(self, work: StepWork, sizes: LayerSizes, stage: int) -> None:
         self._work, self._sizes = work, sizes
         chunks = range(stage, work.chunks, work.grid.pp)
-        own = _layers_of(work.model, work.shape.layers) if work.model is not None else None
+        # With pp, ep or tp, parameters of a rank have other shapes than those of the model, which are full.
+        whole = work.model if work.grid.size("pp", "ep", "tp") == 1 else None
+        own = _layers_of(whole, work.shape.layers) if whole is not None else None
         if own is not None and work.model is not None:
             model, layers = work.model, list(own.values())
             block_of = _block_names(work.model, own).__getitem__
@@ -150,6 +153,8 @@ class RankUnits:
         if last:
             inner.norm = _with_weight(self._parameter((shape.hidden,)))
             model.lm_head = _with_weight(table if shape.tied else self._vocabulary(()))
+        if work.model is not None:
+            _freeze_like(model, work.model, shape.layers)
         return model, list(layers.values())
 
     def _layer(self) -> nn.Module:
@@ -232,9 +237,29 @@ def _layers_of(model: nn.Module, count: int) -> dict[str, nn.Module] | None:
     return None
 
 
+def _freeze_like(tree: nn.Module, model: nn.Module, count: int) -> None:
+    """Freeze the parameters of a decoder's tree that are frozen in a model with `count` layers. Parameters of other
+    names in the model are frozen if all parameters of their block are."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return
+    parts: dict[str, list[tuple[str, nn.Parameter]]] = {}  # names and parameters of each block of the model
+    layers = _layers_of(model, count) or {}
+    blocks = _block_names(model, layers)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        layer = next((path for path in layers if name.startswith(f"{path}.")), "")
+        parts.setdefault(blocks[owner], []).append((name.removeprefix(f"{layer}."), parameter))
+    for name, parameter in tree.named_parameters():
+        block = parts.get(_block_of(name.rpartition(".")[0]), [])
+        inside = re.sub(r"^model\.layers\.\d+\.", "", name)
+        same = [one.requires_grad for other, one in block if other == inside]
+        parameter.requires_grad_(any(same or [one.requires_grad for _, one in block] or [True]))
+
+
 def _block_names(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
     """Return the block of each module by module name: modules before the layers belong to the embedding, the output
-    embedding to the head, other modules after the layers to the last norm."""
+    embedding to the head, other modules after the layers to the last norm. So does a module before the layers whose
+    name has `final`, e.g. `final_layer_norm` of OPT."""
     own = getattr(model, "get_output_embeddings", lambda: None)()
     found, at = {"": HEAD}, EMBEDDING
     numbers = {path: number for number, path in enumerate(layers)}
@@ -244,7 +269,8 @@ def _block_names(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, st
             continue
         if name in numbers:
             inside, at = f"layer {numbers[name]}", NORM
-        found[name] = inside if any(f"{name}.".startswith(f"{path}.") for path in layers) else at
+        outside = NORM if "final" in name.rpartition(".")[2] else at
+        found[name] = inside if any(f"{name}.".startswith(f"{path}.") for path in layers) else outside
         if module is own:
             found[name] = HEAD
     return found

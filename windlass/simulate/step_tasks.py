@@ -65,6 +65,9 @@ class StageTasks:
     def backward(self, chunk: ModelChunk, *, part: ActionKind, is_last_micro: bool) -> SimulatedTask | None:
         """Add the backward of a chunk for one micro-batch, or the half of the backward that `part` selects."""
         order = chunk.backward_order
+        if not order:  # the chunk and all chunks before it are frozen
+            self.zero.end_chunk_backward()
+            return self.lanes.flush()
         self.zero.use(chunk, order[0], backward=True)
         for block, following in zip(order, [*order[1:], None], strict=True):
             if part is not ActionKind.BACKWARD_WEIGHT:
@@ -93,7 +96,8 @@ class StageTasks:
                 self.zero.release(block, in_use=following)
         if part is not ActionKind.BACKWARD_INPUT:
             self.zero.end_chunk_backward()
-        if self.work.volumes.tp_sequence_norms and chunk.has_layers and part is not ActionKind.BACKWARD_WEIGHT:
+        passes = chunk.follows_trained or not chunk.number and len(order) == len(chunk.blocks)
+        if self.work.volumes.tp_sequence_norms and chunk.has_layers and passes and part in _INPUTS:
             self._over_tp("all_gather", self.activation_bytes, "gradient of the input")
         return self.lanes.flush()
 
@@ -294,6 +298,11 @@ class StepTasks:
         many = work.volumes.micro_batches * work.shape.layers > _MANY_LAYERS
         self.coarse = many if coarse is None else coarse
         self.stages = [StageTasks(work, self, stage) for stage in range(work.grid.pp)]
+        chunks = [self.stages[number % work.grid.pp].chunk_of(number) for number in range(work.chunks)]
+        follows = not any(chunk.is_trained for chunk in chunks)  # a frozen model is simulated like a trained one
+        for chunk in chunks:
+            chunk.follows_trained = follows
+            follows = follows or chunk.is_trained
 
     def run(self) -> float:
         """Build and run all tasks; return the time of the step in seconds."""
@@ -359,6 +368,7 @@ class StepTasks:
                 action.stage - 1,
             )
         sends = action.kind is not ActionKind.BACKWARD_WEIGHT and 0 <= target < self.work.chunks
+        sends = sends and (action.kind is ActionKind.FORWARD or chunk.follows_trained)
         # On a CPU, messages share a stream with the computation: send this one before the sender's next action.
         sent[action] = self._send(action, target, task) if sends else None
 
@@ -386,3 +396,4 @@ class StepTasks:
 
 
 _WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+_INPUTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)

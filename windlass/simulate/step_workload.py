@@ -80,7 +80,8 @@ class StepWork:
         whole_states: Number of optimizer states per element before the step, if the optimizer updates whole parameters
             and does not shard its states; else None.
         data_rank: Data-parallel rank whose compressed messages are counted; other ranks' may differ by some bytes.
-        model: Model whose units are used; None: the units are those of a decoder of its sizes.
+        model: Model whose units are used, or, with pp, ep or tp, whose frozen parameters are frozen in a decoder of its
+            sizes; None: the units are those of a decoder, all trained.
     """
 
     shape: ModelShape
@@ -250,9 +251,7 @@ def describe_step(
             zero.zero_quantized_gradients_codec_across if zero.zero_quantized_gradients else "",
         ),
         model_numel=0 if isinstance(model, ModelShape) else _numel(model),
-        # With pp, ep or tp, units are built from a decoder of the model's sizes instead: its parameters have the shapes
-        # of one rank, and those of `model` are full.
-        model=model if isinstance(model, nn.Module) and grid.size("pp", "ep", "tp") == 1 else None,
+        model=model if isinstance(model, nn.Module) else None,
     )
 
 

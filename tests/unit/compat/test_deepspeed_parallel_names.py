@@ -243,6 +243,12 @@ def test_pipeline_keys_are_applied() -> None:
     assert resolve_tolerated_keys(given)["pipeline"] == {"stages": "auto", "partition": "uniform"}
     given = {**CONFIG, "flops_profiler": {"enabled": True, "step": 1}}
     assert resolve_tolerated_keys(given)["flops_profiler"] == {"enabled": True}
+    given = {
+        **CONFIG,
+        "flops_profiler": {"enabled": True, "profile_step": -1, "top_modules": 3},
+    }  # a step never reached
+    assert resolve_tolerated_keys(given)["flops_profiler"] == {"top_modules": 3}
+    assert not DeepSpeedConfig(given).config.flops_profiler.enabled
     plain = {**CONFIG, "pipeline": {"stages": 2}}
     assert resolve_tolerated_keys(plain) is plain
     assert "use_data_before_expert_parallelism" not in resolve_tolerated_keys(

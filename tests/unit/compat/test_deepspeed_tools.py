@@ -292,7 +292,18 @@ def test_norms_equal_torch() -> None:
     torch.testing.assert_close(norm_functions.clip_grad_norm_(layer.parameters(), 0.5), expected)
     for parameter, other in zip(layer.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad)
+    for broken in (math.inf, math.nan):  # no finite gradient is left to be applied alone
+        for module in (layer, twin):
+            module.weight.grad, module.bias.grad = torch.full((3, 5), broken), torch.ones(3)
+            module.weight.grad[0] = 1.0
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        torch.testing.assert_close(
+            norm_functions.clip_grad_norm_(layer.parameters(), 0.5), expected, equal_nan=True, rtol=0, atol=0
+        )
+        for parameter, other in zip(layer.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, equal_nan=True, rtol=0, atol=0)
     layer.weight.grad = torch.zeros_like(layer.weight)
+    layer.bias.grad = torch.ones(3)
     assert norm_functions.get_grad_zeros(layer.parameters()) == 15
     assert norm_functions.get_weight_norm(layer.weight) == pytest.approx(layer.weight.norm().item())
 

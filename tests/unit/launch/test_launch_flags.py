@@ -169,6 +169,19 @@ def test_invalid_combinations_are_refused_before_any_start(words: list[str], mes
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(("launcher", "missing"), [("openmpi", "ompi_info"), ("mpich", "mpirun")])
+def test_an_mpi_in_no_folder_of_path_is_refused_by_its_program(
+    launcher: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An `mpirun` of another MPI does not count as Open MPI, and the message names the program that is missing."""
+    if launcher == "openmpi":
+        (tmp_path / "mpirun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    args = parse_flags(build_run_parser(), ["--launcher", launcher, "--nproc", "2", __file__])
+    with pytest.raises(LaunchError, match=f"--launcher {launcher}: {missing} is in no folder of PATH; activate the"):
+        launch_command.launch_from_args(args)
+
+
 def test_local_ranks_from_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned().hosts == (Host("localhost", (0,)),)
     assert planned("--nproc", "3").hosts == (Host("localhost", (0, 1, 2)),)

@@ -24,7 +24,8 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     ),
     "engine._config": differs(
         "windlass.compat.engine_config:EngineConfig",
-        "assigning to `zero_enabled` changes its value and nothing else; assigning to any other key raises",
+        "assigning to `zero_enabled` changes its value and nothing else; "
+        "`zero_config.gather_16bit_weights_on_model_save` can be set; assigning to any other key raises",
     ),
     "engine.compile": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.compile",

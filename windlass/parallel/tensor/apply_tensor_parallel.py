@@ -31,9 +31,11 @@ from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, s
 from windlass.parallel.tensor.plan_builder import build_tensor_parallel_plan
 from windlass.parallel.tensor.rank_ranges import count_elements
 from windlass.parallel.tensor.stack_sequence_sharding import (
+    ArgumentResultHook,
     AttentionGatherHook,
     FullSequenceHook,
     LocalRngEndHook,
+    SizeErrorNote,
     StackInputHook,
     StackOutputHook,
     StackSequenceSharding,
@@ -115,7 +117,10 @@ class _PlanApplier:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._has_dropout = has_dropout(model)
         self._input_hooks: dict[str, ChainInputHook] = {}
-        self._stacks = [(stack, StackSequenceSharding(axis)) for stack in stacks]
+        self._stacks = [
+            (stack, StackSequenceSharding(axis, {one.rpartition(".")[0] for one in stack.partial_parameters}))
+            for stack in stacks
+        ]
 
     def run(self) -> None:
         """Apply all shards of the plan, then adapt attention modules to their local heads and shard the sequence of
@@ -211,7 +216,7 @@ class _PlanApplier:
             members = [shard.name for shard in self._plan.chain_shards(row.chain) if shard.name in self._modules]
             layers = [as_linear_layer(one, self._modules[one]) for one in members if one != row.name]
             widths = {layer.in_features for layer in layers if layer is not None}
-            gathered = AttentionGatherHook(self._input_hook(row.chain), sequence, widths)
+            gathered = AttentionGatherHook(name, self._input_hook(row.chain), sequence, widths)
             self._modules[name].register_forward_pre_hook(gathered, with_kwargs=True)
 
     def _output_shard(self, attention: str) -> ModuleShard:
@@ -245,16 +250,20 @@ class _PlanApplier:
         for parameter in stack.partial_parameters:
             mark_partial_gradient(self._parameters[parameter], self._axis.name)
         draws = LocalRng(self._axis) if self._has_dropout else None
+        # before the hooks of the layers, which run first: a layer may itself be such a module
+        for salt, name in enumerate(stack.full_sequence_modules):
+            inside = FullSequenceHook(sequence_sharding, salt if self._has_dropout else None)
+            self._modules[name].register_forward_pre_hook(inside.pre_forward, prepend=True, with_kwargs=True)
+            self._modules[name].register_forward_hook(inside.post_forward)
         for name in stack.layers:
             layer = self._modules[name]
             if isinstance(layer, nn.Sequential):
                 WholeCallHooks(layer, name)
             before = StackInputHook(sequence_sharding, name == stack.layers[0], draws)
             layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            for leaf, child in layer.named_children():
+                child.register_forward_hook(ArgumentResultHook(f"{name}.{leaf}", sequence_sharding))
             if draws is not None:
                 layer.register_forward_hook(LocalRngEndHook(draws), always_call=True)
-        for salt, name in enumerate(stack.full_sequence_modules):
-            inside = FullSequenceHook(sequence_sharding, salt if self._has_dropout else None)
-            self._modules[name].register_forward_pre_hook(inside.pre_forward, prepend=True, with_kwargs=True)
-            self._modules[name].register_forward_hook(inside.post_forward)
         self._modules[stack.layers[-1]].register_forward_hook(StackOutputHook(sequence_sharding))
+        SizeErrorNote(self._model, {name: self._modules[name] for name in stack.layers})

@@ -9,6 +9,7 @@ from torch import nn
 
 from windlass.parallel.tensor.head_counts import HEAD_DIM_ATTRIBUTES, find_positive_int
 from windlass.parallel.tensor.head_partition import HeadPartition
+from windlass.parallel.tensor.linear_layers import iterate_parent_names
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.rank_ranges import scale_ranges
 from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle, make_cannot_shard_error
@@ -45,7 +46,7 @@ def shard_attention_parameters(
         if isinstance(child, nn.Embedding) and child.embedding_dim == head_partition.num_query_heads:
             shards.append(_shard_head_bias(f"{inner}.weight", head_partition, layers[-1]))
         else:
-            shards += _shard_head_norm(inner, leaf, child, module, head_partition, layers, head_size)
+            shards += _shard_head_norm(inner, leaf, child, module, head_partition, entries, layers, head_size)
     return [shard for shard in shards if shard.style is not ShardStyle.REPLICATED]
 
 
@@ -96,6 +97,7 @@ def _shard_head_norm(
     child: nn.Module,
     module: nn.Module,
     head_partition: HeadPartition,
+    entries: Mapping[str, PlanEntry],
     layers: Sequence[str],
     head_size: int | None,
 ) -> list[ModuleShard]:
@@ -103,11 +105,12 @@ def _shard_head_norm(
     Shard a norm that has weights for each head.
 
     Raises:
-        ModelError: the norm cannot be divided by heads.
+        ModelError: the norm cannot be divided by heads, or another module trains a single number.
     """
     own = list(child.named_parameters(recurse=False))
     chain, full = layers[-1], [(layer, "replicated") for layer in layers]
     if not _HEAD_NORM.fullmatch(leaf):
+        _check_trained_numbers(name, child, head_partition, entries)
         # A module for the features of a head, such as a norm or an embedding of distances, computes with local heads.
         # Assumed: any other module, such as `q_a_layernorm`, acts before the features are split into heads. Each rank
         # then has its complete gradient.
@@ -117,7 +120,7 @@ def _shard_head_norm(
         raise make_cannot_shard_error(
             name, "norms in a list belong to single heads, and each rank would use the norms of the first heads", *full
         )
-    if all(parameter.dim() == 1 for _, parameter in own):
+    if all(parameter.dim() <= 1 for _, parameter in own):
         sizes = {parameter.numel() for _, parameter in own}
         size = find_positive_int(module, HEAD_DIM_ATTRIBUTES)
         if size is not None and sizes != {size}:
@@ -143,3 +146,21 @@ def _shard_head_norm(
         ModuleShard(f"{name}.{each}", ShardStyle.PARAMETER, count, scale_ranges(spans, 1), f"{count} heads", chain)
         for each, _ in own
     ]
+
+
+def _check_trained_numbers(
+    name: str, child: nn.Module, head_partition: HeadPartition, entries: Mapping[str, PlanEntry]
+) -> None:
+    """Raise a ModelError if a module trains a single number, e.g. a temperature, and the user's table does not say
+    where it acts: on scores and heads each rank has a part of its gradient, before the heads the complete gradient.
+    """
+    for leaf, parameter in child.named_parameters(prefix=name):
+        known = leaf in entries or any(holder in entries for holder in iterate_parent_names(leaf) if holder)
+        if parameter.numel() == 1 and parameter.requires_grad and not known:
+            raise make_cannot_shard_error(
+                leaf,
+                f"it trains one number in attention of {head_partition.num_query_heads} heads, and it is unknown "
+                "whether the heads use it, so that each rank computes a part of its gradient (partial), or not "
+                "(replicated)",
+                (leaf, "partial"),
+            )

@@ -143,6 +143,14 @@ def is_stub(module: nn.Module) -> bool:
     return bool(getattr(module, "is_stub", False))
 
 
+def is_pipeline_stage(model: nn.Module) -> bool:
+    """Return True if other ranks have further layers of the model: the other stages of its pipeline."""
+    stages, total = getattr(model, "stages", None), getattr(model, "total_stages", None)
+    if isinstance(stages, list) and isinstance(total, int):
+        return len(stages) < total
+    return any(is_stub(module) for module in model.modules())
+
+
 def find_local_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model by name, without the stubs of other pipeline stages and the modules inside stubs.
 

@@ -15,7 +15,12 @@ from windlass.parallel.tensor.block_tracing import find_blocks, trace_block, tra
 from windlass.parallel.tensor.dependency_chains import ChainResolver, find_dependency_chains
 from windlass.parallel.tensor.find_language_model import find_language_model
 from windlass.parallel.tensor.fused_experts_layout import read_fused_experts_layout
-from windlass.parallel.tensor.linear_layers import find_linear_layers, find_local_modules, is_inside
+from windlass.parallel.tensor.linear_layers import (
+    find_linear_layers,
+    find_local_modules,
+    is_inside,
+    is_pipeline_stage,
+)
 from windlass.parallel.tensor.model_tp_plan import read_tp_plan, read_tp_plan_entries
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.rank_ranges import join_sections, make_even_ranges
@@ -48,8 +53,8 @@ def build_tensor_parallel_plan(
 
     Raises:
         ConfigError: the table is invalid.
-        ModelError: a module cannot be sharded, or the model has no module to shard. The message names a fix, usually a
-            table entry.
+        ModelError: a module cannot be sharded, or the model, which is not a stage of a pipeline, has no module to
+            shard. The message names a fix, usually a table entry.
     """
     if ranks > 1:
         _check_distributed_experts(model)
@@ -60,7 +65,7 @@ def build_tensor_parallel_plan(
     for name, entry in entries.items():
         if name not in known:
             shards += _shard_unchained(model, entry, ranks)
-    if not any(shard.rank_ranges for shard in shards):
+    if not any(shard.rank_ranges for shard in shards) and not is_pipeline_stage(model):
         mixture = next((name for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)), None)
         hint = "" if mixture is None else _MIXTURE_HINT.format(mixture or type(model).__name__)
         raise ModelError(

@@ -6,7 +6,9 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+import sys
+import weakref
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from windlass.base.backward_callbacks import current_backward_id
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.autograd_collectives import (
+    all_gather,
     copy_to_parallel_region,
     gather_from_parallel_region,
     scatter_to_parallel_region,
@@ -37,14 +40,21 @@ class StackSequenceSharding:
     recomputation in the backward may belong to an earlier forward of another length, so the ranks all-gather their
     lengths, unless every length so far divided evenly. In a pipeline the first layer may run on other ranks; then the
     ranks always all-gather their lengths.
+
+    Attributes:
+        axis: mesh axis over which the sequence is sharded.
+        modules_with_partial_gradients: names of modules in the layers that each rank applies to its part only.
     """
 
-    def __init__(self, axis: MeshAxis) -> None:
-        self.axis = axis
+    def __init__(self, axis: MeshAxis, modules_with_partial_gradients: Collection[str] = ()) -> None:
+        self.axis, self.modules_with_partial_gradients = axis, modules_with_partial_gradients
         self._rank_sizes: list[int] = []  # tokens of each rank in the current forward
         self._num_samples = 0  # samples in the current forward
         # flags: the first layer ran on this rank; it received a length that does not divide evenly
         self._has_first_layer, self._is_uneven = (False, False)
+        self._layer_arguments: list[weakref.ref[torch.Tensor]] = []  # those of the last layer but its hidden states
+        # results of modules of the layer for these arguments, and the names of the modules
+        self._results_of_arguments: list[tuple[weakref.ref[torch.Tensor], str]] = []
 
     def shard_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of hidden states `[batch, sequence, features]` that are equal on all ranks."""
@@ -54,6 +64,35 @@ class StackSequenceSharding:
         self._num_samples, self._has_first_layer = hidden.shape[0], True
         self._is_uneven |= length % self.axis.size > 0
         return self.local_shard(hidden, self._rank_sizes)
+
+    def begin_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the arguments of a layer that begins."""
+        hidden = get_hidden_states(args, kwargs)
+        others = (*args, *kwargs.values())
+        self._layer_arguments = [
+            weakref.ref(one) for one in others if isinstance(one, torch.Tensor) and one is not hidden
+        ]
+        self._results_of_arguments.clear()
+
+    def record_result(self, name: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
+        """Record the output of the module `name` in the current layer if its input is an argument of the layer besides
+        the hidden states.
+        """
+        if any(ref() is inputs for ref in self._layer_arguments):
+            self._results_of_arguments.append((weakref.ref(output), name))
+
+    def module_for_argument(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the module that computed a tensor from an argument of the layer; None: no module."""
+        return next((name for ref, name in self._results_of_arguments if ref() is tensor), None)
+
+    def is_layer_argument(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor is an argument of the current layer besides its hidden states, has the memory of one
+        or was computed from one by a module of the layer.
+        """
+        memory = tensor.untyped_storage().data_ptr()
+        kept = [one for ref in self._layer_arguments if (one := ref()) is not None and one.layout is torch.strided]
+        known = any(one is tensor or 0 != memory == one.untyped_storage().data_ptr() for one in kept)  # 0: no elements
+        return known or self.module_for_argument(tensor) is not None
 
     def rank_sizes(self, part: torch.Tensor) -> list[int]:
         """Return the number of rows of each rank along dim -2, for a tensor shaped like `part`: `[batch, part of the
@@ -78,6 +117,32 @@ class StackSequenceSharding:
         return as_contiguous_non_view(scatter_to_parallel_region(full, self.axis, 1, sizes))
 
 
+class PartArguments:
+    """Arguments of a module that are parts of the sequence as its hidden states are, e.g. keys and values with a norm
+    of their own.
+
+    Arguments that the layer around the module received, such as the states of an encoder, are full on every rank. Their
+    length may be that of a part by chance. A recomputation in the backward repeats the decision of the last forward.
+    """
+
+    def __init__(self, sequence_sharding: StackSequenceSharding) -> None:
+        self._sequence_sharding = sequence_sharding
+        self._parts: set[str] = set()  # names of arguments that were parts in the last forward
+        self._full: set[str] = set()  # names of arguments that once had the length of no part
+
+    def includes(self, name: str, value: torch.Tensor, hidden: torch.Tensor) -> bool:
+        """Return True if the argument `name` is a part of the same sequence as `hidden`."""
+        if value.shape[:-1] != hidden.shape[:-1]:
+            self._full.add(name)
+        if name in self._full:
+            return False
+        if current_backward_id() == -1:
+            self._parts.add(name)
+            if self._sequence_sharding.is_layer_argument(value):
+                self._parts.remove(name)
+        return name in self._parts
+
+
 class StackInputHook:
     """Pre-forward hook of a layer in the stack: switch to rank-specific random numbers in training. The first layer's
     hook shards the hidden states.
@@ -92,11 +157,10 @@ class StackInputHook:
         hidden = get_hidden_states(args, kwargs)
         if self._local_rng is not None and module.training:
             self._local_rng.begin(hidden.device)
-        return (
-            replace_hidden_states(args, kwargs, self._sequence_sharding.shard_input(hidden))
-            if self._is_first
-            else (args, kwargs)
-        )
+        if self._is_first:
+            args, kwargs = replace_hidden_states(args, kwargs, self._sequence_sharding.shard_input(hidden))
+        self._sequence_sharding.begin_layer(args, kwargs)
+        return args, kwargs
 
 
 class StackOutputHook:
@@ -114,31 +178,38 @@ class StackOutputHook:
 class AttentionGatherHook:
     """Pre-forward hook of attention: all-gather the hidden states once for all of its column-parallel layers.
 
-    Other hidden states, of an encoder, are full on every rank. They pass through `copy_to_parallel_region`, because the
-    heads of each rank compute only a part of their gradient. An argument `residual` is a part of the sequence that is
-    added to the output (BLOOM).
+    Other parts of the sequence (`PartArguments`) are all-gathered too. Other hidden states, of an encoder, are full on
+    every rank. They pass through `copy_to_parallel_region`, because the heads of each rank compute only a part of their
+    gradient. An argument `residual` is a part of the sequence that is added to the output (BLOOM).
 
     Args:
+        name: name of the attention module.
         input_widths: numbers of input features of the column-parallel layers.
     """
 
     def __init__(
-        self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding, input_widths: Collection[int]
+        self,
+        name: str,
+        input_hook: ChainInputHook,
+        sequence_sharding: StackSequenceSharding,
+        input_widths: Collection[int],
     ) -> None:
-        self._input_hook, self._sequence_sharding, self._input_widths = input_hook, sequence_sharding, input_widths
+        self._name, self._input_hook, self._sequence_sharding = name, input_hook, sequence_sharding
+        self._input_widths = input_widths
+        self._part_arguments = PartArguments(sequence_sharding)
         self._names: list[str] | None = None  # names of the parameters of the forward
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden = get_hidden_states(args, kwargs)
-        gathered = self._input_hook(hidden, self._sequence_sharding.rank_sizes(hidden))
-        entered: dict[int, torch.Tensor] = {id(hidden): gathered}
+        hidden, axis = get_hidden_states(args, kwargs), self._input_hook.axis
+        sizes = self._sequence_sharding.rank_sizes(hidden)
+        entered: dict[int, torch.Tensor] = {id(hidden): self._input_hook(hidden, sizes)}
 
         def enter(name: str, value: Any) -> Any:
             if value is not hidden and (
                 not isinstance(value, torch.Tensor)
-                or not value.requires_grad
+                or not value.is_floating_point()
                 or value.dim() != 3
                 or value.shape[-1] not in self._input_widths
             ):
@@ -146,7 +217,11 @@ class AttentionGatherHook:
             if name == _RESIDUAL:
                 return value
             if id(value) not in entered:
-                entered[id(value)] = copy_to_parallel_region(value, self._input_hook.axis)
+                self._check_gradient(value)
+                if self._part_arguments.includes(name, value, hidden):
+                    entered[id(value)] = as_contiguous_non_view(all_gather(value, axis, -2, sizes))
+                else:
+                    entered[id(value)] = copy_to_parallel_region(value, axis) if value.requires_grad else value
             return entered[id(value)]
 
         if self._names is None:
@@ -156,6 +231,29 @@ class AttentionGatherHook:
             tuple(enter(name, one) for name, one in zip(names, args, strict=False)),
             {name: enter(name, one) for name, one in kwargs.items()},
         )
+
+    def _check_gradient(self, value: torch.Tensor) -> None:
+        """Raise a ModelError if a module whose gradients are summed over the ranks computed full keys and values."""
+        norm = self._sequence_sharding.module_for_argument(value)
+        if norm in self._sequence_sharding.modules_with_partial_gradients and value.requires_grad:
+            raise ModelError(
+                f"tp_sequence_norms sums the gradients that the ranks compute in {norm} for their parts of the "
+                f"sequence, and it was applied to the keys and values of {self._name}, which are full on every rank; "
+                "apply it before the layers or inside the attention module, or leave out tp_sequence_norms"
+            )
+
+
+class ArgumentResultHook:
+    """Forward hook of a module in a layer: record what it computes from arguments of the layer besides the hidden
+    states (`StackSequenceSharding.record_result`).
+    """
+
+    def __init__(self, name: str, sequence_sharding: StackSequenceSharding) -> None:
+        self._name, self._sequence_sharding = name, sequence_sharding
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            self._sequence_sharding.record_result(self._name, args[0], output)
 
 
 class WholeCallHooks:
@@ -187,9 +285,45 @@ class WholeCallHooks:
             )
 
 
+class SizeErrorNote:
+    """Hooks that add a note to an error between the layers of a stack, where the forward of the model has only a part
+    of the sequence: a residual connection around the first layer does not fit there.
+
+    Args:
+        model: model whose forward calls the layers.
+        layers: layers of the stack by name, in order.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        self._first, self._last = list(layers)[0], list(layers)[-1]
+        self._last_layer = layers[self._last]
+        self._is_between = False
+        for layer in layers.values():
+            layer.register_forward_pre_hook(self._enter, prepend=True)
+            layer.register_forward_hook(self._leave, always_call=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._is_between = False
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_between = output is not None and module is not self._last_layer  # None: the layer itself raised
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if self._is_between else None
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                f"windlass: tp_sequence_norms shards the sequence from the first layer, {self._first}, to the last "
+                f"one, {self._last}, and gathers it after that; between them only what a layer returns has the right "
+                "length. Write residual connections and norms inside the layers, or leave out tp_sequence_norms"
+            )
+        self._is_between = False
+
+
 class FullSequenceHook:
-    """Hooks around a module that needs full sequences and computes the same on all ranks: all-gather its input, and
-    return only this rank's part of its output. In training, its random numbers are equal on all ranks.
+    """Hooks around a module that needs full sequences and computes the same on all ranks: all-gather its input and
+    other parts of the sequence (`PartArguments`), and return only this rank's part of its output. In training, its
+    random numbers are equal on all ranks.
 
     Args:
         salt: a number unique to the module if it may draw random numbers, else None.
@@ -197,6 +331,7 @@ class FullSequenceHook:
 
     def __init__(self, sequence_sharding: StackSequenceSharding, salt: int | None) -> None:
         self._sequence_sharding, self._salt = sequence_sharding, salt
+        self._part_arguments = PartArguments(sequence_sharding)
         self._rank_sizes: list[int] = []
         self._saved_rng_state: tuple[torch.Generator, torch.Tensor] | None = None
 
@@ -210,7 +345,22 @@ class FullSequenceHook:
             generator = get_default_generator(part.device)
             self._saved_rng_state = generator, generator.get_state()
             generator.manual_seed(compute_shared_seed(self._sequence_sharding.axis, part.device, self._salt))
-        return replace_hidden_states(args, kwargs, self._sequence_sharding.gather(part, self._rank_sizes))
+        gathered = {id(part): self._sequence_sharding.gather(part, self._rank_sizes)}
+        return (
+            tuple(self._gather(str(number), one, part, gathered) for number, one in enumerate(args)),
+            {name: self._gather(name, one, part, gathered) for name, one in kwargs.items()},
+        )
+
+    def _gather(self, name: str, value: Any, part: torch.Tensor, gathered: dict[int, torch.Tensor]) -> Any:
+        """Return an argument, all-gathered if it is a part of the sequence, each tensor once."""
+        if id(value) in gathered:
+            return gathered[id(value)]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() != 3:
+            return value
+        if value.shape[-1] != part.shape[-1] or not self._part_arguments.includes(name, value, part):
+            return value
+        gathered[id(value)] = self._sequence_sharding.gather(value, self._rank_sizes)
+        return gathered[id(value)]
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._saved_rng_state is not None:

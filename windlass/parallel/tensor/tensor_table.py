@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from windlass.base.errors import ConfigError
-from windlass.parallel.tensor.linear_layers import as_linear_layer
+from windlass.base.log import logger
+from windlass.parallel.tensor.linear_layers import as_linear_layer, is_pipeline_stage
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle
 
@@ -35,6 +36,8 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
     - `partial`: replicate, and sum the gradients of all ranks (a norm of single heads, between sharded layers).
     - `replicated`: replicate.
 
+    On a stage of a pipeline, the modules that a key matches may all be on other stages.
+
     Heads are never split. If a module does not specify its number of heads, write `column of 8 heads` and `row of 8
     heads`, with a number for each section if they differ: `column:256+64+64 of 8+2+2 heads`.
 
@@ -44,6 +47,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
     modules = dict(model.named_modules())
     names = [name for name in modules if name]
     bare = [name for name, _ in model.named_parameters()]
+    is_stage = is_pipeline_stage(model)
     found: dict[str, PlanEntry] = {}
     for key, value in tensor_table.items():
         try:
@@ -54,6 +58,9 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             ) from error
         style, sections, heads = _parse_value(key, value)
         fitting = [name for name in (*names, *bare) if expression.fullmatch(name)]
+        if not fitting and is_stage:
+            logger.info("parallel.tensor_table: no module of this pipeline stage matches the key %r", key)
+            continue
         if not fitting:
             near = difflib.get_close_matches(key.replace("\\", ""), [*names, *bare], n=3, cutoff=0.0)
             raise ConfigError(
@@ -62,7 +69,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             )
         if style in (ShardStyle.COLUMN, ShardStyle.ROW):
             layers = [name for name in fitting if name in modules and as_linear_layer(name, modules[name]) is not None]
-            if not layers:
+            if not layers and not is_stage:
                 kind = type(modules[fitting[0]]).__name__ if fitting[0] in modules else "parameter"
                 raise ConfigError(
                     f"parallel.tensor_table has {value!r} for {key!r}, which matches {fitting[0]}, a {kind}, not a "
@@ -71,7 +78,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             fitting = layers
         if style is ShardStyle.VOCABULARY:
             fitting_modules = [name for name in fitting if name in modules]
-            if not fitting_modules:
+            if not fitting_modules and not is_stage:
                 raise ConfigError(
                     f"parallel.tensor_table has {value!r} for {key!r}, which matches the parameter {fitting[0]} and no "
                     "module; write a key that matches its embedding or output head"

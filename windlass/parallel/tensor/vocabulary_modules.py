@@ -37,12 +37,13 @@ def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) 
     for name, module in modules.items():
         if name in found or not (name in requested or module in ends):
             continue
-        tied = {name, *find_tied_modules(modules, name)}
-        why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(tied)) if why), "")
+        tied = {name, *find_tied_modules(modules, name)}  # on other stages too, which decide as this stage does
+        local = {one for one in tied if not is_stub(modules[one])}
+        why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(local)) if why), "")
         if why and any(entries[one].is_from_user for one in requested & tied):
             raise make_cannot_shard_error(name, why)
         if not why and not tied & other:
-            found |= tied
+            found |= local
     return {name: PlanEntry(name, ShardStyle.VOCABULARY) for name in modules if name in found}
 
 
@@ -59,15 +60,12 @@ def get_hidden_size(model: nn.Module) -> int | None:
 
 
 def find_tied_modules(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the names of the other modules that hold this module's weight."""
+    """Return the names of the other modules that hold this module's weight, with stubs of other stages."""
     weight = modules[name]._parameters.get("weight")
     return [
         other
         for other, module in modules.items()
-        if other != name
-        and weight is not None
-        and any(held is weight for held in module._parameters.values())
-        and not is_stub(module)
+        if other != name and weight is not None and any(held is weight for held in module._parameters.values())
     ]
 
 

@@ -33,8 +33,8 @@ class GatheredParameters:
 
     - With `modifier_rank=None`, changes of the copy are lost.
     - With a rank, the values of that rank are broadcast and set on all ranks, also in the master weights, even for
-      parameters of the engine that are not sharded. Parameters keep their dtype and strides. After an exception in the
-      context nothing is broadcast.
+      parameters of the engine that are not sharded. Master weights of unchanged elements are not rounded. Parameters
+      keep their dtype and strides. After an exception in the context nothing is broadcast.
     - Under tp and ep, a parameter is only this rank's part of the full parameter. Changes of a part come from the rank
       that has this part at the data-parallel position of `modifier_rank`, so all these ranks must make their changes.
 
@@ -147,7 +147,8 @@ class GatheredParameters:
             if is_cast or parameter.shape != place.unit.shapes[place.index]:
                 put_data(parameter, place.unit.views()[place.index])
         for parameter, value in values:
-            set_part_param(parameter, value)
+            # Elements that the script left as they were must not be rounded to the param_dtype.
+            set_part_param(parameter, value, keeps_unchanged=True)
         for init_shard, shape in init_shapes:
             init_shard.require_shape(shape)
         for place, shape in shapes:

@@ -102,6 +102,11 @@ class ExponentialMovingAverage:
             self._applied = False
             self._exchange()
 
+    @property
+    def is_applied(self) -> bool:
+        """True inside `applied()`."""
+        return self._applied
+
     def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the full average of a parameter as a new tensor. For a frozen parameter, return its value.
 

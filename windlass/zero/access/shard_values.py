@@ -37,6 +37,7 @@ from windlass.zero.core.unit import expert_data_group
 from windlass.zero.parameter_registry import ParameterLocation, require
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.update.elementwise_update import state_dtype
+from windlass.zero.update.master_weights import copy_differing
 from windlass.zero.update.update_protocol import Update
 
 
@@ -164,11 +165,12 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
     return torch.cat([value.reshape(-1) for _, value in parts]).view(shape).to(place.model.device)
 
 
-def set_part_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def set_part_param(parameter: nn.Parameter, value: torch.Tensor, *, keeps_unchanged: bool = False) -> None:
     """Set the weight of the part that this rank computes with, and its master weight. Collective.
 
     Args:
         value: Tensor of the parameter's shape, equal on all data-parallel ranks.
+        keeps_unchanged: Keep master weights that equal `value` when they are rounded to its dtype.
 
     Raises:
         ModelError: `value` has another shape.
@@ -176,11 +178,19 @@ def set_part_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     place = require(parameter)
     _check_shape(place, value)
     flat = value.detach().reshape(-1)
+    if keeps_unchanged and not place.unit.reshards:
+        # In-place changes may exist on one rank alone, and would otherwise be copied to the master weights there.
+        place.model.recapture_parameters()
+        with torch.no_grad():
+            place.unit.parameter_view(place.unit.full, place.index).copy_(value)
+        place.model.masters.accept_version(parameter)
     with place.model.editing_parameters([place.unit], experts_only=is_expert_only(place)):
         if not place.model.masters.chunks_of(place.unit):
             _set_frozen(place, value)
         for index, start, stop, piece in place.model.masters.pieces(place.unit):
-            if index == place.index:
+            if index == place.index and keeps_unchanged:
+                copy_differing(piece, flat[start:stop])
+            elif index == place.index:
                 piece.copy_(flat[start:stop])
 
 
@@ -339,7 +349,7 @@ def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
         fragments = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
         _check_piece(place, sum(piece.numel() for piece in fragments), value)
         for piece, part in zip(fragments, _split(value, [piece.numel() for piece in fragments]), strict=True):
-            piece.copy_(part.reshape(-1))
+            piece.copy_(part.detach().reshape(-1))
 
 
 def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -360,7 +370,7 @@ def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     gradient = slot.read()
     for own in place.unit.pieces():
         if own.index == place.index:
-            gradient.narrow(0, own.offset, own.numel).copy_(value.reshape(-1))
+            gradient.narrow(0, own.offset, own.numel).copy_(value.detach().reshape(-1))
     slot.write(gradient)
 
 

@@ -374,7 +374,7 @@ class MasterWeights:
             elif id(parameter) in self._data_snapshots:
                 self.state_offload.compare_pages(chunk)
                 # Any element may have changed; unchanged ones must not be rounded to the param_dtype.
-                _copy_differing(chunk.values()[place], source[place])
+                copy_differing(chunk.values()[place], source[place])
 
     def track_data_edits(self, unit: Unit, index: int, *, late: bool) -> None:
         """Record that a script reads `.data` of a parameter. From now on every step checks its values for changes.
@@ -490,7 +490,7 @@ class MasterWeights:
         return self._dtype or (dtype if dtype == torch.float64 else torch.float32)
 
 
-def _copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
+def copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
     """Copy `values` to `masters`, except where a master weight, rounded to the dtype of `values`, equals its value."""
     wide = values.to(masters.device, masters.dtype)
     torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)

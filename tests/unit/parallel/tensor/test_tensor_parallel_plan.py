@@ -14,6 +14,8 @@ from tests.causal_models import CAUSAL, build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_axis import single_rank_axis
 from windlass.parallel.experts import MixtureOfExperts
+from windlass.parallel.pipeline import PipelineSequential
+from windlass.parallel.pipeline.staged_model import split_into_stages
 from windlass.parallel.placement import has_placement
 from windlass.parallel.tensor import ShardStyle, apply_tensor_parallel, build_tensor_parallel_plan
 from windlass.parallel.tensor.rank_ranges import count_rank_elements
@@ -297,6 +299,35 @@ def test_experts_that_an_adapter_wraps_are_refused_by_name() -> None:
 def test_tied_weights_are_sharded_together_or_not_at_all() -> None:
     plan = build_tensor_parallel_plan(build("gpt2"), 2, {"lm_head": "replicated"})
     assert plan.shard_of("transformer.wte") is None and plan.shard_of("lm_head") is None
+
+
+STAGES = {
+    "a tied head as vocabulary": ("gpt2", {"lm_head": "vocabulary"}, [{"transformer.wte"}, {"lm_head"}]),
+    "a replicated tied head": ("gpt2", {"lm_head": "replicated"}, [set(), set()]),
+    "a replicated tied embedding": ("gpt2", {r"transformer\.wte": "replicated"}, [set(), set()]),
+    "a head as vocabulary": ("llama", {"lm_head": "vocabulary"}, [{"model.embed_tokens"}, {"lm_head"}]),
+    "a layer": ("llama", {r"model\.layers\.0\..*": "replicated"}, [{"model.embed_tokens"}, {"lm_head"}]),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_of_a_pipeline_follow_a_table_of_the_full_model(case: str) -> None:
+    name, table, expected = STAGES[case]
+    for rank in range(2):
+        model = build(name)
+        split_into_stages(model, rank, 2)
+        plan = build_tensor_parallel_plan(model, 2, table)
+        assert {cut.name for cut in plan.shards if cut.style is ShardStyle.VOCABULARY} == expected[rank]
+        assert any(cut.style is ShardStyle.ROW for cut in plan.shards) == (case != "a layer" or rank == 1)
+
+
+def test_stages_of_a_row_of_layers_need_no_layer_that_the_table_names_and_none_to_shard() -> None:
+    table = {"2": "replicated", r"1\.0": "column", r"1\.2": "row"}
+    for rank, cuts in ((0, 0), (1, 2)):
+        mlp = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+        model = PipelineSequential([nn.Embedding(9, 8), mlp, nn.Linear(8, 9)], partition_method=[2, 1, 1])
+        model.keep_stages(rank, 2)
+        assert len(build_tensor_parallel_plan(model, 2, table).shards) == cuts
 
 
 def test_refused_modules_may_be_excluded() -> None:
