@@ -443,7 +443,7 @@ def test_a_server_that_was_lost_before_its_first_snapshot_is_named(has_folder: b
     job.start_server(0)
     path = tmp_path / "server-0-of-1.safetensors"
     wanted = (
-        f"lost, and {path}, which it writes before the first update, does not exist; start the run again"
+        f"lost, and {path}, which a server writes before its first update, does not exist; start the run again"
         if has_folder
         else "lost, and there is no snapshot to continue from; set `snapshot` or start a replica of each server, and"
     )

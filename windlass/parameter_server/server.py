@@ -198,15 +198,11 @@ class ParameterServer:
             shard.load(path, self._clock)
             logger.info("%s continues from version %d of %s", self._here, self._clock.version, path)
         elif self._here.generation > 1:
-            # The first process of a shard writes a snapshot before it answers a worker.
-            cause, fix = (
-                "there is no snapshot to continue from",
-                "set `snapshot` or start a replica of each server, and ",
-            )
-            if path is not None:
-                cause, fix = f"{path}, which it writes before the first update, does not exist", ""
+            cause = "there is no snapshot to continue from; set `snapshot` or start a replica of each server, and"
+            if path is not None:  # lost at its start: it writes a snapshot before it answers a worker
+                cause = f"{path}, which a server writes before its first update, does not exist;"
             raise CommunicationError(
-                f"parameter server: {self._here} replaces a server that was lost, and {cause}; {fix}start the run again"
+                f"parameter server: {self._here} replaces a server that was lost, and {cause} start the run again"
             )
         if self._here.generation == 1:
             self._clock.begin()  # the step counts in a snapshot are of an earlier run's workers
