@@ -302,11 +302,16 @@ class Apart(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True) if kind == "replicated" else Triple()
         self.norm, self.key_norm, self.kind = nn.LayerNorm(8), nn.LayerNorm(8), kind
+        self.change: Callable[[Any], torch.Tensor] = self.key_norm.forward
         self.mlp = nn.ModuleDict({"up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})
 
-    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        source = {"encoder": states, "normed encoder": self.key_norm(states)}.get(self.kind)
-        source = self.key_norm(hidden) if source is None else source
+    def forward(self, hidden: torch.Tensor, states: Any) -> torch.Tensor:
+        if self.kind == "changed":
+            source = self.change(states)
+        elif self.kind == "normed encoder":
+            source = self.key_norm(states)
+        else:
+            source = states if self.kind == "encoder" else self.key_norm(hidden)
         hidden = hidden + self.attention(self.norm(hidden), source, source)[0]
         return hidden + self.mlp["down"](functional.gelu(self.mlp["up"](hidden)))
 
@@ -333,6 +338,32 @@ def test_keys_and_values_with_a_norm_of_their_own_are_of_the_whole_sequence(kind
     if kind == "replicated":
         options[r".*\.attention(\.out_proj)?"] = "replicated"
     for gradients in run_ranks(gradient_error, 2, partial(ApartLayers, kind), options, True):
+        assert gradients[0] < EXACT, gradients
+
+
+class Encoded(nn.Module):
+    """Layers that change full hidden states of an encoder, which may be as long as the part of the sequence on one
+    rank or on each."""
+
+    def __init__(self, kind: str, length: int) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(Apart("changed") for _ in range(2))
+        self.kind, self.length = kind, length
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)[:, : self.length]
+        states: Any = hidden[:, : (self.length + 1) // 2]
+        for layer in self.layers:
+            layer.change = (lambda given: given["states"]) if self.kind == "in a dict" else (lambda given: given * 0.5)
+            hidden = layer(hidden, {"states": states} if self.kind == "in a dict" else states)
+        return hidden
+
+
+@pytest.mark.parametrize("length", [4, 5])
+@pytest.mark.parametrize("kind", ["scaled", "in a dict"])
+def test_states_of_an_encoder_that_a_layer_changes_stay_full(kind: str, length: int) -> None:
+    options = {r".*\.up": "column", r".*\.down": "row", "first": "replicated"}
+    for gradients in run_ranks(gradient_error, 2, partial(Encoded, kind, length), options, True):
         assert gradients[0] < EXACT, gradients
 
 

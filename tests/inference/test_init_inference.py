@@ -79,6 +79,28 @@ def test_the_vocabulary_may_be_resized_between_calls(name: str, change: int) -> 
         engine.generate(ids + 1, **settings)
 
 
+def test_hooks_may_free_the_memory_of_weights_between_calls() -> None:
+    model = small_model()
+    engine = windlass.init_inference(copy.deepcopy(model), **SMALL)
+    weight: Any = engine.module.get_input_embeddings().weight  # type: ignore[operator]
+    kept = weight.data.clone()
+
+    def load(*_: Any) -> None:
+        weight.data.untyped_storage().resize_(kept.nbytes)
+        weight.data.copy_(kept)
+
+    def free(*_: Any) -> None:
+        weight.data.untyped_storage().resize_(0)
+
+    engine.module.register_forward_pre_hook(load)
+    engine.module.register_forward_hook(free)
+    free()
+    ids, mask = padded()
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0}
+    for _ in range(2):
+        assert torch.equal(engine.generate(ids, **settings), model.generate(ids, **settings))
+
+
 def test_the_dtype_may_change_between_calls() -> None:
     model = small_model()
     engine = windlass.init_inference(copy.deepcopy(model), **SMALL)

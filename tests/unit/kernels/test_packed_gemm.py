@@ -158,6 +158,23 @@ def test_rows_have_the_same_bits_in_every_batch(
     assert torch.equal(alone, together[first : first + count])
 
 
+@pytest.mark.parametrize("quantizes", [False, True])
+@pytest.mark.parametrize("name", ["int4_g32_zp", "ternary"])
+@pytest.mark.parametrize("path", NATIVE)
+def test_threads_that_share_the_panels_of_few_rows_change_no_bit(path: str, name: str, quantizes: bool) -> None:
+    size = 1030, 1100  # large enough that several threads share a product, with fewer panels than some have threads
+    packed = pack_panels(get_weight_format(name).pack(random(*size)), name, size, quantize_inputs=quantizes, path=path)
+    for rows in (1, 3, 8, 13, 16):
+        x = random(rows, size[1], seed=1)
+        expected = packed_linear(x, packed)
+        for threads in (2, 3, 5, 70):
+            torch.set_num_threads(threads)
+            try:
+                assert torch.equal(packed_linear(x, packed), expected), (rows, threads)
+            finally:
+                torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("path", NATIVE)
 def test_more_rows_than_are_packed_at_once(path: str) -> None:
     packed, x = pack_weight(random(17, 5), path=path), random(2100, 5, seed=1)

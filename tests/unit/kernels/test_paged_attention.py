@@ -199,6 +199,21 @@ def test_queries_have_the_same_bits_in_every_batch_and_chunk(
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("contexts", [[1500, 20, 1, 20, 20], [20, 20, 1500], [300] * 7, [1500]])
+@pytest.mark.parametrize("path", NATIVE)
+def test_threads_that_share_long_and_short_sequences_change_no_bit(path: str, contexts: list[int]) -> None:
+    sequences = Sequences(path, contexts, kv_heads=3, key_dim=64, value_dim=64)
+    query = torch.randn(len(contexts), 6, 64, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"sliding_window": 130}):
+        expected = sequences.attend(query, [1] * len(contexts), **options)
+        for threads in (2, 3, 5, 70):
+            torch.set_num_threads(threads)
+            try:
+                assert torch.equal(sequences.attend(query, [1] * len(contexts), **options), expected), threads
+            finally:
+                torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_read_as_written(path: str, dtype: torch.dtype) -> None:

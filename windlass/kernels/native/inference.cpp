@@ -31,7 +31,7 @@ constexpr std::int64_t kMostFeatures = 1024;     // features of a head of a cach
 // Work that one thread does in the time that a second one takes to start.
 constexpr std::int64_t kSerialProducts = 100'000;
 constexpr std::int64_t kSerialElements = 32'768;
-constexpr std::int64_t kDecodes = 3;             // parts of attention of one token each that a thread takes at once
+constexpr std::int64_t kDecodes = 3;             // most parts of attention of one token that a thread takes at once
 constexpr std::int64_t kPartsOfThread = 8;       // parts of a product: a delayed thread leaves its parts to the others
 constexpr std::int64_t kAheadBytes = 256 << 10;  // bytes of the next product that a thread without work requests
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
@@ -247,6 +247,20 @@ void check_tables(const AttentionJob& job, std::int64_t sequences, std::int64_t 
     }
 }
 
+// Parts of one token each that a thread takes at once: fewer if some have many more keys than others, so that the heads of
+// a long sequence are divided among threads.
+std::int64_t decodes_at_once(const AttentionJob& job, std::int64_t sequences, int threads) {
+    std::int64_t most = 1, sum = 0;
+    for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
+        std::int64_t keys = job.context_lengths[sequence];
+        for (const std::int64_t limit : {job.window, job.chunk}) keys = limit > 0 ? std::min(keys, limit) : keys;
+        most = std::max(most, keys);
+        sum += keys;
+    }
+    const std::int64_t share = sum * job.cache.heads / (most * threads);  // of a thread, in parts with the most keys
+    return std::clamp<std::int64_t>(sum == most * sequences ? share : share / 2, 1, kDecodes);
+}
+
 void attend_all(const InferenceSet& chosen, const AttentionJob& job, std::int64_t tokens, std::int64_t sequences,
                 int threads) {
     check_tables(job, sequences, tokens);
@@ -271,11 +285,12 @@ void attend_all(const InferenceSet& chosen, const AttentionJob& job, std::int64_
     static thread_local SharedRanges kept_ranges;
     SharedRanges& ranges = kept_ranges;
     const auto used = static_cast<int>(std::min<std::int64_t>({is_small ? 1 : threads, count, SharedRanges::kMost}));
+    const std::int64_t piece = tokens == sequences ? decodes_at_once(job, sequences, used) : 1;
     ranges.divide(count, 1, used);
     run_parallel(used, used, [&](int thread) {
         static thread_local Scratch scratch;
         char* memory = scratch.get(chosen.attention_scratch(job));
-        ranges.take_all(thread, tokens == sequences ? kDecodes : 1, [&](std::int64_t begin, std::int64_t end) {
+        ranges.take_all(thread, piece, [&](std::int64_t begin, std::int64_t end) {
             chosen.attend(job, parts.data() + begin, end - begin, memory);
         });
     });

@@ -115,6 +115,13 @@ bool is_streamed(const LowBitSet& set, const LowBitJob& job) { return set.tile_b
 
 int ranges_of(int threads) { return std::min(threads, SharedRanges::kMost); }
 
+// Panels of which ranges have multiples: a group, or a quarter of it if a thread has few groups. Threads with one group
+// less would wait long, or get none.
+std::int64_t range_unit(const LowBitSet& set, const LowBitJob& job, int ranges) {
+    const std::int64_t group = set.panel_group(job);
+    return group < 4 || job.num_panels() >= 4 * group * ranges ? group : group / 4;
+}
+
 // Divides panels among threads: part i is panels [bounds[i], bounds[i + 1]). Returns the number of bands into which the
 // `blocks` blocks of rows are divided too.
 std::int64_t divide_product(const LowBitSet& set, const LowBitJob& job, std::int64_t blocks, int threads,
@@ -143,10 +150,11 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads, Paral
     if (is_streamed(set, job)) {
         static thread_local SharedRanges kept_ranges;
         SharedRanges& ranges = kept_ranges;
-        const std::int64_t group = set.panel_group(job), count = ranges_of(used);
+        const std::int64_t group = set.panel_group(job);
         const std::int64_t piece = std::max<std::int64_t>(1, kPieceBytes / (group * job.panel_bytes())) * group;
-        ranges.divide(job.num_panels(), group, static_cast<int>(count));
-        return loop(used, static_cast<int>(count), [&](int thread) {
+        const int count = ranges_of(used);
+        ranges.divide(job.num_panels(), range_unit(set, job, count), count);
+        return loop(used, count, [&](int thread) {
             ranges.take_all(thread, piece, [&](std::int64_t begin, std::int64_t end) {
                 set.multiply(job, divided, 0, number, packed, begin, end, nullptr);
             });
@@ -204,8 +212,9 @@ FirstPart find_first_part(const void* weight, std::int64_t rows, int thread, int
     if (is_streamed(found.set, job)) {
         const int ranges = ranges_of(used);
         if (thread >= ranges) return {};
-        begin = SharedRanges::first_item(job.num_panels(), group, ranges, thread);
-        end = SharedRanges::first_item(job.num_panels(), group, ranges, thread + 1);
+        const std::int64_t unit = range_unit(found.set, job, ranges);
+        begin = SharedRanges::first_item(job.num_panels(), unit, ranges, thread);
+        end = SharedRanges::first_item(job.num_panels(), unit, ranges, thread + 1);
     } else {
         if (divide_product(found.set, job, number, used, bounds) > 1) return {};
         if (thread + 1 >= static_cast<int>(bounds.size())) return {};

@@ -30,6 +30,7 @@ from windlass.parallel.tensor.input_hooks import ChainInputHook
 from windlass.parallel.tensor.local_rng import LocalRng, compute_shared_seed, get_default_generator
 
 _RESIDUAL = "residual"
+_SAMPLES = 64  # values of an argument that the ranks compare
 
 
 class StackSequenceSharding:
@@ -121,26 +122,40 @@ class PartArguments:
     """Arguments of a module that are parts of the sequence as its hidden states are, e.g. keys and values with a norm
     of their own.
 
-    Arguments that the layer around the module received, such as the states of an encoder, are full on every rank. Their
-    length may be that of a part by chance. A recomputation in the backward repeats the decision of the last forward.
+    Arguments that the layer around the module received, such as the states of an encoder, are full on every rank, and
+    so are tensors that the layer computed from them. Their length may be that of a part by chance. A recomputation in
+    the backward repeats the decision of the last forward.
     """
 
     def __init__(self, sequence_sharding: StackSequenceSharding) -> None:
         self._sequence_sharding = sequence_sharding
         self._parts: set[str] = set()  # names of arguments that were parts in the last forward
-        self._full: set[str] = set()  # names of arguments that once had the length of no part
 
-    def includes(self, name: str, value: torch.Tensor, hidden: torch.Tensor) -> bool:
-        """Return True if the argument `name` is a part of the same sequence as `hidden`."""
-        if value.shape[:-1] != hidden.shape[:-1]:
-            self._full.add(name)
-        if name in self._full:
-            return False
+    def includes(self, name: str, value: torch.Tensor, hidden: torch.Tensor, sizes: list[int]) -> bool:
+        """Return True if the argument `name` is a part of the same sequence as `hidden`, of which each rank has `sizes`
+        tokens. All ranks return the same. Collective in a forward.
+        """
         if current_backward_id() == -1:
-            self._parts.add(name)
-            if self._sequence_sharding.is_layer_argument(value):
-                self._parts.remove(name)
+            self._parts.discard(name)
+            if not self._sequence_sharding.is_layer_argument(value) and self._is_part(value, hidden, sizes):
+                self._parts.add(name)
         return name in self._parts
+
+    def _is_part(self, value: torch.Tensor, hidden: torch.Tensor, sizes: list[int]) -> bool:
+        fits, is_even = value.shape[:-1] == hidden.shape[:-1], len(set(sizes)) == 1
+        if is_even and not (fits and value.numel()):
+            return False
+        # The length may be that of the part of one rank alone. If it is that of all parts, and these are equally long,
+        # only the values show whether the ranks have different tokens.
+        sample = torch.full((_SAMPLES + 1,), float(fits), device=value.device)
+        if value.numel():  # the part of a rank may be empty
+            at = torch.linspace(0, value.numel() - 1, _SAMPLES, device=value.device).long()
+            sample[1:] = value.detach().flatten()[at]
+        found = self._sequence_sharding.axis.all_gather(sample).unflatten(0, (-1, _SAMPLES + 1))
+        if not is_even:
+            return bool(found[:, 0].all())
+        # Values that are computed alike on all ranks may be rounded differently.
+        return not torch.allclose(found, found[:1].expand_as(found), rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
 class StackInputHook:
@@ -218,7 +233,7 @@ class AttentionGatherHook:
                 return value
             if id(value) not in entered:
                 self._check_gradient(value)
-                if self._part_arguments.includes(name, value, hidden):
+                if self._part_arguments.includes(name, value, hidden, sizes):
                     entered[id(value)] = as_contiguous_non_view(all_gather(value, axis, -2, sizes))
                 else:
                     entered[id(value)] = copy_to_parallel_region(value, axis) if value.requires_grad else value
@@ -357,7 +372,9 @@ class FullSequenceHook:
             return gathered[id(value)]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() != 3:
             return value
-        if value.shape[-1] != part.shape[-1] or not self._part_arguments.includes(name, value, part):
+        if value.shape[-1] != part.shape[-1]:
+            return value
+        if not self._part_arguments.includes(name, value, part, self._rank_sizes):
             return value
         gathered[id(value)] = self._sequence_sharding.gather(value, self._rank_sizes)
         return gathered[id(value)]
