@@ -22,6 +22,7 @@ from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.engine_reporter import EngineReporter
 from windlass.engine.failed_call_barrier import FailedCallBarrier
 from windlass.engine.input_consistency import InputConsistencyCheck
+from windlass.engine.nonfinite_locator import NonFiniteLocator
 from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
@@ -58,6 +59,7 @@ class EngineParts:
     _observers: list[EngineObserver]
     _reporter: EngineReporter
     _failed_call_barrier: FailedCallBarrier
+    _nonfinite_locator: NonFiniteLocator
     _grad_norm: float | None
     _loss_weight: float
     _loss_is_scaled: bool
