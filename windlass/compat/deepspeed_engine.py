@@ -61,6 +61,7 @@ from windlass.compat.script_config import load_ds_config
 from windlass.compat.stand_in_version import VERSION
 from windlass.compat.strict_mode import VARIABLE, is_strict
 from windlass.compat.wall_clock_timers import SynchronizedWallClockTimer, ThroughputTimer
+from windlass.engine.query_methods import QueryMethods
 from windlass.engine.training_engine import Engine
 from windlass.observe.monitor_writers import RunMonitor
 from windlass.optim.loss_scale import StaticLossScale
@@ -424,8 +425,6 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def _is_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         self.progress.boundary_override = None if is_boundary is None else bool(is_boundary)
 
-    # Counters, which scripts set.
-
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far. Setting a number at which a step begins drops the gradients of an unfinished step."""
@@ -441,33 +440,6 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             self._drop_token_counts()
             self._nonfinite_locator.clear()
             self._note_step_start()
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
-        return self.progress.global_steps
-
-    @global_steps.setter
-    def global_steps(self, number: int) -> None:
-        self.progress.global_steps = int(number)
-
-    @property
-    def global_samples(self) -> int:
-        """Samples so far."""
-        return self.progress.global_samples
-
-    @global_samples.setter
-    def global_samples(self, number: int) -> None:
-        self.progress.global_samples = int(number)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped because a gradient was not finite."""
-        return self.progress.skipped_steps
-
-    @skipped_steps.setter
-    def skipped_steps(self, number: int) -> None:
-        self.progress.skipped_steps = int(number)
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Scale a loss like `Engine.scale`.
@@ -808,3 +780,13 @@ for _name, _make in COMPUTED_ANSWERS.items():
     setattr(DeepSpeedEngine, _name, _computed_method(_name, _make))
 for _name, _why in REFUSED_METHODS.items():
     setattr(DeepSpeedEngine, _name, _refused_method(_name, _why))
+
+
+def _settable(name: str) -> property:
+    """Return the property of a counter with a setter, which scripts use when they continue a run by hand."""
+    counter: property = getattr(QueryMethods, name)
+    return counter.setter(lambda self, number: setattr(self.progress, name, int(number)))
+
+
+for _name in ("global_steps", "global_samples", "skipped_steps"):
+    setattr(DeepSpeedEngine, _name, _settable(_name))
