@@ -19,7 +19,9 @@ from pathlib import Path
 _SOURCES = Path(__file__).parents[1] / "windlass" / "kernels" / "native"
 _TARGET = "aarch64-linux-gnu.2.28"
 # Sources that are compiled once for each instruction set, and the only set on ARM.
-_SETS = {"instruction_set": "kBaseline", "inference_set": "kInferenceBaseline", "low_bit_set": "kLowBitBaseline"}
+_SETS = {"instruction_set": "kBaseline", "inference_set": "kInferenceBaseline"}
+_LOW_BIT = ("low_bit_set", "low_bit_byte_rows", "low_bit_few_bits", "low_bit_more_bits")
+_SETS |= dict.fromkeys(_LOW_BIT, "kLowBitBaseline")
 
 
 def main(names: list[str]) -> int:

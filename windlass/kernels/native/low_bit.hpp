@@ -8,12 +8,22 @@
 // order. With float inputs the products of a span are added one after the other. So the bits of a row depend neither on
 // the other rows nor on the micro-kernel.
 //
-// One block of rows expands codes in registers while they stream from memory. For several blocks a slice of a few panels
-// is expanded once, to bytes, halves or floats, and stays in the first-level cache for all blocks.
+// Products of few rows are in low_bit_byte_rows.cpp (int8 inputs) and low_bit_float_rows.hpp, those of many rows in
+// low_bit_slices.hpp. There are several files because a compiler takes minutes for all of them.
 #pragma once
 
 #include "gemm.hpp"
 #include "low_bit_job.hpp"
+
+#define WINDLASS_JOIN_OF(first, second) first##second
+#define WINDLASS_JOIN(first, second) WINDLASS_JOIN_OF(first, second)
+#define WINDLASS_BYTE_ROWS WINDLASS_JOIN(WINDLASS_SET, ByteRows)
+#define WINDLASS_FEW_BITS WINDLASS_JOIN(WINDLASS_SET, FewBits)
+#define WINDLASS_MORE_BITS WINDLASS_JOIN(WINDLASS_SET, MoreBits)
+
+namespace windlass {
+extern const FewRows WINDLASS_BYTE_ROWS, WINDLASS_FEW_BITS, WINDLASS_MORE_BITS;
+}
 
 namespace {
 
@@ -193,6 +203,9 @@ struct TilePlace {
 
 // True if rows are one block that expands codes in registers.
 bool is_narrow(const LowBitJob& job) { return job.rows <= (job.codes_inputs ? kNarrowRows : kNarrowFloatRows); }
+
+// True if rows are two blocks that expand codes in registers, one after the other.
+bool is_pair(const LowBitJob& job) { return job.codes_inputs && !is_narrow(job) && job.rows <= kPairRows; }
 
 // True if slices of codes of 8 bits are widened to halves, which takes fewer operations than two passes of 4 bits.
 bool is_widened(const LowBitJob& job) {
@@ -530,151 +543,6 @@ WINDLASS_INLINE void add_span(const TilePlace<kPanels>& place, std::int64_t span
     }
 }
 
-template <Codes kCodes, int kRows, int kPanels, bool kTable, bool kShifted>
-void multiply_float_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* packed, float* tile) {
-    constexpr int kColumns = kPanels * kVectors;
-    constexpr std::int64_t kUnitBytes = kStepBytes * windlass::lines_of(kCodes);
-    FetchPanels<kPanels> fetch(job, windlass::lines_of(kCodes));
-    std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
-    const std::int64_t units = job.units();
-    const auto* x = reinterpret_cast<const float*>(packed);
-    F table = {};
-    if constexpr (kTable) table = make_table<kCodes>(job.zero);
-    for (std::int64_t begin = 0, span = 0; begin < units; begin += job.span_units, ++span) {
-        const std::int64_t end = begin + job.span_units < units ? begin + job.span_units : units;
-        F sums[kRows][kColumns] = {}, offsets[kColumns], shifts[kColumns];
-        load_offsets<kPanels>(job, place, span, magic_of<kCodes>(), offsets);
-        if constexpr (kShifted) load_shifts<kPanels>(place, span, shifts);
-        fetch.span(place, span);
-        for (std::int64_t unit = begin; unit < end; ++unit) {
-            const std::int64_t from = unit * kUnitBytes;
-            fetch.begin(unit);
-            fetch.template unit<windlass::lines_of(kCodes)>(place.lines, from);
-            constexpr int kBits = windlass::lines_of(kCodes), kSteps = kTable ? 8 / kBits : 1;  // steps of a line
-#pragma GCC unroll 8
-            for (int step = 0; step < kUnitSteps; ++step) {
-                U bytes[kColumns];
-#pragma GCC unroll 16
-                for (int column = 0; column < kColumns; ++column) {
-                    const char* at = place.lines[column / kVectors] + from + column % kVectors * sizeof(U);
-                    if constexpr (kTable) {
-                        bytes[column] = load<U>(at + step / kSteps * kStepBytes) >> (kBits * (step % kSteps));
-                    } else {
-                        bytes[column] = step_bytes<kCodes>(at, step);
-                    }
-                }
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; ++part) {
-                    F weights[kColumns];
-#pragma GCC unroll 16
-                    for (int column = 0; column < kColumns; ++column) {
-                        if constexpr (kTable) {
-                            weights[column] = look_up(table, bytes[column] >> (8 * part));
-                        } else {
-                            weights[column] = code_float<kCodes>(bytes[column], part, offsets[column]);
-                        }
-                        if constexpr (kShifted) weights[column] -= shifts[column];
-                    }
-#pragma GCC unroll 16
-                    for (int row = 0; row < kRows; ++row) {
-                        const F spread = all(x[row]);
-#pragma GCC unroll 16
-                        for (int column = 0; column < kColumns; ++column) {
-                            sums[row][column] = multiply_add(spread, weights[column], sums[row][column]);
-                        }
-                    }
-                    x += kRows;
-                }
-            }
-        }
-        add_span<kRows, kPanels>(place, span, sums, tile);
-    }
-}
-
-template <Codes kCodes, int kBits, int kRows, int kPanels>
-void multiply_low_block(const LowBitJob& job, const RowBlock& block, const char* packed, std::int64_t begin,
-                        std::int64_t end) {
-    alignas(64) float tile[kRows * kPanels * kPanel];
-    std::int64_t panel = begin;
-    for (; panel + kPanels <= end; panel += kPanels) {
-        const char* input = packed + block.offset;
-        const TilePlace<kPanels> place(job, panel);
-        bool done = false;
-        if constexpr (kCodes != Codes::float8) {
-            if (job.codes_inputs) {
-                FetchPanels<kPanels> fetch(job, windlass::lines_of(kCodes));
-                add_bytes_to_tile<kCodes, kBits, kRows, kPanels>(job, place, input, 0, job.units(), fetch, tile);
-                done = true;
-            }
-        }
-        if constexpr (kHasFloats && kRows <= kNarrowFloatRows) {
-            const auto multiply = [&](auto shifted) {
-                if constexpr (has_table<kCodes>()) {
-                    if (job.zeros == nullptr) {
-                        return multiply_float_tile<kCodes, kRows, kPanels, true, shifted>(job, place, input, tile);
-                    }
-                }
-                multiply_float_tile<kCodes, kRows, kPanels, false, shifted>(job, place, input, tile);
-            };
-            if (!done) job.shifts == nullptr ? multiply(std::false_type{}) : multiply(std::true_type{});
-        }
-        finish_rows_of<kPanels>(job, block, tile, panel * kPanel);
-    }
-    if constexpr (kPanels > 1) {
-        if (panel < end) multiply_low_block<kCodes, kBits, kRows, (kPanels > 4 ? 2 : 1)>(job, block, packed, panel, end);
-    }
-}
-
-template <Codes kCodes, int kBits, int kRows>
-WINDLASS_INLINE bool multiply_low_if(const LowBitJob& job, const RowBlock& block, const char* packed,
-                                     std::int64_t begin, std::int64_t end) {
-    if constexpr (kRows <= kNarrowRows && (kCodes != Codes::float8 || kRows <= kNarrowFloatRows)) {
-        if (block.padded != kRows) return false;
-        multiply_low_block<kCodes, kBits, kRows, panels_for(kRows, 2)>(job, block, packed, begin, end);
-        return true;
-    }
-    return false;
-}
-
-template <Codes kCodes, int kBits = bits_of_codes<kCodes>()>
-void multiply_low_rows(const LowBitJob& job, const RowBlock& block, const char* packed, std::int64_t begin,
-                       std::int64_t end) {
-    (void)(multiply_low_if<kCodes, kBits, 1>(job, block, packed, begin, end) ||
-           multiply_low_if<kCodes, kBits, 2>(job, block, packed, begin, end) ||
-           multiply_low_if<kCodes, kBits, 4>(job, block, packed, begin, end) ||
-           multiply_low_if<kCodes, kBits, 8>(job, block, packed, begin, end) ||
-           multiply_low_if<kCodes, kBits, 12>(job, block, packed, begin, end));
-}
-
-// Multiplies two blocks, which expand codes in registers, one after the other while a slice is in the first-level
-// cache.
-template <Codes kCodes, int kPanels>
-void multiply_low_pair(const LowBitJob& job, const RowBlock* blocks, const char* packed, std::int64_t begin,
-                       std::int64_t end) {
-    constexpr std::int64_t kTile = kPairBlock * kPanels * kPanel;
-    alignas(64) float tiles[2 * kTile];
-    const std::int64_t units = job.units();
-    FetchPanels<kPanels> fetch(job, windlass::lines_of(kCodes));
-    std::int64_t panel = begin;
-    for (; panel + kPanels <= end; panel += kPanels) {
-        const TilePlace<kPanels> place(job, panel);
-        for (std::int64_t first = 0; first < units; first += kByteSlice) {
-            const std::int64_t stop = first + kByteSlice < units ? first + kByteSlice : units;
-            TilePlace<kPanels> here = place;
-            for (int i = 0; i < kPanels; ++i) here.lines[i] += first * kStepBytes * windlass::lines_of(kCodes);
-            for (int i = 0; i < 2; ++i) {
-                fetch.share = i;
-                add_bytes_to_tile<kCodes, 8, kPairBlock, kPanels>(job, here, packed + blocks[i].offset, first, stop,
-                                                                  fetch, tiles + i * kTile);
-            }
-        }
-        for (int i = 0; i < 2; ++i) finish_rows_of<kPanels>(job, blocks[i], tiles + i * kTile, panel * kPanel);
-    }
-    if constexpr (kPanels > 1) {
-        if (panel < end) multiply_low_pair<kCodes, 1>(job, blocks, packed, panel, end);
-    }
-}
-
 // Calls `use` with the codes as a type.
 template <class Use>
 WINDLASS_INLINE void with_codes(Codes codes, const Use& use) {
@@ -696,333 +564,21 @@ WINDLASS_INLINE void with_codes(Codes codes, const Use& use) {
     }
 }
 
-// Writes `units` units of a panel as bytes.
-template <Codes kCodes>
-void expand_bytes(const char* from, std::int64_t units, char* to) {
-    for (std::int64_t unit = 0; unit < units; ++unit) {
-#pragma GCC unroll 8
-        for (int step = 0; step < kUnitSteps; ++step) {
-#pragma GCC unroll 4
-            for (int part = 0; part < kVectors; ++part) {
-                store(to + step * kStepBytes + part * sizeof(U), step_bytes<kCodes>(from + part * sizeof(U), step));
-            }
-        }
-        from += kStepBytes * windlass::lines_of(kCodes);
-        to += kStepBytes * kUnitSteps;
+// Calls `use` with the padded number of few rows as a type.
+template <class Use>
+WINDLASS_INLINE void with_rows(std::int64_t rows, const Use& use) {
+    switch (rows) {
+        case 1:
+            return use(std::integral_constant<int, 1>{});
+        case 2:
+            return use(std::integral_constant<int, 2>{});
+        case 4:
+            return use(std::integral_constant<int, 4>{});
+        case 8:
+            return use(std::integral_constant<int, 8>{});
+        case 12:
+            return use(std::integral_constant<int, 12>{});
     }
-}
-
-// Writes units [begin, end) of kPanels panels as floats minus their zeros and shifts; a line is a feature.
-template <Codes kCodes, int kPanels>
-void expand_floats(const LowBitJob& job, const TilePlace<kPanels>& place, std::int64_t begin, std::int64_t end,
-                   char* to) {
-    constexpr std::int64_t kUnitBytes = kStepBytes * windlass::lines_of(kCodes);
-    for (std::int64_t unit = begin; unit < end; ++unit) {
-        F offsets[kPanels * kVectors], shifts[kPanels * kVectors];
-        load_offsets<kPanels>(job, place, unit / job.span_units, magic_of<kCodes>(), offsets);
-        load_shifts<kPanels>(place, unit / job.span_units, shifts);
-#pragma GCC unroll 16
-        for (int column = 0; column < kPanels * kVectors; ++column) {
-            const char* from = place.lines[column / kVectors] + unit * kUnitBytes + column % kVectors * sizeof(U);
-            char* line = to + column / kVectors * kFloatSlice * kUnit * kStepBytes + column % kVectors * sizeof(F);
-#pragma GCC unroll 8
-            for (int step = 0; step < kUnitSteps; ++step) {
-                const U bytes = step_bytes<kCodes>(from, step);
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; ++part) {
-                    store(line + ((unit - begin) * kUnit + 4 * step + part) * kStepBytes,
-                          code_float<kCodes>(bytes, part, offsets[column]) - shifts[column]);
-                }
-            }
-        }
-    }
-}
-
-// Adds units [begin, end) of kPanels panels of floats at `wide` to tile[row][output]; unit 0 sets it.
-template <int kRows, int kPanels>
-WINDLASS_INLINE void add_floats_to_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* wide,
-                                        const char* packed, std::int64_t begin, std::int64_t end,
-                                        FetchPart<kPanels>& fetch, float* tile) {
-    constexpr int kColumns = kPanels * kVectors;
-    if (begin == 0) std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
-    const auto* x = reinterpret_cast<const float*>(packed) + begin * kUnit * kRows;
-    for (std::int64_t at = begin; at < end; at += job.span_units) {
-        const std::int64_t stop = at + job.span_units < end ? at + job.span_units : end;
-        F sums[kRows][kColumns] = {};
-        for (std::int64_t unit = at; unit < stop; ++unit) {
-            fetch.template unit<1>(place.lines, 0);
-            const char* lines = wide + (unit - begin) * kUnit * kStepBytes;
-            for (int quarter = 0; quarter < 4; ++quarter, lines += kUnit / 4 * kStepBytes) {
-#pragma GCC unroll 8
-                for (int i = 0; i < kUnit / 4; ++i, x += kRows) {
-                    F weights[kColumns];
-#pragma GCC unroll 16
-                    for (int column = 0; column < kColumns; ++column) {
-                        weights[column] = load<F>(lines + column / kVectors * kFloatSlice * kUnit * kStepBytes +
-                                                  i * kStepBytes + column % kVectors * sizeof(F));
-                    }
-#pragma GCC unroll 16
-                    for (int row = 0; row < kRows; ++row) {
-                        const F spread = all(x[row]);
-#pragma GCC unroll 16
-                        for (int column = 0; column < kColumns; ++column) {
-                            sums[row][column] = multiply_add(spread, weights[column], sums[row][column]);
-                        }
-                    }
-                }
-            }
-        }
-        add_span<kRows, kPanels>(place, at / job.span_units, sums, tile);
-    }
-}
-
-// Adds the product of a block of kRows rows and a slice of bytes or floats; false if the block has another size.
-template <bool kFloats, int kRows, int kPanels>
-WINDLASS_INLINE bool add_low_slice_if(const LowBitJob& job, const RowBlock& block, const TilePlace<kPanels>& place,
-                                      const char* wide, const char* packed, std::int64_t begin, std::int64_t end,
-                                      FetchPart<kPanels>& fetch, float* tile) {
-    if constexpr (kRows <= kMostRows) {
-        if (block.padded != kRows) return false;
-        if constexpr (kFloats) {
-            add_floats_to_tile<kRows, kPanels>(job, place, wide, packed + block.offset, begin, end, fetch, tile);
-            return true;
-        }
-        const auto add = [&](auto codes, auto bits) __attribute__((always_inline)) {
-            add_bytes_to_tile<codes, bits, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
-        };
-        using Bytes = std::integral_constant<Codes, Codes::eight>;
-        if constexpr (is_widened_once<CodedStep>) {  // narrow sums hold the more units the fewer bits a code has
-            if (job.codes == Codes::eight) {
-                add(std::integral_constant<Codes, Codes::halves>{}, std::integral_constant<int, 16>{});
-            } else if (job.codes <= Codes::two) {
-                add(Bytes{}, std::integral_constant<int, 2>{});
-            } else {
-                add(Bytes{}, std::integral_constant<int, 4>{});
-            }
-        } else {
-            add(Bytes{}, std::integral_constant<int, 8>{});
-        }
-        return true;
-    }
-    return false;
-}
-
-template <bool kFloats, int kPanels>
-[[gnu::noinline]] void add_low_slice(const LowBitJob& job, const RowBlock& block, const TilePlace<kPanels>& place,
-                                     const char* wide, const char* packed, std::int64_t begin, std::int64_t end,
-                                     FetchPart<kPanels>& fetch, float* tile) {
-    (void)(add_low_slice_if<kFloats, 1>(job, block, place, wide, packed, begin, end, fetch, tile) ||
-           add_low_slice_if<kFloats, 2>(job, block, place, wide, packed, begin, end, fetch, tile) ||
-           add_low_slice_if<kFloats, 4>(job, block, place, wide, packed, begin, end, fetch, tile) ||
-           add_low_slice_if<kFloats, 6>(job, block, place, wide, packed, begin, end, fetch, tile) ||
-           add_low_slice_if<kFloats, 8>(job, block, place, wide, packed, begin, end, fetch, tile) ||
-           add_low_slice_if<kFloats, 12>(job, block, place, wide, packed, begin, end, fetch, tile));
-}
-
-// Floats of the tile of a block and kPanels panels.
-template <int kPanels>
-constexpr std::int64_t kLowTile = kMostRows * kPanels * kPanel;
-
-// Multiplies several blocks: for each slice all panels, for each panel all blocks. So a slice of the input stays in the
-// second-level cache, and a slice of the weight in the first-level cache. `tiles` has room for all panels and blocks.
-template <bool kFloats, int kPanels>
-void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
-                         std::int64_t begin, std::int64_t end, float* tiles) {
-    constexpr std::int64_t kSlice = kFloats ? kFloatSlice : kByteSlice;
-    constexpr std::int64_t kSteps = kFloats                       ? kUnit
-                                    : is_widened_once<CodedStep> ? windlass::lines_of(Codes::halves)
-                                                                 : kUnitSteps;  // lines of an expanded unit at most
-    alignas(64) char wide[kPanels * kSlice * kSteps * kStepBytes];
-    const std::int64_t slice = !kFloats && is_widened(job) ? kSlice / kPanels : kSlice;  // of halves, half as many
-    const std::int64_t units = job.units(), panel_bytes = job.panel_bytes(), groups = (end - begin) / kPanels;
-    const std::int64_t lines = windlass::lines_of(job.codes), last = begin + groups * kPanels;
-    for (std::int64_t first = 0; first < units; first += slice) {
-        const std::int64_t stop = first + slice < units ? first + slice : units;
-        float* tile = tiles;
-        for (std::int64_t panel = begin; panel < last; panel += kPanels) {
-            TilePlace<kPanels> place(job, panel);
-            TilePlace<kPanels> read = place;  // what the product reads
-            with_codes(job.codes, [&](auto codes) {
-                constexpr bool kWidens = codes == Codes::eight && is_widened_once<CodedStep>;
-                constexpr bool kStays = !kWidens && (codes == Codes::eight || codes == Codes::float8);
-                if constexpr (kFloats) {
-                    expand_floats<codes, kPanels>(job, place, first, stop, wide);
-                } else {
-                    for (int i = 0; i < kPanels; ++i) {
-                        const char* from = place.lines[i] + first * lines * kStepBytes;
-                        read.lines[i] = from;
-                        char* to = wide + i * kSlice * kSteps * kStepBytes;
-                        if constexpr (kWidens) widen_steps<CodedStep>(from, (stop - first) * kUnitSteps, to);
-                        if constexpr (!kWidens && !kStays) expand_bytes<codes>(from, stop - first, to);
-                        if constexpr (!kStays) read.lines[i] = to;
-                    }
-                }
-            });
-            const bool is_last = panel + kPanels >= last;
-            const char* next = job.panels + (is_last ? begin : panel + kPanels) * panel_bytes +
-                               (is_last ? stop : first) * lines * kStepBytes;
-            const std::int64_t wanted = is_last && stop == units ? 0 : slice * lines;
-            for (std::int64_t i = 0; i < count; ++i, tile += kLowTile<kPanels>) {
-                FetchPart<kPanels> fetch{next, panel_bytes, wanted * i / count, wanted * (i + 1) / count,
-                                         (lines + count - 1) / count};
-                add_low_slice<kFloats, kPanels>(job, blocks[i], read, wide, packed, first, stop, fetch, tile);
-                if (stop == units) finish_rows_of<kPanels>(job, blocks[i], tile, panel * kPanel);
-            }
-        }
-    }
-    if constexpr (kPanels > 1) {
-        if (last < end) multiply_low_slices<kFloats, kPanels / 2>(job, blocks, count, packed, last, end, tiles);
-    }
-}
-
-// True if rows are two blocks that expand codes in registers, one after the other.
-bool is_pair(const LowBitJob& job) { return job.codes_inputs && !is_narrow(job) && job.rows <= kPairRows; }
-
-constexpr int kSlicedPanels = panels_for(kMostRows, 2);
-
-std::int64_t low_bit_tile_bytes(const LowBitJob& job, std::int64_t blocks, std::int64_t panels) {
-    return is_narrow(job) || is_pair(job) ? 0 : 4 * blocks * kLowTile<kSlicedPanels> * ((panels + kSlicedPanels - 1) / kSlicedPanels);
-}
-
-void multiply_floats(const LowBitJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last,
-                     const char* packed, std::int64_t begin, std::int64_t end, char* tiles) {
-#if defined(WINDLASS_WIDE_LOWBIT)
-    windlass::WINDLASS_WIDE_LOWBIT.multiply(job, blocks, first, last, packed, begin, end, tiles);
-#else
-    multiply_low_slices<true, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end,
-                                             reinterpret_cast<float*>(tiles));
-#endif
-}
-
-void low_bit_multiply(const LowBitJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last,
-                      const char* packed, std::int64_t begin, std::int64_t end, char* tiles) {
-    if (!kHasFloats && !job.codes_inputs) {
-        return multiply_floats(job, blocks, first, last, packed, begin, end, tiles);
-    }
-    if (is_narrow(job)) {
-        with_codes(job.codes, [&](auto codes) {
-            if constexpr (kHasFloats || codes != Codes::float8) {
-                multiply_low_rows<codes>(job, blocks[first], packed, begin, end);
-            }
-        });
-        return;
-    }
-    if constexpr (kPairRows > 0) {
-        if (is_pair(job)) {
-            with_codes(job.codes, [&](auto codes) {
-                if constexpr (codes != Codes::float8) {
-                    multiply_low_pair<codes, kPairPanels>(job, blocks, packed, begin, end);
-                }
-            });
-            return;
-        }
-    }
-    if (job.codes_inputs) {
-        multiply_low_slices<false, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end,
-                                                  reinterpret_cast<float*>(tiles));
-    } else {
-        multiply_floats(job, blocks, first, last, packed, begin, end, tiles);
-    }
-}
-
-std::int64_t low_bit_divide(const LowBitJob& job, RowBlock* blocks, std::int64_t* bytes) {
-    const std::int64_t row_bytes = row_bytes_of(job);
-    if (is_narrow(job)) {
-        const std::int64_t padded = job.rows > 4 && job.rows <= 8 ? 8 : padded_rows(job.rows);
-        blocks[0] = {0, job.rows, padded, 0};
-        *bytes = (padded * row_bytes + 63) / 64 * 64;
-        return 1;
-    }
-    if (is_pair(job)) {
-        const std::int64_t half = (kPairBlock * row_bytes + 63) / 64 * 64;
-        blocks[0] = {0, kPairBlock, kPairBlock, 0};
-        blocks[1] = {kPairBlock, job.rows - kPairBlock, kPairBlock, half};
-        *bytes = 2 * half;
-        return 2;
-    }
-    const std::int64_t number = (job.rows + kMostRows - 1) / kMostRows;
-    std::int64_t first = 0, offset = 0, used = 0;
-    for (; first < job.rows; ++used) {
-        const std::int64_t left = number - used;
-        std::int64_t count = (job.rows - first + left - 1) / left;
-        const std::int64_t padded = padded_rows(count);
-        if (count < padded && first + count < job.rows) count = padded < job.rows - first ? padded : job.rows - first;
-        blocks[used] = {first, count, padded, offset};
-        first += count;
-        offset += (padded * row_bytes + 63) / 64 * 64;
-    }
-    *bytes = offset;
-    return used;
-}
-
-// Splits int8 inputs for two passes, x = low + 16 * high with both between -8 and 8, into words as `step_words` counts.
-inline void split_inputs(const std::int8_t* codes, std::int64_t steps, std::int64_t rows, std::uint32_t* words) {
-    std::int8_t low[windlass::kCodeGroup], high[windlass::kCodeGroup];
-    for (std::int64_t i = 0; i < 4 * steps; ++i) {
-        high[i] = static_cast<std::int8_t>((codes[i] + 8) >> 4);
-        low[i] = static_cast<std::int8_t>(codes[i] - 16 * high[i]);
-    }
-    for (std::int64_t i = 0; i < 4 * steps; i += 4, words += 2 * rows) {
-        words[0] = load<std::uint32_t>(low + i);
-        words[rows] = load<std::uint32_t>(high + i);
-    }
-}
-
-void pack_byte_rows(const LowBitJob& job, const RowBlock& block, char* to) {
-    const std::int64_t rows = block.padded, units = job.units();
-    for (std::int64_t row = 0; row < rows; ++row) {
-        char* at = to;
-        for (std::int64_t group = 0; group < units; group += kGroupUnits) {
-            constexpr std::int64_t kGroup = windlass::kCodeGroup;
-            alignas(64) float values[kGroup];
-            alignas(64) std::int8_t codes[kGroup] = {};
-            float scale = 0;
-            if (row < block.count) {
-                const std::int64_t first = group * kUnit, left = job.features - first;
-                load_group(job, block.first + row, first, left < kGroup ? left : kGroup, values);
-                scale = code_group(values, codes);
-            }
-            reinterpret_cast<float*>(at)[row] = scale;
-            at += 4 * rows;
-            const std::int64_t last = group + kGroupUnits < units ? group + kGroupUnits : units;
-            for (std::int64_t span = group; span < last; span += job.span_units) {
-                const std::int64_t end = span + job.span_units < last ? span + job.span_units : last;
-                const std::int8_t *from = codes + (span - group) * kUnit, *stop = codes + (end - group) * kUnit;
-                std::int32_t sum = 0;
-                for (const std::int8_t* code = from; code < stop; ++code) sum += *code;
-                reinterpret_cast<std::int32_t*>(at)[row] = job.zeros == nullptr ? -job.zero * sum : sum;
-                at += 4 * rows;
-                auto* word = reinterpret_cast<std::uint32_t*>(at) + row;
-                const std::int64_t steps = (end - span) * kUnitSteps;
-                if (is_widened(job)) {
-                    write_words(from, steps, rows, word);
-                } else if (step_words(job) == 2) {
-                    split_inputs(from, steps, rows, word);
-                } else {
-                    for (; from < stop; from += 4, word += rows) *word = load<std::uint32_t>(from);
-                }
-                at += 4 * rows * steps * step_words(job);
-            }
-        }
-    }
-}
-
-void low_bit_pack_rows(const LowBitJob& job, const RowBlock& block, char* packed) {
-    char* to = packed + block.offset;
-    if (job.codes_inputs) return pack_byte_rows(job, block, to);
-    const std::int64_t features = job.features, padded = job.units() * kUnit;
-    if (job.is_bf16) {
-        transpose_rows(reinterpret_cast<float*>(to), static_cast<const std::uint16_t*>(job.x), features, features,
-                       padded, block, [](std::uint16_t bits) { return float_of(bits); });
-    } else {
-        transpose_rows(reinterpret_cast<float*>(to), static_cast<const float*>(job.x), features, features, padded,
-                       block, [](float value) { return value; });
-    }
-}
-
-std::int64_t low_bit_panel_group(const LowBitJob& job) {
-    if (is_pair(job)) return kPairPanels;
-    return is_narrow(job) ? panels_for(static_cast<int>(padded_rows(job.rows)), 2) : kSlicedPanels;
 }
 
 }  // namespace

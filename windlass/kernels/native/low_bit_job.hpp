@@ -63,6 +63,12 @@ struct LowBitSet {
     std::int64_t (*tile_bytes)(const LowBitJob&, std::int64_t blocks, std::int64_t panels);
 };
 
+// Kernel of one instruction set for rows that are one block, or a pair of blocks.
+struct FewRows {
+    void (*multiply)(const LowBitJob&, const RowBlock* blocks, const char* packed, std::int64_t begin,
+                     std::int64_t end);
+};
+
 extern const LowBitSet kLowBitBaseline;
 #if defined(__x86_64__)
 extern const LowBitSet kLowBitAvx2;

@@ -1,0 +1,7 @@
+// Products of few rows of float inputs with codes of 1 and 2 bits, for the instruction set that this file is compiled
+// for; WINDLASS_SET names it.
+#include "low_bit_float_rows.hpp"
+
+namespace windlass {
+const FewRows WINDLASS_FEW_BITS = {multiply_float_rows<true>};
+}
