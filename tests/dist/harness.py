@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ POOL_SIZE = 4
 START_SECONDS = 120.0  # import of torch on a slow, shared machine
 GRACE_SECONDS = 10.0  # time for the peers of a failed rank to notice the failure
 LOG_TAIL = 4000  # characters of a worker's output shown with a failure
+KEPT_GROUPS = 6  # gloo groups that jobs may leave in a worker before the pool starts new workers
 
 
 class RankError(AssertionError):
@@ -61,11 +62,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one rank: a value, or the text of its exception."""
+    """Result of one rank: a value, or the text of its exception.
+
+    Attributes:
+        groups: gloo groups that exist in the worker after the job.
+    """
 
     value: Any = None
     kinds: tuple[str, ...] = ()
     text: str = ""
+    groups: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------- in the worker
@@ -180,7 +186,20 @@ def _worker(connection: Connection, log: str, path: list[str], serves: bool) -> 
         if len(sys.modules) > modules:  # freeze newly imported modules, so that later collections skip them
             gc.freeze()
             modules = len(sys.modules)
-        connection.send_bytes(_packed(outcome))
+        connection.send_bytes(_packed(replace(outcome, groups=_count_groups())))
+
+
+def _count_groups() -> int:
+    """Return the number of gloo groups that this process holds, by their threads.
+
+    Such a thread wakes 100 times a second. Groups remain where a module keeps the state of a script, such as the
+    stand-in's current engine, and dozens of them would slow down all later tests.
+    """
+    count = 0
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            count += name.read_text().startswith("gloo_tcp_loop")
+    return count
 
 
 def _packed(outcome: Outcome) -> bytes:
@@ -260,6 +279,8 @@ class Pool:
             )
         if failed:
             raise _rank_error(failed, outcomes, ranks)
+        if max(outcome.groups for outcome in outcomes.values()) > KEPT_GROUPS:
+            self.close()
         return [outcomes[rank].value for rank in range(world)]
 
     def _collect(self, ranks: list[Worker], timeout: float) -> tuple[dict[int, Outcome], list[int]]:
