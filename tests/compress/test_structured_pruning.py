@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import windlass
 from tests.causal_models import VOCABULARY, build, model_of
+from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.module_modes import evaluating
+from windlass.compress import layer_importance
 from windlass.compress.layer_importance import remove_layers
 from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.packed_model import load_packed_model
@@ -502,6 +504,51 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         prune_model(nn.Sequential(nn.Linear(2, 2)), {"ffn": 0.5}, importance="magnitude")
     with pytest.raises(ModelError, match=r"the heads of .*self_attn cannot be removed: the features of all heads"):
         prune_model(build("olmo2"), {"heads": 1}, importance="magnitude")
+
+
+@pytest.mark.parametrize("failing", [8, 10, 11, 12, 13])
+def test_a_model_is_as_before_if_its_pruning_fails(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss fails while layers are chosen, while one is merged, before heads and before features are removed."""
+    calls = 0
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise RuntimeError("no loss")
+        return language_loss(module, batch) / calls  # each trial seems better, so that layers are merged
+
+    monkeypatch.setattr(layer_importance, "_check_removed", lambda *_: None)
+    model: Any = build("gpt2", n_head=4, n_layer=3).train()
+    before, config = copy.deepcopy(model), model.config.to_dict()
+    with pytest.raises(RuntimeError, match="no loss"):
+        prune_model(model, {"layers": 1, "heads": 1, "ffn": 0.5}, importance="taylor", batches=[IDS], loss=loss)
+    assert str(model) == str(before) and model.config.to_dict() == config and model.training
+    assert model.transformer.h[2].attn.layer_idx == 2 and model.transformer.h[0].attn.num_heads == 4
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)
+    prune_model(model, {"layers": 1, "heads": 1, "ffn": 0.5}, importance="magnitude", batches=[IDS])
+    assert len(model.transformer.h) == 2 and torch.isfinite(model(IDS).logits).all()
+
+
+@pytest.mark.parametrize("kind", ["heads", "groups"])
+def test_heads_of_a_configuration_with_other_values_in_each_layer_are_removed(kind: str, tmp_path: Path) -> None:
+    """Its `head_dim` differs between layers, and reading it from the configuration of the model raises an error."""
+    torch.manual_seed(0)
+    model: Any = make_tiny_model("gemma4_unified_text").eval()
+    prune_model(model, {kind: 1}, importance="magnitude")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_no_configuration_describes_is_as_before() -> None:
+    sparse: Any = build("qwen2_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[]).eval()
+    expected = sparse(IDS).logits
+    with pytest.raises(ModelError, match="whose kind follows from their number"):
+        prune_model(sparse, {"layers": 1}, batches=[IDS])
+    assert len(sparse.model.layers) == sparse.config.num_hidden_layers == 4
+    assert torch.equal(sparse(IDS).logits, expected)
 
 
 def test_sizes_stay_multiples_that_kernels_like() -> None:

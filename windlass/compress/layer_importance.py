@@ -22,12 +22,14 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.block_calibration import find_longest_list
 from windlass.compress.low_rank_config import RANKS_ENTRY
 from windlass.compress.pruned_config import PRUNING_ENTRY, renumber_layers
+from windlass.compress.pruning_units import replace_everywhere
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
 # suffixes of configuration keys whose lists have no entry per layer
 _NO_LAYERS = ("token_id", "token_ids", "architectures")
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MERGED_SHARE = 0.25  # share of a removed layer in the neighbour that it is merged into
 
 
 def find_layer_list(model: nn.Module) -> str:
@@ -204,6 +206,13 @@ def _blend(one: nn.Module, two: nn.Module, weight: float) -> None:
             parameter.lerp_(others[name].to(parameter.dtype), weight)
 
 
+def _merge(model: nn.Module, target: nn.Module, layer: nn.Module) -> None:
+    """Blend a layer into another one, whose parameters become new objects: the old ones keep their values."""
+    for parameter in list(target.parameters()):
+        replace_everywhere(model, parameter, parameter.detach().clone())
+    _blend(target, layer, _MERGED_SHARE)
+
+
 def shorten_layers(
     model: nn.Module, count: int, batches: Sequence[Any], loss: LossFunction = language_loss
 ) -> list[str]:
@@ -229,16 +238,17 @@ def shorten_layers(
             if 0 <= neighbour < len(layers):
                 saved = copy.deepcopy(layers[neighbour])
                 try:
-                    _blend(layers[neighbour], layers[number], 0.25)
+                    _blend(layers[neighbour], layers[number], _MERGED_SHARE)
                     with skip_layers(model, [number]):
                         merged = mean_loss(model, batches, loss)
                 except ConfigError:
                     merged = float("inf")
+                finally:
+                    _restore(layers[neighbour], saved)
                 if merged < best:
                     best, target = merged, neighbour
-                _restore(layers[neighbour], saved)
         if target is not None:
-            _blend(layers[target], layers[number], 0.25)
+            _merge(model, layers[target], layers[number])
         step = "removed" if target is None else f"merged into {originals[target]}"
         remove_layers(model, [number])
         del originals[number]

@@ -4,7 +4,8 @@ further."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,7 @@ def prune_model(
     """Remove the least important units of a model in place.
 
     Every attention, feed-forward or expert module loses the same share, so that the result has one configuration. The
-    parameters are new objects: build optimizers afterwards.
+    parameters are new objects: build optimizers afterwards. If this raises an error, the model is as before.
 
     Args:
         model: a transformers model with its configuration, whose heads, groups (key heads with their query heads), ffn
@@ -74,7 +75,7 @@ def prune_model(
     report = PruningReport(_count(model))
     traced = not hasattr(model, "config") or example is not None
     kinds = [kind for kind in PRUNED_KINDS[1:] if shares.get(kind)]
-    with evaluating(model):
+    with evaluating(model), _undone_on_error(model):
         for kind in kinds:  # raise for an impossible kind before anything is removed
             _find_units(model, kind, shares[kind], example if traced else None)
         if shares.get("layers"):
@@ -83,6 +84,39 @@ def prune_model(
             _prune_kind(model, kind, shares[kind], importance, batches, loss, example if traced else None, report)
     report.parameters_after = _count(model)
     return report
+
+
+@contextmanager
+def _undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Undo all changes of a model's modules and configuration if the `with` block raises. The block may replace
+    parameters and buffers, but not change their values."""
+    saved = [_copy_of(vars(module)) for module in model.modules()]
+    configs = [(config, dict(vars(config))) for config in _configurations(getattr(model, "config", None))]
+    modules = list(model.modules())
+    try:
+        yield
+    except BaseException:
+        for module, attributes in zip(modules, saved, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+        for config, values in configs:
+            vars(config).clear()
+            vars(config).update(values)
+        raise
+
+
+def _copy_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the attributes of a module, and of its tables of parameters, buffers and submodules."""
+    tables = {name: dict(attributes[name]) for name in ("_parameters", "_buffers", "_modules")}
+    return {**attributes, **tables}
+
+
+def _configurations(config: Any) -> Iterator[Any]:
+    """Yield a configuration of transformers and the configurations inside it."""
+    if hasattr(config, "to_dict"):
+        yield config
+        for value in vars(config).values():
+            yield from _configurations(value)
 
 
 def _prune_layers(

@@ -125,6 +125,21 @@ def _build_empty(model: Any, config: Any, widths: Mapping[str, int]) -> nn.Modul
     return empty
 
 
+def apply_own_entries(model: Any) -> None:
+    """Give a model that transformers built from a configuration the pruned widths and low ranks of that configuration.
+    Parameters of factorized layers are then on the meta device.
+
+    Raises:
+        ModelError: an entry does not fit the model.
+    """
+    config: Any = getattr(model, "config", None)
+    apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
+    ranks = getattr(config, RANKS_ENTRY, None) or {}
+    if ranks:
+        use_linear_class(model)  # before `apply_ranks`, which finds only linear layers
+        apply_ranks(model, ranks)
+
+
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
@@ -212,7 +227,9 @@ def _state_width(config: Any, stated: Mapping[str, Any], group: UnitGroup, kept:
         size = reader.index.shape[1] // (query // key if group.kind == "groups" else 1)
         _set(config, stated, _QUERY_COUNTS, query, new_query)
         _set(config, stated, _KEY_COUNTS, key, new_key)
-        if getattr(config, "head_dim", None) is None:
+        # not by getattr first: configurations whose layers differ refuse to be read as one
+        known = stated["head_dim"] if "head_dim" in stated else getattr(config, "head_dim", None)
+        if known is None:
             config.head_dim = size
     elif group.kind == "ffn":
         _set(config, stated, _FEATURES, group.units, kept)

@@ -159,7 +159,7 @@ def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> 
             found.setdefault(id(before), (before, []))[1].append((tensor, kept[tensor.part]))
     with torch.no_grad():
         for before, entries in found.values():
-            for module in _replace_everywhere(model, before, _select(before, entries)):
+            for module in replace_everywhere(model, before, _select(before, entries)):
                 fit_leaf(module)
 
 
@@ -200,7 +200,7 @@ def _get(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> list[nn.Module]:
+def replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> list[nn.Module]:
     """Replace a tensor by another one in all modules that hold it, and return these modules."""
     holders = []
     if isinstance(before, nn.Parameter):

@@ -13,6 +13,7 @@ from torch import nn
 from windlass.base.errors import ModelError
 from windlass.base.import_transformers import import_transformers
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+from windlass.compress.pruned_config import apply_own_entries
 
 SHAPES: dict[str, dict[str, int]] = {
     "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
@@ -105,10 +106,12 @@ def _auto_class(transformers: Any, config: Any) -> Any:
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
-    """Call `make` with the meta device as the default, and return the model in training mode.
+    """Call `make` with the meta device as the default, and return the model in training mode. Its layers have the
+    pruned widths and low ranks of its configuration.
 
     Raises:
-        ModelError: the construction reads values of tensors; the message names the module.
+        ModelError: the construction reads values of tensors, or the widths or ranks do not fit; the message names the
+            module.
     """
     try:
         with torch.device("meta"):
@@ -118,6 +121,7 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
             f"model {name!r} cannot be built without values: {_constructed_module(error)}: {_first_line(error)}; "
             "create tensors from Python numbers in that module, or plan a model of the same sizes with --shape"
         ) from error
+    apply_own_entries(model)
     own_config = getattr(model, "config", None)
     if own_config is not None and getattr(own_config, "use_cache", False):
         own_config.use_cache = False  # training makes no use of cached keys and values

@@ -174,6 +174,18 @@ def test_an_encoder_decoder_is_planned_whole(tmp_path: Path) -> None:
     assert type(build_from_name(str(tmp_path))).__name__ == "BartForConditionalGeneration"
 
 
+def test_a_pruned_and_factorized_model_has_the_sizes_of_its_tensors(tmp_path: Path) -> None:
+    heads = {f"heads:transformer.h.{number}.attn": 3 for number in (0, 1)}
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2, "windlass_pruning": heads}))
+    model = build_from_name(str(tmp_path))
+    assert tuple(model.get_parameter("transformer.h.0.attn.c_attn.weight").shape) == (32, 3 * 24)
+    ranks = {"model.layers.0.mlp.up_proj": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "windlass_low_rank": ranks}))
+    model = build_from_name(str(tmp_path))
+    assert tuple(model.get_parameter("model.layers.0.mlp.up_proj.0.weight").shape) == (4, 32)
+    assert run(str(tmp_path), "--json")[0] == 0
+
+
 def test_a_model_for_images_of_any_size_is_planned(tmp_path: Path) -> None:
     sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet", **sizes}))
