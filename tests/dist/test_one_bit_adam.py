@@ -654,6 +654,21 @@ def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(optimizer: str, key
     assert run_ranks(warnings_of, 1, 100, case) == [[]]
 
 
+def startup_lines(case: Case) -> list[str]:
+    """Return the log lines of `initialize` on the steps before the first compressed one."""
+    texts: list[str] = []
+    with patch.object(logging.getLogger("windlass"), "info", lambda text, *_: texts.append(text)):
+        start(specimen("mlp"), case.config()).destroy()
+    return [text for text in texts if "averages uncompressed gradients" in text]
+
+
+def test_steps_before_the_first_compressed_one_are_logged() -> None:
+    assert run_ranks(startup_lines, 1, Case(params=())) == [
+        ["OneBitAdam averages uncompressed gradients in its first 100,000 steps (optimizer.params.freeze_step)"]
+    ]
+    assert run_ranks(startup_lines, 1, Case(optimizer="DiLoCo", params=(("start_step", 0),))) == [[]]
+
+
 def received(stages: list[int]) -> list[float]:
     """Return for each stage the bytes that a rank receives in DDP's all-reduce, relative to a compressed step."""
     found = []

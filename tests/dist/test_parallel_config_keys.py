@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import llama
+from windlass.parallel.pipeline.layer_specs import LayerSpec
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.placement import get_placement
 
 STEPS, BOUND = 3, 1e-5
@@ -106,6 +108,31 @@ def test_user_rules_shard_the_named_layers(more: dict[str, Any]) -> None:
         assert (shapes["blocks.1.first.weight"], shapes["blocks.1.second.weight"]) == ((7, 6), (6, 7))
         if "tensor_parallel" in more:
             assert (shapes["blocks.0.third.weight"], shapes["blocks.0.fourth.weight"]) == ((10, 6), (6, 10))
+
+
+def initialize_stages(more: dict[str, str]) -> str:
+    """Return the error of `initialize` for two stages and a table with `more` entries; empty if it succeeds."""
+    import windlass
+
+    model = PipelineSequential([LayerSpec(Block), LayerSpec(Block)], num_stages=2)
+    table = {r"\d\.first": "column", r"\d\.second": "row", **more}
+    parallel = {"pp": 2, "tp": 2, "tensor_table": table}
+    try:
+        engine = windlass.initialize(
+            model=model, config={"train_micro_batch_size_per_gpu": 5, "optimizer": SGD, "parallel": parallel}
+        )[0]
+    except windlass.WindlassError as error:
+        return str(error)
+    engine.destroy()
+    return ""
+
+
+def test_a_key_that_applies_to_no_stage_is_refused_on_all_ranks() -> None:
+    assert run_ranks(initialize_stages, 4, {r"1\.(third|fourth)": "replicated"}) == [""] * 4
+    for text in run_ranks(initialize_stages, 4, {r"2\.third": "replicated"}):
+        assert r"the key '2\\.third', which matches no module" in text
+    for text in run_ranks(initialize_stages, 4, {r"\d\.norm": "row"}):
+        assert "which matches 0.norm, a LayerNorm, not a linear layer" in text
 
 
 def along(parallel: dict[str, Any], axis: str) -> tuple[list[float], dict[str, int]]:

@@ -562,6 +562,7 @@ def refused() -> list[str]:
     tell(lambda: apply(hf.Qwen3NextForCausalLM(qwen)))
     llama = hf.LlamaConfig(num_hidden_layers=1, **small, pad_token_id=0)
     tell(lambda: apply(hf.LlamaForSequenceClassification(llama)))
+    tell(lambda: apply(hf.BertForPreTraining(hf.BertConfig(num_hidden_layers=1, **small))))
     tell(lambda: apply(apply(build("llama"))))
     model = build("llama")
     model.loss_function = lambda logits, labels, **_: logits.sum()
@@ -598,6 +599,7 @@ REFUSALS = [
     "ModelError: BloomForCausalLM",
     r"ModelError: Qwen3NextForCausalLM has layers of the types \['linear_attention'\]",
     "ModelError: LlamaForSequenceClassification computes its result from one token of each sequence",
+    "ModelError: BertForPreTraining computes its result from one token of each sequence",
     "ModelError: sequences of LlamaForCausalLM are sharded already",
     "ModelError: LlamaForCausalLM has a loss function of its own",
     "ModelError: LlamaForCausalLM got output_attentions",

@@ -372,6 +372,67 @@ def test_norms_of_full_keys_and_values_between_parts_of_the_sequence_are_refused
         run_ranks(gradient_error, 2, partial(ApartLayers, "normed encoder"), {}, True)
 
 
+class Multiplied(Apart):
+    """Layer that multiplies its tokens by one state for all of them."""
+
+    def forward(self, hidden: torch.Tensor, states: Any) -> torch.Tensor:
+        return super().forward(hidden * (1 + states), states)
+
+
+class OneState(nn.Module):
+    """Layers that multiply tokens by a trained state for all of them, or attend to it."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends, kind = attends, Apart if attends else Multiplied
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(kind("encoder") for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        states = self.first(hidden[:, : 2 if self.attends else 1])
+        for layer in self.layers:
+            hidden = layer(hidden, states)
+        return hidden
+
+
+def test_a_state_for_all_tokens_is_refused_where_a_layer_combines_it_with_its_part_of_them() -> None:
+    options = {r".*\.up": "column", r".*\.down": "row", "first": "replicated"}
+    for gradients in run_ranks(gradient_error, 2, partial(OneState, True), options, True):
+        assert gradients[0] < EXACT, gradients
+    with pytest.raises(RankError, match=r"combines its argument 1 \(counted from 0\) with its part of the tokens"):
+        run_ranks(gradient_error, 2, partial(OneState, False), options, True)
+
+
+class Shifted(Apart):
+    """Layer that adds to its tokens what a replicated matrix computes from one state for all of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.shift = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor, states: Any) -> torch.Tensor:
+        return super().forward(hidden + self.shift(states), None)
+
+
+class ShiftedLayers(nn.Module):
+    """Layers beside one state that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shifted("sharded") for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        states = hidden[:, :1].cos()
+        for layer in self.layers:
+            hidden = layer(hidden, states)
+        return hidden
+
+
+def test_a_replicated_matrix_gets_a_state_for_all_tokens_beside_parts_of_unequal_length() -> None:
+    options = {r".*\.up": "column", r".*\.down": "row", r".*\.shift": "replicated"}
+    for gradients in run_ranks(gradient_error, 2, ShiftedLayers, options, True):
+        assert gradients[0] < EXACT, gradients
+
+
 def blended(kind: str) -> nn.Module:
     return nn.Sequential(Blended(kind), Blended(kind))
 

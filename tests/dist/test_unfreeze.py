@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -185,6 +187,37 @@ def test_ranks_that_unfreeze_different_parameters_raise(stage: int, transport: s
         assert "frozen, in group 0 of the optimizer on rank 1" in text
     for text in run_ranks(unfrozen_on_one_rank, 2, True, stage, transport=transport):
         assert "rank 0 is at a change of parameters or states, rank 1 is at a step" in text
+
+
+def loads_of_frozen(stage: int) -> list[tuple[list[str], bool]]:
+    """Load a plain optimizer's states before and after the frozen parameters are unfrozen.
+
+    Return for each load its warnings, and whether the frozen parameters have the states afterwards.
+    """
+    model = net()
+    model.requires_grad_(True)
+    stepped = OPTIMIZERS["AdamW"](list(model.parameters()))
+    plain_steps(model, stepped, 0, 1)
+    engine = engine_for(net(), "AdamW", True, stage, "none", "", "fp32")
+    results = []
+    for requires in (False, True):
+        texts: list[str] = []
+        if requires:
+            engine.module.requires_grad_(True)
+            engine.refresh()
+        with patch.object(logging.getLogger("windlass"), "warning", texts.append):
+            engine.optimizer.load_state_dict(stepped.state_dict())
+        results.append((texts, len(engine.optimizer.state_dict()["state"]) == len(stepped.state)))
+    engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_of_frozen_parameters_are_dropped_with_a_warning(stage: int) -> None:
+    for (texts, complete), after in run_ranks(loads_of_frozen, 2, stage):
+        assert len(texts) == 1 and not complete
+        assert "drops the states of 6 parameters frozen since initialize, 'layers.0.weight' first" in texts[0]
+        assert after == ([], True)
 
 
 class Tied(nn.Module):

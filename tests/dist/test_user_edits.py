@@ -15,6 +15,8 @@ from tests.dist.equivalence_runs import SGD, Setting, ds_config, specimen, start
 from tests.dist.harness import run_ranks
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
+from windlass.parallel.pipeline.layer_specs import LayerSpec, TiedLayerSpec
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 
 STEPS = 3
 
@@ -322,6 +324,32 @@ def test_an_embedding_with_max_norm_trains_as_in_plain_pytorch_or_is_refused(ran
             assert "'embed' has max_norm = 0.5" in result and "max_norm=None" in result, result
         else:
             assert relative_error(result, expected)[0] < 1e-6
+
+
+def train_renormalized_stages(trains: bool) -> str:
+    """Return the error of `initialize` for an embedding with `max_norm` that is tied to a layer of another stage."""
+    import windlass
+
+    layers = [
+        TiedLayerSpec("embed", torch.nn.Embedding, 16, 8, max_norm=0.5),
+        LayerSpec(torch.nn.Linear, 8, 8),
+        TiedLayerSpec("embed", torch.nn.Embedding, 16, 8, max_norm=0.5, forward_fn=_scored),
+    ]
+    model = PipelineSequential(layers, num_stages=2, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 2}
+    with pytest.raises(windlass.WindlassError) as caught:
+        windlass.initialize(model=model, config=config | ({"optimizer": {"type": "AdamW"}} if trains else {}))
+    return str(caught.value)
+
+
+def _scored(module: torch.nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ module.weight.t()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_embedding_with_max_norm_that_stages_share_is_refused(trains: bool) -> None:
+    for text in run_ranks(train_renormalized_stages, 2, trains):
+        assert "'tied_modules.embed' has max_norm = 0.5" in text and "on another pipeline stage would differ" in text
 
 
 def unfreeze_renormalized(stage: int) -> list[str]:

@@ -17,6 +17,7 @@ from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm.traffic import Traffic
 from windlass.config import Config
+from windlass.config.optimizer_section import COMPRESSED_OPTIMIZERS
 from windlass.engine.rank_state_checkpoint import rank_states
 from windlass.engine.step_profiler import ProfiledEngine, StepProfiler
 from windlass.observe.flop_profile import ModelProfile
@@ -351,6 +352,24 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
         f"transport {model.transport.name}: {model.dp_groups[0].transport_reason}",
         f"dtypes: {table}",
         *_tier_lines(model),
+        *_compression_lines(model),
+    ]
+
+
+def _compression_lines(model: ShardedModel) -> list[str]:
+    """Return a log line on the steps before the first compressed one, if the optimizer has such steps.
+
+    A run may end before: its length is often unknown, and the default of `freeze_step` is 100,000 steps.
+    """
+    optimizer = model.update.optimizer if model.update is not None else None
+    name = type(optimizer).__name__
+    if optimizer is None or name not in COMPRESSED_OPTIMIZERS:
+        return []
+    group = optimizer.param_groups[0]
+    counts = [(key, group[key]) for key in ("freeze_step", "start_step") if group.get(key)]
+    return [
+        f"{name} averages uncompressed gradients in its first {plural(steps, 'step')} (optimizer.params.{key})"
+        for key, steps in counts
     ]
 
 

@@ -45,8 +45,7 @@ def refresh_model(
     check_same_model(
         before.model, before.update.optimizer if before.update is not None else None, before.mesh.dense.data
     )
-    if before.trains:
-        check_renormalized_embeddings(before.model, before.mesh.dense.data, before.mesh.world)
+    check_renormalized_embeddings(before.model, before.mesh.dense.data, before.mesh.world, trains=before.trains)
     joining = _parameters_only_unfrozen(before)
     # Stages of a pipeline may have unfrozen different parameters, or none: all ranks take the same path.
     if all(before.mesh.world.all_gather_object(bool(joining) and can_unfreeze(before, joining))):

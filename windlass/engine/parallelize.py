@@ -25,6 +25,7 @@ from windlass.parallel.placement import get_placement, has_placement
 from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
 from windlass.parallel.sequence.long_context import apply_long_context
 from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
+from windlass.parallel.tensor.tensor_table import find_unused_keys
 from windlass.zero.sharded_init import initial_shard
 
 AxisPartitioner = Callable[[nn.Module, Mesh, Config], object]
@@ -62,6 +63,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
     if "tp" in script_axes:
         place_flagged_parameters(model, mesh.tp)
     if not given:
+        if {"pp", "tp"}.issubset(axes) and "tp" not in script_axes:
+            _check_table_of_stages(model, mesh, config)
         built_apart = isinstance(model, PipelineSequential) and model.num_stages > 1
         apart = {*script_axes, "pp"} if built_apart else {*script_axes}
         parts = {"pp", "ep", "tp"}
@@ -82,6 +85,20 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
     if isinstance(model, PipelineSequential):
         _broadcast_tied_parameters(model, mesh)
     _meshes[model] = mesh
+
+
+def _check_table_of_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    """Check that each key of `parallel.tensor_table` applies to a module of some stage. Collective.
+
+    A stage cannot check this alone: the modules that a key matches may be on other stages.
+
+    Raises:
+        ConfigError: a key applies to no module of any stage. Raised on all ranks.
+    """
+    unused = mesh.gather_from_world(find_unused_keys(model, config.parallel.tensor_table or {}))
+    for key, problem in unused[0].items():
+        if all(key in of_rank for of_rank in unused):
+            raise ConfigError(problem)
 
 
 def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> list[RankGroup]:

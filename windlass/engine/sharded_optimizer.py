@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from windlass.base.errors import ModelError, WindlassError
+from windlass.base.log import logger
+from windlass.base.text import plural
 from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
 from windlass.optim.elementwise_optimizers import enable_fused_step
 from windlass.zero.access.full_values import full_states, set_full_state
-from windlass.zero.access.shard_values import keep_states, set_plain_state
+from windlass.zero.access.shard_values import has_state_memory, keep_states, set_plain_state
+from windlass.zero.parameter_registry import require
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.elementwise_update import check_parameters
 
@@ -144,7 +147,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         As in torch, a parameter without saved states begins with new ones. The groups keep their `fused`, `foreach`,
         `capturable`, `differentiable` and `state_dtype`. Per-rank states, such as error feedback, are not
-        part of such a dict and are unchanged.
+        part of such a dict and are unchanged. Unlike in torch, the states of a parameter that has been frozen since
+        `initialize` are dropped, with a warning.
         """
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
@@ -152,12 +156,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the saved groups have {[len(g['params']) for g in given]} parameters, this optimizer's have "
                 f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
             )
+        dropped = []
         for group, saved in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in saved.items() if key not in {"params", *IMPLEMENTATION_KEYS}})
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 states = state_dict["state"].get(number, {})
                 keep_states(parameter, states)
+                if states and not has_state_memory(parameter):
+                    dropped.append(require(parameter).name)
                 for key, value in states.items():
                     set_state = set_full_state if isinstance(value, torch.Tensor) else set_plain_state
                     set_state(parameter, key, value)
+        if dropped:
+            logger.warning(
+                f"load_state_dict drops the states of {plural(len(dropped), 'parameter')} frozen since initialize, "
+                f"{dropped[0]!r} first; to train them with these states later, set requires_grad, call "
+                "engine.refresh() and load again, then freeze them if they should not be trained yet"
+            )
         self._model.choose_gradient_mode()  # the number of applied steps may be on the other side of a freeze

@@ -110,8 +110,7 @@ class ShardedModel:
     ) -> None:
         check_devices(model, device)
         check_same_model(model, optimizer, mesh.dense.data)
-        if trains:
-            check_renormalized_embeddings(model, mesh.dense.data, mesh.world)
+        check_renormalized_embeddings(model, mesh.dense.data, mesh.world, trains=trains)
         if optimizer is not None:
             check_parameters(optimizer, model)
             if settings.delayed_update and update_class(optimizer, settings.policy.state).needs_whole_parameters:

@@ -96,13 +96,17 @@ class OutputShapeRule:
 class StubInput(StubModule):
     """Stub of an embedding, or another module before the layers.
 
-    Later modules use only the shape of its output, so the output is a single zero, expanded.
+    Later modules use only the shape of its output, so the output is a single zero, expanded. The stub of an embedding
+    has those of its options that exclude sharding of its weight, because all stages decide alike on tied weights.
     """
 
     def __init__(self, path: str, shape_rule: OutputShapeRule, state: StageForwardState, module: nn.Module) -> None:
         super().__init__()
         self.path, self.shape_rule, self.state = path, shape_rule, state
         _add_empty_weight(self, module)
+        if isinstance(module, nn.Embedding):
+            self.max_norm, self.scale_grad_by_freq = module.max_norm, module.scale_grad_by_freq
+            self.sparse = module.sparse
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Accept the module's arguments and return a zero of the output's shape.

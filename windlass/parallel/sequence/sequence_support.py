@@ -15,6 +15,8 @@ from windlass.comm.mesh_axis import MeshAxis
 SP_MODES = ("ulysses", "ring", "ulysses+ring")
 _RESULT_OF_ONE_TOKEN = re.compile("For(SequenceClassification|MultipleChoice|NextSentencePrediction)")
 """Names of transformers' classes whose result is computed from one token of each sequence."""
+_HEADS_OF_ONE_TOKEN = {"seq_relationship", "sop_classifier"}
+"""Names of the modules that compute one of several results from one token, as in `BertForPreTraining`."""
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -63,7 +65,8 @@ def check_sequence_support(model: Any, axis: MeshAxis) -> None:
             f"{name} has an encoder and a decoder, and sequence parallelism needs a model with one of them; set "
             "parallel.sp to 1"
         )
-    if any(_RESULT_OF_ONE_TOKEN.search(kind.__name__) for kind in type(model).__mro__):
+    leaves = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    if leaves & _HEADS_OF_ONE_TOKEN or any(_RESULT_OF_ONE_TOKEN.search(kind.__name__) for kind in type(model).__mro__):
         raise ModelError(
             f"{name} computes its result from one token of each sequence, which only one of the ranks over "
             f"{axis.name} has; compute the result from the hidden states of a model without this head, or set "

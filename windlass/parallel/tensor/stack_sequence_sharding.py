@@ -158,9 +158,37 @@ class PartArguments:
         return not torch.allclose(found, found[:1].expand_as(found), rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
+class _FullGradient(torch.autograd.Function):
+    """Identity. The backward raises a ModelError on all ranks if their gradients differ."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: MeshAxis, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.axis, ctx.name = axis, name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        at = torch.linspace(0, gradient.numel() - 1, _SAMPLES, device=gradient.device).long()
+        sample = gradient.detach().flatten()[at].float()
+        found = ctx.axis.all_gather(sample).unflatten(0, (-1, _SAMPLES))
+        # Gradients that are computed alike on all ranks may be rounded differently. The comparison is False for NaN.
+        if float((found - found[:1]).abs().max()) > 1e-2 * float(found.abs().max()):
+            raise ModelError(
+                f"tp_sequence_norms shards the sequence between the layers, and a layer combines its argument "
+                f"{ctx.name} with its part of the tokens, so that each rank has only a part of the argument's "
+                "gradient; leave out tp_sequence_norms"
+            )
+        return None, None, gradient
+
+
 class StackInputHook:
     """Pre-forward hook of a layer in the stack: switch to rank-specific random numbers in training. The first layer's
     hook shards the hidden states.
+
+    The other arguments of the layers are full on every rank. Attention makes their gradients full, too. But a layer may
+    combine an argument with its part of the tokens (a gate of all tokens, an embedding of the time step); the ranks
+    then have only parts of the gradient. So the ranks compare the gradients of the first layer's arguments.
     """
 
     def __init__(self, sequence_sharding: StackSequenceSharding, is_first: bool, local_rng: LocalRng | None) -> None:
@@ -173,9 +201,30 @@ class StackInputHook:
         if self._local_rng is not None and module.training:
             self._local_rng.begin(hidden.device)
         if self._is_first:
+            args, kwargs = self._with_checked_gradients(args, kwargs, hidden)
             args, kwargs = replace_hidden_states(args, kwargs, self._sequence_sharding.shard_input(hidden))
         self._sequence_sharding.begin_layer(args, kwargs)
         return args, kwargs
+
+    def _with_checked_gradients(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, those that require a gradient beside `hidden` passed through `_FullGradient`."""
+        checked: dict[int, torch.Tensor] = {}
+
+        def check(name: str, value: Any) -> Any:
+            if value is hidden or not isinstance(value, torch.Tensor) or not value.numel():
+                return value
+            if not value.requires_grad or not torch.is_grad_enabled():
+                return value
+            if id(value) not in checked:
+                checked[id(value)] = _FullGradient.apply(self._sequence_sharding.axis, name, value)
+            return checked[id(value)]
+
+        return (
+            tuple(check(f"{number} (counted from 0)", one) for number, one in enumerate(args)),
+            {name: check(repr(name), one) for name, one in kwargs.items()},
+        )
 
 
 class StackOutputHook:
@@ -354,7 +403,11 @@ class FullSequenceHook:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         part = get_hidden_states(args, kwargs)
-        self._rank_sizes = self._sequence_sharding.rank_sizes(part)
+        if self._sequence_sharding.is_layer_argument(part):
+            # It is full on every rank. Each rank's copy counts as its part, so that the gradients of the ranks add up.
+            self._rank_sizes = [part.shape[-2]] * self._sequence_sharding.axis.size
+        else:
+            self._rank_sizes = self._sequence_sharding.rank_sizes(part)
         self._saved_rng_state = None
         if self._salt is not None and module.training:
             generator = get_default_generator(part.device)

@@ -39,7 +39,7 @@ def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) 
             continue
         tied = {name, *find_tied_modules(modules, name)}  # on other stages too, which decide as this stage does
         local = {one for one in tied if not is_stub(modules[one])}
-        why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(local)) if why), "")
+        why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(tied)) if why), "")
         if why and any(entries[one].is_from_user for one in requested & tied):
             raise make_cannot_shard_error(name, why)
         if not why and not tied & other:
@@ -86,8 +86,9 @@ def _why_not_shardable(module: nn.Module) -> str:
     """Return the reason why this module cannot be sharded along the vocabulary, or "" if it can."""
     if isinstance(module, PackedMatrix):
         return "its table is packed"
-    if isinstance(module, nn.Embedding):
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+    if isinstance(module, nn.Embedding) or is_stub(module):
+        options = (getattr(module, name, None) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+        if any(option is not None and option is not False for option in options):
             return "an embedding with max_norm, scale_grad_by_freq or sparse needs all its rows"
     elif as_linear_layer("", module) is None or not is_plain_linear(module):
         return f"its weight is used by a {type(module).__name__}"

@@ -249,6 +249,12 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
                 _write(place, state, key, (value.view(1) if is_single else value).detach().to(on, copy=True))
 
 
+def has_state_memory(parameter: nn.Parameter) -> bool:
+    """Return False if the parameter is frozen, and nothing in its unit has been trained: states set are dropped."""
+    place = require(parameter)
+    return bool(place.model.masters.chunks_of(place.unit))
+
+
 def keep_states(parameter: nn.Parameter, names: Collection[str]) -> None:
     """Drop the optimizer states of this rank's fragments of the parameter, except those in `names`. Collective."""
     place = _finished(parameter)

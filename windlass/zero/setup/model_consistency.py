@@ -77,33 +77,42 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
     )
 
 
-def check_renormalized_embeddings(model: nn.Module, data: RankGroup, world: RankGroup) -> None:
-    """Check that no trained embedding with `max_norm` has several data ranks. Collective over the world.
+def check_renormalized_embeddings(model: nn.Module, data: RankGroup, world: RankGroup, *, trains: bool) -> None:
+    """Check that no other rank has a copy of the weight of an embedding with `max_norm`. Collective over the world.
 
-    The forward of such an embedding scales in place the rows that it reads, and each data rank reads other rows.
+    The forward of such an embedding scales in place the rows that it reads. Each data rank reads other rows, and the
+    other stages of a pipeline that share the weight read none. Ranks along tp read the same rows.
+
+    Args:
+        trains: the model will have gradients. If False, the weights of data ranks may differ: each rank scales a row
+            before it uses it.
 
     Raises:
-        ModelError: a rank has such an embedding. Raised on all ranks.
+        ModelError: a rank has such an embedding, and trains it on several data ranks or shares it with another stage.
+            Raised on all ranks.
     """
     if world.size == 1:
         return
-    modules = model.named_modules() if data.size > 1 else ()
-    local = [
-        (name, module.max_norm)
-        for name, module in modules
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and module.max_norm is not None
-        and module.weight.requires_grad
-    ]
+    problems = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
+            continue
+        weight = module._parameters.get("weight")
+        what = f"{name!r} has max_norm = {module.max_norm}: its forward scales the rows that it reads in place, so the"
+        if data.size > 1 and trains and module.weight.requires_grad:
+            problems.append(
+                f"{what} weights of data-parallel ranks, which read other rows, would differ. Build it with "
+                "max_norm=None, and scale the vectors that it returns"
+            )
+        elif weight is not None and get_placement(weight).shared_stages:
+            problems.append(
+                f"{what} copy of its weight on another pipeline stage would differ. Build it with max_norm=None, and "
+                "scale the vectors that it returns, or do not tie its weight"
+            )
     with WaitScope("the comparison of models"):
-        found = [one for of_rank in world.all_gather_object(local) for one in of_rank]
+        found = [one for of_rank in world.all_gather_object(problems) for one in of_rank]
     if found:
-        name, max_norm = found[0]
-        raise ModelError(
-            f"{name!r} has max_norm = {max_norm}: its forward scales the rows that it reads in place, so the "
-            "weights of data-parallel ranks, which read other rows, would differ. Build it with max_norm=None, and "
-            "scale the vectors that it returns"
-        )
+        raise ModelError(found[0])
 
 
 def _summary_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Summary]:

@@ -19,6 +19,7 @@ from windlass.parallel.pipeline.staged_model import split_into_stages
 from windlass.parallel.placement import has_placement
 from windlass.parallel.tensor import ShardStyle, apply_tensor_parallel, build_tensor_parallel_plan
 from windlass.parallel.tensor.rank_ranges import count_rank_elements
+from windlass.parallel.tensor.tensor_table import find_unused_keys
 
 
 def test_a_plan_prints_as_a_table() -> None:
@@ -328,6 +329,23 @@ def test_stages_of_a_row_of_layers_need_no_layer_that_the_table_names_and_none_t
         model = PipelineSequential([nn.Embedding(9, 8), mlp, nn.Linear(8, 9)], partition_method=[2, 1, 1])
         model.keep_stages(rank, 2)
         assert len(build_tensor_parallel_plan(model, 2, table).shards) == cuts
+
+
+def test_a_tied_head_stays_whole_on_a_stage_without_its_embedding_that_needs_all_rows() -> None:
+    for rank in range(2):
+        model = build("gpt2")
+        model.get_submodule("transformer.wte").scale_grad_by_freq = True
+        split_into_stages(model, rank, 2)
+        assert not any(one.style is ShardStyle.VOCABULARY for one in build_tensor_parallel_plan(model, 2).shards)
+
+
+def test_unused_keys_of_a_stage_are_found() -> None:
+    table = {"2": "replicated", r"1\.\d": "column", "9": "replicated"}
+    for rank, unused in ((0, {"2", r"1\.\d", "9"}), (1, {"9"})):
+        mlp = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+        model = PipelineSequential([nn.Embedding(9, 8), mlp, nn.Linear(8, 9)], partition_method=[2, 1, 1])
+        model.keep_stages(rank, 2)
+        assert find_unused_keys(model, table).keys() == unused
 
 
 def test_refused_modules_may_be_excluded() -> None:
