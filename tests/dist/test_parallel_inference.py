@@ -200,6 +200,33 @@ def test_init_inference_packs_the_parts_of_ranks(kernels: str) -> None:
         torch.testing.assert_close(hidden, bert(ids)[0], rtol=1e-3, atol=1e-4)
 
 
+def answers_before_and_after_a_write(axis: str) -> list[torch.Tensor]:
+    from windlass import init_inference
+
+    ids = torch.arange(3, 38)[None]
+    axes: dict[str, Any] = {axis: 2}
+    engine = init_inference(build_longer("llama"), **axes, **SMALL)
+    tokens = [engine.generate(ids, max_new_tokens=8, pad_token_id=0)]
+    for name, parameter in engine.module.named_parameters():
+        if "layers.0." in name:  # with pp the other rank has no such parameter
+            parameter.data.mul_(-2)  # leaves the parameter's version as it is
+    tokens.append(engine.generate(ids, max_new_tokens=8, pad_token_id=0))
+    return tokens
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_weights_that_a_script_writes_are_followed_on_several_ranks(axis: str) -> None:
+    """The prefix cache still has keys and values of the former weights, which must not be used."""
+    model, ids = build_longer("llama").eval(), torch.arange(3, 38)[None]
+    expected = [model.generate(ids, max_new_tokens=8, pad_token_id=0)]
+    for name, parameter in model.named_parameters():
+        if "layers.0." in name:
+            parameter.data.mul_(-2)
+    expected.append(model.generate(ids, max_new_tokens=8, pad_token_id=0))
+    for tokens in run_ranks(answers_before_and_after_a_write, 2, axis):
+        assert torch.equal(tokens[0], expected[0]) and torch.equal(tokens[1], expected[1])
+
+
 def loaded_from_checkpoints(directory: str) -> list[torch.Tensor]:
     import windlass
     from windlass.compat.inference_engine import init_inference

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
@@ -348,6 +349,41 @@ def test_a_forward_that_fails_ends_its_request_alone(position: int) -> None:
         assert [output.outputs[0].finish_reason for output in good] == ["length"] * len(prompts)
         assert_greedy(model, good)
         assert engine.is_healthy and engine.stats().kv_cache_usage == 0
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_forward_that_fails_with_the_models_own_cache_ends_its_request_alone() -> None:
+    """The forward fails after those of other sequences of the same step, whose caches have grown by then."""
+    bad = VOCABULARY - 1
+
+    def fail(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if bad in inputs[0]:
+            raise MemoryError("out of memory")
+
+    async def main() -> None:
+        model: Any = build("bloom").eval()
+        options = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 320, "max_model_len": 32}
+        engine = AsyncLLMEngine.from_model(model, **options)
+        await engine.start()
+        handle = model.get_input_embeddings().register_forward_pre_hook(fail)
+
+        async def one(prompt: list[int]) -> Any:
+            async for output in engine.stream(prompt, GREEDY.replace(logit_bias={bad: -100.0})):
+                last = output
+            return last
+
+        first = engine.stream([3, 4, 5], GREEDY.replace(logit_bias={bad: -100.0}))
+        await anext(first)
+        later = asyncio.gather(*(one(prompt) for prompt in ([6, 7, 8, 9], [9, 4], [11, bad, 5])))
+        async for output in first:
+            last = output
+        *good, ended = await later
+        handle.remove()
+        assert ended.outputs[0].finish_reason == "error" and "MemoryError: out of memory" in ended.error
+        assert_greedy(model, [last, *good])
+        assert engine.is_healthy and not engine._engine.runner._states  # type: ignore[attr-defined]
         await engine.shutdown()
 
     asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections.abc import Iterator
@@ -140,6 +141,36 @@ def test_weights_pass_through_the_stated_memory(tmp_path: Path) -> None:
             assert_greedy(model, llm.generate(make_prompts(4, VOCABULARY), GREEDY))
     with pytest.raises(ConfigError, match=f"weights_buffer_bytes is 4096.*{max(sizes)} bytes"):
         streamed(tmp_path, weights_buffer_bytes=4096)
+
+
+def test_tied_weights_are_found_again_under_the_name_that_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is packed and the embedding is not. The head has the first name of the weight that they share."""
+    from transformers import LlamaForCausalLM
+
+    make = LlamaForCausalLM.__init__
+
+    def head_first(self: Any, config: Any) -> None:
+        make(self, config)
+        self._modules["model"] = self._modules.pop("model")
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", head_first)
+    model = saved("llama", tmp_path, tie_word_embeddings=True)
+    assert next(iter(model.named_parameters()))[0] == "lm_head.weight"
+    for tier in ("disk", "disk", "host"):
+        with streamed(tmp_path, weights_tier=tier) as llm:
+            assert_greedy(model, llm.generate(make_prompts(4, VOCABULARY), GREEDY))
+
+
+def test_weights_that_only_the_configuration_ties_stay_different(tmp_path: Path) -> None:
+    """transformers warns of such a model, and loads it with two weights."""
+    model = saved("llama", tmp_path, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    for tier in ("disk", "disk", "host"):
+        with streamed(tmp_path, weights_tier=tier) as llm:
+            assert_greedy(model, llm.generate(make_prompts(4, VOCABULARY), GREEDY))
 
 
 def test_a_changed_model_gets_a_new_file_and_an_incomplete_one_is_made_again(tmp_path: Path) -> None:

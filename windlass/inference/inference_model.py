@@ -257,9 +257,13 @@ class InferenceModel(nn.Module):
         """Return the engine; drop its cached keys and values if the weights have changed, e.g. by `load_state_dict`."""
         llm = self._find_llm()
         numbers = [(id(one), 0 if one.is_inference() else one._version) for one in self.module.parameters()]
-        # The reset is collective, and a write may change the samples of one rank alone.
-        versions = numbers, _sample_weights(self.module) if self._ranks is None else []
-        if versions != self._versions:
+        versions = numbers, _sample_weights(self.module)
+        changed = versions != self._versions
+        if self._ranks is not None:
+            with self._ranks.guard():
+                # the reset is collective, and a write may change the samples of one rank alone
+                changed = not self._ranks.minimum(not changed)
+        if changed:
             llm.reset_prefix_cache()
             self._versions = versions
         return llm

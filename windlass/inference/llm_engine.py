@@ -361,6 +361,11 @@ class LLMEngine:
         failed = [request_id for request_id in self._failed if request_id in self._requests]
         if not failed or self._pipelined is not None or not self.runner.can_repeat:
             raise error
+        if not self.runner.block_nbytes:
+            # the failed forward may have updated some layers of a model's own cache, so its sequences begin anew
+            for sequence in list(self._table.running.values()):
+                if sequence.request.request_id in failed:
+                    self._table.preempt(sequence)
         if len(failed) > 1:
             logger.warning("a step of %d requests failed (%s); each runs alone now", len(failed), one_line(str(error)))
             self._planner.alone = dict.fromkeys(failed)

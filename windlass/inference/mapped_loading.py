@@ -121,6 +121,7 @@ def lazy_loading(
         tensors, converted = find_tensors(model, [Path(file) for file in checkpoint_files or ()])
         if converted:
             load_config = replace(load_config, weight_mapping=None)
+            _keep_untied(model, tensors)
         with _parameters_in_files(directory):
             return original.__func__(model, dict(tensors), checkpoint_files, load_config, *more, **named)
 
@@ -135,6 +136,18 @@ def lazy_loading(
             del os.environ[_SEQUENTIAL]
         else:
             os.environ[_SEQUENTIAL] = before
+
+
+def _keep_untied(model: Any, tensors: Mapping[str, LazyTensor]) -> None:
+    """Remove pairs of which both names have tensors from the weights that transformers ties.
+
+    Such a pair has different values in the model's files, although the configuration ties it. transformers would
+    compare the values again, and one of them may be absent here.
+    """
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied.items()):
+        if target in tensors and source in tensors:
+            del tied[target]
 
 
 @contextmanager

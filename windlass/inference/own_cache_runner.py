@@ -54,7 +54,7 @@ class OwnCacheModelRunner:
 
     computes_drafts = False
     is_asynchronous = False
-    can_repeat = False  # a failed forward may have updated the state of some layers
+    can_repeat = True
     block_nbytes = 0
 
     def __init__(

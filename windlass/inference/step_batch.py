@@ -182,8 +182,8 @@ class ModelRunner(Protocol):
         computes_drafts: True if a step can compute several new tokens of one sequence after its prompt.
         lora: adapters of the model; None: requests cannot use adapters.
         is_asynchronous: True if `run` returns before the logits are computed, so that the next step can be queued.
-        can_repeat: True if a batch can run again after `run` has raised an error; False if other ranks take part in the
-            batch, or layers may have updated their state.
+        can_repeat: True if the tokens of a batch can be computed again after `run` has raised an error, without blocks
+            (`block_nbytes` is 0) from the first token on; False if other ranks take part in the batch.
     """
 
     model: nn.Module

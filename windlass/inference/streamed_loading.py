@@ -144,14 +144,15 @@ class _StreamedLoad:
         """
         logger.info("writing the weights of %s to %s, once", self._path, self._weights_path)
         self._index_path.unlink(missing_ok=True)
-        parameters = dict(model.named_parameters())
-        forms = {n: StoredTensorPlace(CODES[p.dtype], tuple(p.shape), 0) for n, p in parameters.items()}
+        forms = _parameter_forms(model)
         probe = partial(run_probe, CausalForward(model))
-        del parameters
         writer = WeightFileWriter(self._weights_path)
         try:
             units = store_units(model, probe, writer, self._options.weights)
-            resident = {n: p for n, p in model.named_parameters() if not p.is_meta and n in forms}
+            left = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not p.is_meta}
+            # a tied parameter may stay under some of its names; transformers ties the others to the first of these
+            kept = {names: next((name for name in names if name in left), None) for names in forms}
+            resident = {name: left[name] for name in kept.values() if name is not None}
             stored = {n: writer.add([n], {n: p.detach()}) for n, p in resident.items()}
             persistent = {n: b for n, b in model.named_buffers() if n in model.state_dict()}
             stored |= {n: writer.add([n], {n: b}) for n, b in persistent.items()}
@@ -160,7 +161,8 @@ class _StreamedLoad:
             raise
         finally:
             writer.close()
-        index = WeightIndex(tuple(units), stored, {n: form for n, form in forms.items() if n not in resident})
+        absent = {names[0]: form for names, form in forms.items() if kept[names] is None}
+        index = WeightIndex(tuple(units), stored, absent)
         write_index(self._index_path, index)
         mapped = MappedFile(self._weights_path)
         with torch.no_grad():
@@ -175,6 +177,14 @@ def _copy_mapped(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not tensor.untyped_storage().resizable():
             tensor.data = tensor.detach().clone()
+
+
+def _parameter_forms(model: nn.Module) -> dict[tuple[str, ...], StoredTensorPlace]:
+    """Return dtype and shape of each parameter by all of its names: a tied parameter has several."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return {tuple(names): StoredTensorPlace(CODES[p.dtype], tuple(p.shape), 0) for p, names in found.items()}
 
 
 def _stored_tensor(mapped: MappedFile, unit: StoredUnit, name: str) -> LazyTensor:
