@@ -4,9 +4,10 @@ python bench/quant.py                    # 4096 -> 11008 and 768 -> 3072 at 1, 1
 python bench/quant.py --shapes 768x3072 --rows 1 --formats int4_g128 --peers ""
 python bench/quant.py --path AVX2        # windlass with another instruction set
 
-`A8`: inputs rounded to int8. With up to 16 rows, a call computes as many copies of the layer as `--cold` megabytes
-hold, after a read of 128 MiB. All contenders take turns; a figure is the best of its rounds, because other processes
-only ever add time.
+`A8`: inputs rounded to int8. With up to 16 rows, as many copies of the layer as `--cold` megabytes hold are computed,
+after a read of 128 MiB: ggml's in one graph, and those of `in a step` in one native run, as both engines decode; all
+others by one call from Python for each copy. All contenders take turns; a figure is the best of its rounds, because
+other processes only ever add time.
 `of read` is GB/s divided by that of a read loop in the same run, `error` is |y - y_fp32| / |y_fp32| for Gaussian
 weights and inputs. Rivals that are not installed are named and left out: `pip install onnx onnxruntime torchao
 llama-cpp-python` (ggml).
@@ -32,8 +33,8 @@ from torch.nn import functional as F
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 from windlass.kernels.huge_pages import empty_on_huge_pages
-from windlass.kernels.inference_path import get_inference_path
-from windlass.kernels.packed_gemm import pack_panels, packed_linear
+from windlass.kernels.inference_path import InferencePath, get_inference_path
+from windlass.kernels.packed_gemm import PackedPanels, pack_panels, packed_linear
 from windlass.kernels.weight_format import get_weight_format
 
 _FORMATS = "int8,int8_g128,int4_g128,int4_g128_zp,int3_g128,int2_g128,ternary,binary_g128,fp8"
@@ -49,8 +50,7 @@ class Contender:
     Attributes:
         layers: copies of the layer, all with the same weight.
         nbytes: bytes of the weight of a copy.
-        copies: number of copies that one call of an entry of `layers` computes if the input has few rows; ggml computes
-            all its copies in one graph.
+        copies: number of copies that one call of an entry of `layers` computes if the input has few rows.
     """
 
     layers: list[Layer]
@@ -102,6 +102,7 @@ def main(
                     contenders[label] = Contender([make() for _ in range(math.ceil(cold * 1e6 / nbytes))], nbytes)
                 except Exception as problem:  # rivals raise errors of any class
                     console.print(f"left out: {label} at {shape}: {problem!r:.120}")
+            contenders |= _own_steps(weight, formats, cold, chosen)
             if "ggml" in peers.split(","):
                 try:
                     contenders |= _ggml_layers(weight, cold, ggml)
@@ -175,6 +176,44 @@ def _plain(weight: torch.Tensor) -> Layer:
 def _own(tensors: dict[str, torch.Tensor], name: str, shape: torch.Size, coded: bool, path: str) -> Layer:
     packed = pack_panels(tensors, name, (shape[0], shape[1]), quantize_inputs=coded, path=path)
     return lambda x: packed_linear(x, packed)
+
+
+def _own_steps(weight: torch.Tensor, formats: str, cold: float, path: InferencePath) -> dict[str, Contender]:
+    """Return windlass's layers with int8 inputs, all copies in one native run, as a model decodes."""
+    found = {}
+    for name in filter(None, formats.split(",")):
+        tensors = get_weight_format(name).pack(weight)
+        make = partial(pack_panels, tensors, name, (weight.shape[0], weight.shape[1]), quantize_inputs=True)
+        if name == "fp8":
+            continue
+        nbytes = make(path=path.name).nbytes
+        packed = [make(path=path.name) for _ in range(math.ceil(cold * 1e6 / nbytes))]
+        layer = _by_rows(_native_run(packed, path), partial(packed_linear, packed=packed[0]))
+        found[f"windlass {name} A8 in a step"] = Contender([layer], nbytes, len(packed))
+    return found
+
+
+def _native_run(packed: list[PackedPanels], path: InferencePath) -> Layer:
+    runs: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+    assert path.module is not None
+    native, kept = path.module.StepProgram, [one.foreign_product(None, False) for one in packed]
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in runs:
+            run, given, out = native(path.number), torch.empty_like(x), torch.empty(len(x), packed[0].out_features)
+            places = given.data_ptr(), out.data_ptr(), (len(x), 0)
+            for one, foreign in zip(packed, kept, strict=True):
+                if (fixed := one.native_weight(None)) is not None:
+                    run.add_linear(*fixed, *places, False, one.quantize_inputs)
+                elif foreign is not None:
+                    run.add_foreign_product(*foreign[:2], foreign[2].address, *places)
+            runs[len(x)] = run, given, out
+        run, given, out = runs[len(x)]
+        given.copy_(x)
+        run.run(1, 0, 1, torch.get_num_threads())
+        return out
+
+    return multiply
 
 
 def _torch_ao(weight: torch.Tensor, engine: str) -> Layer:
