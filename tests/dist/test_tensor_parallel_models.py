@@ -402,6 +402,96 @@ def test_a_state_for_all_tokens_is_refused_where_a_layer_combines_it_with_its_pa
         run_ranks(gradient_error, 2, partial(OneState, False), options, True)
 
 
+class GatedLayers(nn.Module):
+    """Layers beside an argument whose gradient is partial on each rank and trains nothing, or is added up; or that the
+    first layer changes in place.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.kind = nn.Linear(8, 8), kind
+        make = partial(Apart, "changed") if kind == "in place" else partial(Multiplied, "encoder")
+        self.layers = nn.ModuleList(make() for _ in range(2))
+        self.first.requires_grad_(kind != "frozen")
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.kind == "frozen":
+            hidden = self.first(hidden).requires_grad_()  # as enable_input_require_grads of transformers
+            states = hidden.mean(1, keepdim=True)
+        else:
+            states = self.first(hidden[:, :1])
+        for number, layer in enumerate(self.layers):
+            layer.change = torch.Tensor.contiguous if number else lambda given: given.mul_(1.5)
+            hidden = layer(hidden, states)
+        return hidden
+
+
+@pytest.mark.parametrize("kind", ["frozen", "in place"])
+def test_arguments_whose_gradients_are_partial_train_where_no_parameter_gets_them(kind: str) -> None:
+    options = {r".*\.up": "column", r".*\.down": "row", "first": "replicated"}
+    for gradients in run_ranks(gradient_error, 2, partial(GatedLayers, kind), options, True):
+        assert gradients[0] < EXACT, gradients
+
+
+def shared_bias_error(cut_norms: bool) -> tuple[float, str]:
+    """Return the largest relative error of the gradients of MPNet, whose layers share one bias of all heads."""
+    from transformers import MPNetConfig, MPNetForMaskedLM
+
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = MPNetConfig(**sizes, **dropouts, vocab_size=64, initializer_range=0.4)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    plain = MPNetForMaskedLM(config).train()
+    model, axis = copy.deepcopy(plain), tensor_axis()
+    apply_tensor_parallel(model, axis, tp_sequence_norms=cut_norms)
+    ids = torch.randint(3, 60, (2, 7))
+    for one in (plain, model):
+        one(input_ids=ids, labels=ids).loss.backward()
+    added_up(model, axis)
+    expected = {
+        name: parameter.grad
+        for name, parameter in plain.named_parameters()
+        if parameter.grad is not None and "attn.k.bias" not in name  # whose gradients are rounding errors
+    }
+    found = whole_gradients(model, axis)
+    return relative_error({name: found[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("cut_norms", [False, True])
+def test_a_bias_of_all_heads_that_layers_share_gets_its_full_gradient(cut_norms: bool) -> None:
+    for gradients in run_ranks(shared_bias_error, 2, cut_norms):
+        assert gradients[0] < 1e-4, gradients
+
+
+class Skipping(nn.Module):
+    """Layers of which the last gets the output of the first too, and applies a replicated matrix to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SkipLayer() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](hidden, None)
+        return self.layers[2](self.layers[1](first, None), first)  # type: ignore[no-any-return]
+
+
+class SkipLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if residual is not None:
+            hidden = hidden + self.mix(residual)
+        return hidden + self.down(functional.gelu(self.up(hidden)))
+
+
+def test_a_replicated_matrix_gets_the_part_that_an_earlier_layer_returned() -> None:
+    options = {r".*\.up": "column", r".*\.down": "row", r".*\.mix": "replicated"}
+    for gradients in run_ranks(gradient_error, 2, Skipping, options, True):
+        assert gradients[0] < EXACT, gradients
+
+
 class Shifted(Apart):
     """Layer that adds to its tokens what a replicated matrix computes from one state for all of them."""
 

@@ -91,7 +91,7 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
     """Undo all changes of a model's modules and configuration if the `with` block raises. The block may replace
     parameters and buffers, but not change their values."""
     saved = [_copy_of(vars(module)) for module in model.modules()]
-    configs = [(config, dict(vars(config))) for config in _configurations(getattr(model, "config", None))]
+    configs = [(config, dict(vars(config))) for config in _list_configurations(getattr(model, "config", None), [])]
     modules = list(model.modules())
     try:
         yield
@@ -107,16 +107,18 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
 
 def _copy_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the attributes of a module, and of its tables of parameters, buffers and submodules."""
-    tables = {name: dict(attributes[name]) for name in ("_parameters", "_buffers", "_modules")}
+    names = ("_parameters", "_buffers", "_modules")  # a traced module has no tables here
+    tables = {name: dict(attributes[name]) for name in names if name in attributes}
     return {**attributes, **tables}
 
 
-def _configurations(config: Any) -> Iterator[Any]:
-    """Yield a configuration of transformers and the configurations inside it."""
-    if hasattr(config, "to_dict"):
-        yield config
+def _list_configurations(config: Any, found: list[Any]) -> list[Any]:
+    """Add a configuration of transformers and the configurations inside it to `found`, each once."""
+    if hasattr(config, "to_dict") and not any(config is one for one in found):
+        found.append(config)
         for value in vars(config).values():
-            yield from _configurations(value)
+            _list_configurations(value, found)
+    return found
 
 
 def _prune_layers(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from windlass.base.compute_device import local_device
-from windlass.base.errors import ConfigError, ModelError, RequestError
+from windlass.base.errors import CommunicationError, ConfigError, ModelError, RequestError
 from windlass.base.log import logger
 from windlass.inference.engine_factory import make_engine, make_rank_engine
 from windlass.inference.engine_options import EngineOptions
@@ -21,7 +21,7 @@ from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.model_loading import load_model, parse_dtype
 from windlass.inference.packed_modules import pack_layers
 from windlass.inference.parallel_model import shard_for_inference
-from windlass.inference.rank_channel import RankChannel, open_channel
+from windlass.inference.rank_channel import RankChannel, RankCommand, open_channel
 from windlass.inference.runner_factory import pack_before_sharding
 from windlass.inference.stage_link import StageLink, open_stage_link, split_for_inference
 from windlass.inference.transformers_generate import generate_by_engine
@@ -261,8 +261,14 @@ class InferenceModel(nn.Module):
         changed = versions != self._versions
         if self._ranks is not None:
             with self._ranks.guard():
-                # the reset is collective, and a write may change the samples of one rank alone
-                changed = not self._ranks.minimum(not changed)
+                # The reset is collective, so the leader decides; its samples change with those of the others.
+                if self._ranks.is_leader:
+                    self._ranks.send(RankCommand.RESULT, (changed, None))
+                else:
+                    command, value = self._ranks.receive()
+                    if command is not RankCommand.RESULT:
+                        raise CommunicationError("the first rank has closed the inference engine; load the model anew")
+                    changed, _ = value
         if changed:
             llm.reset_prefix_cache()
             self._versions = versions

@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.base.import_transformers import import_transformers
+from windlass.base.log import logger
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.compress.pruned_config import apply_own_entries
 
@@ -110,18 +111,14 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     pruned widths and low ranks of its configuration.
 
     Raises:
-        ModelError: the construction reads values of tensors, or the widths or ranks do not fit; the message names the
-            module.
+        ModelError: the construction reads values of tensors; the message names the module.
     """
+    model = _build(make, name)
     try:
-        with torch.device("meta"):
-            model = make()
-    except Exception as error:
-        raise ModelError(
-            f"model {name!r} cannot be built without values: {_constructed_module(error)}: {_first_line(error)}; "
-            "create tensors from Python numbers in that module, or plan a model of the same sizes with --shape"
-        ) from error
-    apply_own_entries(model)
+        apply_own_entries(model)
+    except ModelError as error:  # entries of a class with other names, of which some may be applied
+        logger.warning(f"the plan of {name!r} has the sizes before it was pruned or factorized: {error}")
+        model = _build(make, name)
     own_config = getattr(model, "config", None)
     if own_config is not None and getattr(own_config, "use_cache", False):
         own_config.use_cache = False  # training makes no use of cached keys and values
@@ -175,6 +172,17 @@ def longest_sample(model: nn.Module) -> int | None:
 
 
 _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
+
+
+def _build(make: Callable[[], nn.Module], name: str) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r} cannot be built without values: {_constructed_module(error)}: {_first_line(error)}; "
+            "create tensors from Python numbers in that module, or plan a model of the same sizes with --shape"
+        ) from error
 
 
 def _constructed_module(error: BaseException) -> str:

@@ -210,7 +210,7 @@ class _PlanApplier:
     def _fit_attention(self, name: str) -> None:
         heads = next(heads for heads in self._plan.head_partitions if heads.module_name == name)
         row = self._output_shard(name)
-        fit_attention_to_local_heads(self._modules[name], heads, self._axis.index, row.sharded_size)
+        fit_attention_to_local_heads(self._modules[name], heads, self._axis, row.sharded_size)
         sequence = self._sequence_sharding(row.chain)
         if sequence is not None:
             members = [shard.name for shard in self._plan.chain_shards(row.chain) if shard.name in self._modules]

@@ -7,11 +7,14 @@ layers' outputs. The first two are adapted here; shapes need no change.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.autograd_collectives import scatter_to_parallel_region
 from windlass.parallel.tensor.head_counts import GROUP_SIZES, KEY_COUNT_ATTRIBUTES, QUERY_COUNT_ATTRIBUTES
 from windlass.parallel.tensor.head_partition import HeadPartition
 
@@ -24,14 +27,15 @@ four-dimensional `[batch, heads, ...]`. Models with such an argument may add it 
 
 
 def fit_attention_to_local_heads(
-    module: nn.Module, head_partition: HeadPartition, rank: int, query_features: int
+    module: nn.Module, head_partition: HeadPartition, axis: MeshAxis, query_features: int
 ) -> None:
     """Set the head counts of the module to those of this rank.
 
     Args:
+        axis: tensor-parallel mesh axis.
         query_features: number of features of all query heads of the layer, over all ranks.
     """
-    query, key = head_partition.local_counts(rank)
+    query, key = head_partition.local_counts(axis.index)
     size = query_features // head_partition.num_query_heads
     before = (head_partition.num_query_heads, head_partition.num_key_heads)
     set_head_counts(module, before, (query, key), size)
@@ -42,7 +46,7 @@ def fit_attention_to_local_heads(
     if any(name in HEAD_BIASES for name in arguments):
         biases = [name for name in arguments if name in (*HEAD_BIASES, "attention_mask")]
         module.register_forward_pre_hook(
-            LocalHeadBias(biases, head_partition.num_query_heads, head_partition.query_ranges[rank]), with_kwargs=True
+            LocalHeadBias(biases, head_partition.num_query_heads, head_partition.query_ranges, axis), with_kwargs=True
         )
 
 
@@ -89,14 +93,21 @@ class LocalHeadsConfig:
 class LocalHeadBias:
     """Pre-forward hook of attention: keep only the rank's heads of biases that are added to the scores.
 
+    The backward gathers the gradients of all heads, so that what computes a bias gets the same gradient on each rank.
+
     Args:
         names: names of the bias arguments.
         num_heads: total number of heads.
-        head_range: `[start, stop)` of this rank's heads.
+        head_ranges: `[start, stop)` of each rank's heads.
+        axis: tensor-parallel mesh axis.
     """
 
-    def __init__(self, names: list[str], num_heads: int, head_range: tuple[int, int]) -> None:
-        self._names, self._num_heads, self._head_range = names, num_heads, head_range
+    def __init__(
+        self, names: list[str], num_heads: int, head_ranges: Sequence[tuple[int, int]], axis: MeshAxis
+    ) -> None:
+        self._names, self._num_heads, self._axis = names, num_heads, axis
+        self._counts = [stop - start for start, stop in head_ranges]
+        self._own = head_ranges[axis.index]
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -114,12 +125,17 @@ class LocalHeadBias:
     def _local_heads(self, bias: Any) -> Any:
         if not isinstance(bias, torch.Tensor):
             return bias
-        start, stop = self._head_range
         if bias.dim() == 4:
-            return bias[:, start:stop] if bias.shape[1] == self._num_heads else bias
+            return self._own_heads(bias) if bias.shape[1] == self._num_heads else bias
         if bias.dim() != 3:
             return bias
-        return bias.unflatten(0, (-1, self._num_heads))[:, start:stop].flatten(0, 1)
+        return self._own_heads(bias.unflatten(0, (-1, self._num_heads))).flatten(0, 1)
+
+    def _own_heads(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a bias `[batch, heads, ...]`."""
+        if bias.requires_grad and torch.is_grad_enabled():
+            return scatter_to_parallel_region(bias, self._axis, 1, self._counts)
+        return bias[:, slice(*self._own)]
 
 
 def _reads_heads_elsewhere(module: nn.Module, *names: str) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from windlass.parallel.autograd_collectives import (
     scatter_to_parallel_region,
 )
 from windlass.parallel.hidden_states import get_hidden_states, replace_hidden_states
-from windlass.parallel.placement import compute_shard_range
+from windlass.parallel.placement import compute_shard_range, get_placement, has_placement
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.input_hooks import ChainInputHook
 from windlass.parallel.tensor.local_rng import LocalRng, compute_shared_seed, get_default_generator
@@ -101,11 +102,15 @@ class StackSequenceSharding:
         """
         own, ranks = part.shape[-2], self.axis.size
         if not self._has_first_layer or (self._is_uneven and current_backward_id() != -1):
-            found: list[int] = self.axis.all_gather(torch.tensor([own], device=part.device)).tolist()
-            return found
+            return self.gather_lengths(part)
         if not self._is_uneven:
             return [own] * ranks
         return self._rank_sizes if part.dim() > 2 else [size * self._num_samples for size in self._rank_sizes]
+
+    def gather_lengths(self, part: torch.Tensor) -> list[int]:
+        """All-gather the sizes of the ranks' tensors along dim -2."""
+        found: list[int] = self.axis.all_gather(torch.tensor([part.shape[-2]], device=part.device)).tolist()
+        return found
 
     def gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """All-gather the parts `[batch, part of the sequence, ...]`. The result is equal on every rank."""
@@ -159,27 +164,60 @@ class PartArguments:
 
 
 class _FullGradient(torch.autograd.Function):
-    """Identity. The backward raises a ModelError on all ranks if their gradients differ."""
+    """Identity of a leaf. The backward checks its gradient."""
 
     @staticmethod
     def forward(ctx: Any, axis: MeshAxis, name: str, tensor: torch.Tensor) -> torch.Tensor:
         ctx.axis, ctx.name = axis, name
+        ctx.is_partial = isinstance(tensor, nn.Parameter) and _has_partial_gradient(tensor, axis)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        at = torch.linspace(0, gradient.numel() - 1, _SAMPLES, device=gradient.device).long()
-        sample = gradient.detach().flatten()[at].float()
-        found = ctx.axis.all_gather(sample).unflatten(0, (-1, _SAMPLES))
-        # Gradients that are computed alike on all ranks may be rounded differently. The comparison is False for NaN.
-        if float((found - found[:1]).abs().max()) > 1e-2 * float(found.abs().max()):
-            raise ModelError(
-                f"tp_sequence_norms shards the sequence between the layers, and a layer combines its argument "
-                f"{ctx.name} with its part of the tokens, so that each rank has only a part of the argument's "
-                "gradient; leave out tp_sequence_norms"
-            )
-        return None, None, gradient
+        if not ctx.is_partial:
+            _check_full_gradient(ctx.axis, ctx.name, None, gradients[0])
+        return None, None, gradients[0]
+
+
+def _check_full_gradient(axis: MeshAxis, name: str, sources: Sequence[Any] | None, gradient: torch.Tensor) -> None:
+    """Check that the ranks have the same gradient of an argument of a layer. Collective.
+
+    Args:
+        sources: nodes of autograd from which the argument was computed; None: it is a leaf.
+
+    Raises:
+        ModelError: the gradients differ, and a parameter would be trained with them. Raised on all ranks.
+    """
+    at = torch.linspace(0, gradient.numel() - 1, _SAMPLES, device=gradient.device).long()
+    found = axis.all_gather(gradient.detach().flatten()[at].float()).unflatten(0, (-1, _SAMPLES))
+    # Gradients that are computed alike on all ranks may be rounded differently. The comparison is False for NaN.
+    if not float((found - found[:1]).abs().max()) > 1e-2 * float(found.abs().max()):
+        return
+    if sources is None or any(not _has_partial_gradient(one, axis) for one in _trained_parameters(sources)):
+        raise ModelError(
+            f"tp_sequence_norms shards the sequence between the layers, and a layer combines its argument {name} with "
+            "its part of the tokens or heads, so that each rank has only a part of the argument's gradient; leave out "
+            'tp_sequence_norms, or write "partial" in parallel.tensor_table for the modules that compute the argument'
+        )
+
+
+def _has_partial_gradient(parameter: nn.Parameter, axis: MeshAxis) -> bool:
+    return has_placement(parameter) and axis.name in get_placement(parameter).partial_axes
+
+
+def _trained_parameters(nodes: Sequence[Any]) -> list[nn.Parameter]:
+    """Return the parameters to which the backward from these nodes leads."""
+    found, seen, waiting = [], set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            found.append(leaf)
+        waiting += [one for one, _ in node.next_functions if one is not None]
+    return found
 
 
 class StackInputHook:
@@ -188,7 +226,8 @@ class StackInputHook:
 
     The other arguments of the layers are full on every rank. Attention makes their gradients full, too. But a layer may
     combine an argument with its part of the tokens (a gate of all tokens, an embedding of the time step); the ranks
-    then have only parts of the gradient. So the ranks compare the gradients of the first layer's arguments.
+    then have only parts of the gradient. So the ranks compare the gradients of the first layer's arguments: by a hook,
+    since the layer may change an argument in place; a leaf passes through `_FullGradient`, since its hooks would stay.
     """
 
     def __init__(self, sequence_sharding: StackSequenceSharding, is_first: bool, local_rng: LocalRng | None) -> None:
@@ -209,8 +248,9 @@ class StackInputHook:
     def _with_checked_gradients(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, those that require a gradient beside `hidden` passed through `_FullGradient`."""
+        """Return the arguments, with a check of the gradients of those that require one, beside `hidden`."""
         checked: dict[int, torch.Tensor] = {}
+        axis = self._sequence_sharding.axis
 
         def check(name: str, value: Any) -> Any:
             if value is hidden or not isinstance(value, torch.Tensor) or not value.numel():
@@ -218,7 +258,13 @@ class StackInputHook:
             if not value.requires_grad or not torch.is_grad_enabled():
                 return value
             if id(value) not in checked:
-                checked[id(value)] = _FullGradient.apply(self._sequence_sharding.axis, name, value)
+                checked[id(value)] = value
+                if value.grad_fn is None:
+                    checked[id(value)] = _FullGradient.apply(axis, name, value)
+                elif current_backward_id() == -1:  # else a recomputation, and the forward has registered the hook
+                    # not the node itself: a hook that holds its own node would never be freed
+                    sources = [one for one, _ in value.grad_fn.next_functions if one is not None]
+                    value.register_hook(partial(_check_full_gradient, axis, name, sources))
             return checked[id(value)]
 
         return (
@@ -404,8 +450,9 @@ class FullSequenceHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         part = get_hidden_states(args, kwargs)
         if self._sequence_sharding.is_layer_argument(part):
-            # It is full on every rank. Each rank's copy counts as its part, so that the gradients of the ranks add up.
-            self._rank_sizes = [part.shape[-2]] * self._sequence_sharding.axis.size
+            # Full on every rank, or a part that an earlier layer returned. Each rank's copy of a full tensor counts as
+            # its part, so that the gradients of the ranks add up.
+            self._rank_sizes = self._sequence_sharding.gather_lengths(part)
         else:
             self._rank_sizes = self._sequence_sharding.rank_sizes(part)
         self._saved_rng_state = None
