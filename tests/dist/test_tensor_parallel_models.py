@@ -451,7 +451,7 @@ def shared_bias_error(cut_norms: bool) -> tuple[float, str]:
     expected = {
         name: parameter.grad
         for name, parameter in plain.named_parameters()
-        if parameter.grad is not None and "attn.k.bias" not in name  # whose gradients are rounding errors
+        if parameter.grad is not None and "attn.k.bias" not in name  # gradients of key biases are rounding errors
     }
     found = whole_gradients(model, axis)
     return relative_error({name: found[name] for name in expected}, expected)
