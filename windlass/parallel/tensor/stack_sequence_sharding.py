@@ -154,13 +154,19 @@ class PartArguments:
         # only the values show whether the ranks have different tokens.
         sample = torch.full((_SAMPLES + 1,), float(fits), device=value.device)
         if value.numel():  # the part of a rank may be empty
-            at = torch.linspace(0, value.numel() - 1, _SAMPLES, device=value.device).long()
-            sample[1:] = value.detach().flatten()[at]
+            sample[1:] = sample_elements(value)
         found = self._sequence_sharding.axis.all_gather(sample).unflatten(0, (-1, _SAMPLES + 1))
         if not is_even:
             return bool(found[:, 0].all())
         # Values that are computed alike on all ranks may be rounded differently.
         return not torch.allclose(found, found[:1].expand_as(found), rtol=1e-2, atol=1e-6, equal_nan=True)
+
+
+def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `_SAMPLES` elements at equal distances, from the first to the last, of a tensor that has elements."""
+    # in integers: a float32 does not hold every index above 2^24
+    at = torch.arange(_SAMPLES, device=tensor.device) * (tensor.numel() - 1) // (_SAMPLES - 1)
+    return tensor.detach().take(at)
 
 
 class _FullGradient(torch.autograd.Function):
@@ -188,8 +194,7 @@ def _check_full_gradient(axis: MeshAxis, name: str, sources: Sequence[Any] | Non
     Raises:
         ModelError: the gradients differ, and a parameter would be trained with them. Raised on all ranks.
     """
-    at = torch.linspace(0, gradient.numel() - 1, _SAMPLES, device=gradient.device).long()
-    found = axis.all_gather(gradient.detach().flatten()[at].float()).unflatten(0, (-1, _SAMPLES))
+    found = axis.all_gather(sample_elements(gradient).float()).unflatten(0, (-1, _SAMPLES))
     # Gradients that are computed alike on all ranks may be rounded differently. The comparison is False for NaN.
     if not float((found - found[:1]).abs().max()) > 1e-2 * float(found.abs().max()):
         return
