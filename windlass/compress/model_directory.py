@@ -19,9 +19,8 @@ from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.regular_file import open_regular
 from windlass.compress.checkpoint_names import CheckpointNames
-from windlass.compress.conv1d_layers import make_linear, use_linear_class
-from windlass.compress.low_rank_config import RANKS_ENTRY, apply_ranks
-from windlass.compress.pruned_config import PRUNING_ENTRY, apply_widths
+from windlass.compress.conv1d_layers import make_linear
+from windlass.compress.pruned_config import apply_entries
 from windlass.kernels.mapped_bytes import MappedBytes, map_bytes
 from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
 
@@ -207,9 +206,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
     if _stores_other_head(directory, model):
         directory.config["tie_word_embeddings"] = False
         config, model = _build(directory, model_class or transformers.AutoModelForCausalLM, trust_remote_code)
-    apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
-    use_linear_class(model)  # before `apply_ranks`, which finds only linear layers
-    apply_ranks(model, getattr(config, RANKS_ENTRY, None) or {})
+    apply_entries(model, config)
     if directory.has_linear_layers:
         make_linear(model)
     return model

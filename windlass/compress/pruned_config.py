@@ -119,25 +119,24 @@ def _build_empty(model: Any, config: Any, widths: Mapping[str, int]) -> nn.Modul
     """Return a model of the class of `model` on the meta device, with pruned widths, and low ranks as configured."""
     with torch.device("meta"):
         empty: nn.Module = type(model)(copy.deepcopy(config))
-    apply_widths(empty, widths)
-    use_linear_class(empty)
-    apply_ranks(empty, getattr(config, RANKS_ENTRY, None) or {})
+    apply_entries(empty, config, widths)
     return empty
 
 
-def apply_own_entries(model: Any) -> None:
+def apply_entries(model: nn.Module, config: Any, widths: Mapping[str, int] | None = None) -> None:
     """Give a model that transformers built from a configuration the pruned widths and low ranks of that configuration.
     Parameters of factorized layers are then on the meta device.
+
+    Args:
+        config: the configuration; None: it has no such entries.
+        widths: pruned widths in place of those of the configuration.
 
     Raises:
         ModelError: an entry does not fit the model.
     """
-    config: Any = getattr(model, "config", None)
-    apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
-    ranks = getattr(config, RANKS_ENTRY, None) or {}
-    if ranks:
-        use_linear_class(model)  # before `apply_ranks`, which finds only linear layers
-        apply_ranks(model, ranks)
+    apply_widths(model, (getattr(config, PRUNING_ENTRY, None) or {}) if widths is None else widths)
+    use_linear_class(model)  # before `apply_ranks`, which finds only linear layers
+    apply_ranks(model, getattr(config, RANKS_ENTRY, None) or {})
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

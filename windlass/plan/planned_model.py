@@ -14,7 +14,7 @@ from windlass.base.errors import ModelError
 from windlass.base.import_transformers import import_transformers
 from windlass.base.log import logger
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
-from windlass.compress.pruned_config import apply_own_entries
+from windlass.compress.pruned_config import apply_entries
 
 SHAPES: dict[str, dict[str, int]] = {
     "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
@@ -115,7 +115,7 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     """
     model = _build(make, name)
     try:
-        apply_own_entries(model)
+        apply_entries(model, getattr(model, "config", None))
     except ModelError as error:  # entries of a class with other names, of which some may be applied
         logger.warning(f"the plan of {name!r} has the sizes before it was pruned or factorized: {error}")
         model = _build(make, name)
