@@ -26,40 +26,45 @@ void multiply_float_tile(const LowBitJob& job, const TilePlace<kPanels>& place, 
             const std::int64_t from = unit * kUnitBytes;
             fetch.begin(unit);
             fetch.template unit<windlass::lines_of(kCodes)>(place.lines, from);
-            constexpr int kBits = windlass::lines_of(kCodes), kSteps = kTable ? 8 / kBits : 1;  // steps of a line
+            // A table needs no mask, so that a shift by a variable costs as much as one by a constant.
+            constexpr int kPeriod = period_of<kCodes>(), kUnrolled = kTable && kPeriod > 2 ? 2 : kPeriod;
+#pragma GCC unroll 1
+            for (int first = 0; first < kUnitSteps; first += kUnrolled) {
 #pragma GCC unroll 8
-            for (int step = 0; step < kUnitSteps; ++step) {
-                U bytes[kColumns];
-#pragma GCC unroll 16
-                for (int column = 0; column < kColumns; ++column) {
-                    const char* at = place.lines[column / kVectors] + from + column % kVectors * sizeof(U);
-                    if constexpr (kTable) {
-                        bytes[column] = load<U>(at + step / kSteps * kStepBytes) >> (kBits * (step % kSteps));
-                    } else {
-                        bytes[column] = step_bytes<kCodes>(at, step);
-                    }
-                }
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; ++part) {
-                    F weights[kColumns];
+                for (int step = 0; step < kUnrolled; ++step) {
+                    U bytes[kColumns];
 #pragma GCC unroll 16
                     for (int column = 0; column < kColumns; ++column) {
+                        const char* at = place.lines[column / kVectors] + from + column % kVectors * sizeof(U) +
+                                         first / kPeriod * kStepBytes;
                         if constexpr (kTable) {
-                            weights[column] = look_up(table, bytes[column] >> (8 * part));
+                            bytes[column] = load<U>(at) >> (windlass::lines_of(kCodes) * (first % kPeriod + step));
                         } else {
-                            weights[column] = code_float<kCodes>(bytes[column], part, offsets[column]);
+                            bytes[column] = step_bytes<kCodes>(at, step);
                         }
-                        if constexpr (kShifted) weights[column] -= shifts[column];
                     }
-#pragma GCC unroll 16
-                    for (int row = 0; row < kRows; ++row) {
-                        const F spread = all(x[row]);
+#pragma GCC unroll 4
+                    for (int part = 0; part < 4; ++part) {
+                        F weights[kColumns];
 #pragma GCC unroll 16
                         for (int column = 0; column < kColumns; ++column) {
-                            sums[row][column] = multiply_add(spread, weights[column], sums[row][column]);
+                            if constexpr (kTable) {
+                                weights[column] = look_up(table, bytes[column] >> (8 * part));
+                            } else {
+                                weights[column] = code_float<kCodes>(bytes[column], part, offsets[column]);
+                            }
+                            if constexpr (kShifted) weights[column] -= shifts[column];
                         }
+#pragma GCC unroll 16
+                        for (int row = 0; row < kRows; ++row) {
+                            const F spread = all(x[row]);
+#pragma GCC unroll 16
+                            for (int column = 0; column < kColumns; ++column) {
+                                sums[row][column] = multiply_add(spread, weights[column], sums[row][column]);
+                            }
+                        }
+                        x += kRows;
                     }
-                    x += kRows;
                 }
             }
         }

@@ -62,22 +62,20 @@ WINDLASS_INLINE void add_floats_to_tile(const LowBitJob& job, const TilePlace<kP
         for (std::int64_t unit = at; unit < stop; ++unit) {
             fetch.template unit<1>(place.lines, 0);
             const char* lines = wide + (unit - begin) * kUnit * kStepBytes;
-            for (int quarter = 0; quarter < 4; ++quarter, lines += kUnit / 4 * kStepBytes) {
-#pragma GCC unroll 8
-                for (int i = 0; i < kUnit / 4; ++i, x += kRows) {
-                    F weights[kColumns];
+#pragma GCC unroll 2
+            for (int i = 0; i < kUnit; ++i, x += kRows) {
+                F weights[kColumns];
+#pragma GCC unroll 16
+                for (int column = 0; column < kColumns; ++column) {
+                    weights[column] = load<F>(lines + column / kVectors * kFloatSlice * kUnit * kStepBytes +
+                                              i * kStepBytes + column % kVectors * sizeof(F));
+                }
+#pragma GCC unroll 16
+                for (int row = 0; row < kRows; ++row) {
+                    const F spread = all(x[row]);
 #pragma GCC unroll 16
                     for (int column = 0; column < kColumns; ++column) {
-                        weights[column] = load<F>(lines + column / kVectors * kFloatSlice * kUnit * kStepBytes +
-                                                  i * kStepBytes + column % kVectors * sizeof(F));
-                    }
-#pragma GCC unroll 16
-                    for (int row = 0; row < kRows; ++row) {
-                        const F spread = all(x[row]);
-#pragma GCC unroll 16
-                        for (int column = 0; column < kColumns; ++column) {
-                            sums[row][column] = multiply_add(spread, weights[column], sums[row][column]);
-                        }
+                        sums[row][column] = multiply_add(spread, weights[column], sums[row][column]);
                     }
                 }
             }
