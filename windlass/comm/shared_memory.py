@@ -14,7 +14,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -38,25 +38,19 @@ def fence() -> None:
         pass
 
 
-def _agree(group: RankGroup, problem: str | None) -> str | None:
-    """Return the first problem in rank order, equal on all ranks; None if no rank has one. Collective."""
-    problems: list[str | None] = [None] * group.size
-    dist.all_gather_object(problems, problem, group=group.process_group)
-    return next((p for p in problems if p is not None), None)
+def _first_problem(problems: Iterable[str | None]) -> str | None:
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def shared_memory_problem(group: RankGroup) -> str | None:
     """Return the reason why these ranks cannot share memory, or None if they can. Collective, equal on all ranks."""
-    problem = None
-    if not hasattr(os, "memfd_create"):
-        problem = f"{platform.system()} has no anonymous memory files"
-    hosts: list[tuple[str, str]] = [("", "")] * group.size
     # Different machines may have equal host names (e.g. in containers); the boot id distinguishes them.
-    dist.all_gather_object(hosts, (socket.gethostname(), _boot_id()), group=group.process_group)
-    if len(set(hosts)) > 1:
-        problem = f"the ranks are on {len(set(hosts))} hosts"
-    problem = _agree(group, problem)
-    if problem is not None:
+    host = socket.gethostname(), _boot_id()
+    without = None if hasattr(os, "memfd_create") else f"{platform.system()} has no anonymous memory files"
+    ranks = group.all_gather_object((host, without))
+    if (hosts := len({host for host, _ in ranks})) > 1:
+        return f"the ranks are on {hosts} hosts"
+    if problem := _first_problem(without for _, without in ranks):
         return problem
     # Only an attempt shows if permissions (e.g. of /proc) are sufficient.
     try:
@@ -96,11 +90,11 @@ class SharedMemory:
                 os.ftruncate(own, size)
             except OSError as error:  # raised on all ranks, below
                 problem = f"rank {dist.get_rank()} cannot allocate {size} bytes of shared memory ({error})"
-            problem = _agree(group, problem)
-            if problem is not None:
+            identity = _identity(own) if problem is None else (0, 0)
+            answers = group.all_gather_object((problem, (os.getpid(), own, size, identity)))
+            if problem := _first_problem(problem for problem, _ in answers):
                 raise CommunicationError(problem)
-            offers: list[tuple[int, int, int, tuple[int, int]]] = [(0, 0, 0, (0, 0))] * group.size
-            dist.all_gather_object(offers, (os.getpid(), own, size, _identity(own)), group=group.process_group)
+            offers = [offer for _, offer in answers]
             self.blocks = []
             try:
                 maps = [
@@ -111,8 +105,8 @@ class SharedMemory:
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot map a peer's memory ({error})"
             self.pids = [pid for pid, _, _, _ in offers]
-            problem = _agree(group, problem)  # also a barrier, after which no peer needs the descriptor
-            if problem is not None:
+            # Also a barrier, after which no peer needs the descriptor.
+            if problem := _first_problem(group.all_gather_object(problem)):
                 raise CommunicationError(problem)
         finally:
             if own >= 0:

@@ -58,7 +58,7 @@ class ShmTransport:
         memory = SharedMemory(self.group, next(starts))
         # The first rank's block holds the shared buffers; the blocks of the other ranks are not used.
         total = next(places[True])
-        shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
+        shared = SharedMemory(self.group, total if self.group.index == 0 else 1) if total else memory
         rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
         self._counters = Counters(self.group, rest + COUNTERS + agreement_board.COUNTERS, self._timeout)
         self._board = rest + COUNTERS
