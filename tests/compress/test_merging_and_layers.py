@@ -340,6 +340,15 @@ def test_a_layer_used_in_two_places_is_factorized_in_both() -> None:
     assert isinstance(loaded.first[1], nn.Sequential)
 
 
+def test_an_error_leaves_all_layers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.nan
+    with pytest.raises(ModelError, match=r"1\.weight has values that are not finite"):
+        factorize_linear_layers(model, 0.5)
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
 def test_models_that_read_the_weights_of_factorized_layers_still_run() -> None:
     from transformers import T5Config, T5EncoderModel
 

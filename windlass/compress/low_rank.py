@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.module_modes import evaluating
 from windlass.compress.block_calibration import InputStatistics
 from windlass.compress.gptq import damped_factor
@@ -78,6 +78,7 @@ def factorize_linear_layers(
 
     Raises:
         ConfigError: the share is not between 0 and 1.
+        ModelError: a weight or the inputs of a layer have values that are not finite. The model is unchanged.
     """
     if not 0 < share < 1:
         raise ConfigError(f"share is {share}; write a number above 0 and below 1")
@@ -88,13 +89,15 @@ def factorize_linear_layers(
         if type(module) is nn.Linear and module is not head and chosen(name)
     }
     hessians = _input_sums(model, layers, batches, loss) if batches else {}
-    ranks, all_names = {}, names_of_modules(model)
+    pairs, ranks = {}, {}
     made: dict[int, list[nn.Parameter]] = {}  # factors by id of the weight, which several layers may share
     for name, layer in layers.items():
         rank = rank_of_share(layer.out_features, layer.in_features, share)
         if id(layer.weight) not in made:
             users = [one for one, other in layers.items() if other.weight is layer.weight and one in hessians]
             hessian = torch.stack([hessians[one] for one in users]).sum(0) if users else None
+            if not layer.weight.isfinite().all():
+                raise ModelError(f"{name}.weight has values that are not finite; check the model")
             up, down = low_rank_factors(layer.weight.detach(), rank, hessian)
             trains = layer.weight.requires_grad
             made[id(layer.weight)] = [nn.Parameter(one.contiguous(), requires_grad=trains) for one in (down, up)]
@@ -102,7 +105,11 @@ def factorize_linear_layers(
         pair = factor_pair(layer, rank)
         for part, factor in zip(pair, made[id(layer.weight)], strict=True):
             part.weight = factor
-        for one in all_names[id(layer)]:
+        pairs[name] = pair
+    # Replaced only now, so that an error leaves the model as it was.
+    all_names = names_of_modules(model)
+    for name, pair in pairs.items():
+        for one in all_names[id(layers[name])]:
             model.set_submodule(one, pair)
     record_ranks(model, ranks)
     return ranks
