@@ -31,6 +31,7 @@ from windlass.engine.initialize_observer import InitializeObserver, current_obse
 from windlass.engine.training_engine import Engine
 from windlass.engine.trial_job import TrialJob, trial_from_environment
 from windlass.observe.memory_usage import proportional_bytes
+from windlass.parallel.model_checkpointing import is_checkpointing
 from windlass.zero.sharded_model import ShardedModel
 
 _SAMPLING_S = 0.02
@@ -84,7 +85,14 @@ class TrialObserver(InitializeObserver):
             module, _, name = self.job.forecast.partition(":")
             with self._peak.leaving_out():
                 make: Any = getattr(importlib.import_module(module), name)
-                self._forecast = make(self.job.forecast_order, self._raw, model, dist.get_world_size(), self._peak.base)
+                self._forecast = make(
+                    self.job.forecast_order,
+                    self._raw,
+                    model,
+                    dist.get_world_size(),
+                    self._peak.base,
+                    own_checkpointing=is_checkpointing(model) and not config.activation_checkpointing.enabled,
+                )
 
     def after_initialize(self, engine: Engine) -> None:
         """Measure the steps of the engine from now on."""

@@ -40,6 +40,11 @@ def disable_checkpointing(model: nn.Module) -> None:
             return
 
 
+def is_checkpointing(model: nn.Module) -> bool:
+    """Return True if activation checkpointing of a module is enabled."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def can_checkpoint(model: nn.Module) -> bool:
     """Return True if the model declares `supports_gradient_checkpointing`."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))

@@ -25,7 +25,7 @@ from windlass.config import Config
 from windlass.config.config_overrides import override_keys
 from windlass.engine.out_of_memory import FailedRun
 from windlass.observe.memory_usage import device_memory, peak_resident_bytes, resident_bytes
-from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
+from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing, is_checkpointing
 from windlass.plan.choose_config import Rung, choose_config, load_supported, missing_bytes
 from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
 from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
@@ -170,7 +170,7 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
     casts = failed.config.bf16.enabled or failed.config.fp16.enabled
     model = planning_copy(failed.model, keeps_dtypes=not casts)
     # Transformers sets this flag on each module; the model-wide property has different names in different versions.
-    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in failed.model.modules())
+    checkpointed = is_checkpointing(failed.model)
     limit, place = memory_limit(failed), DEVICE if failed.has_own_memory else HOST
     length = (
         failed.batch[1] if failed.batch is not None else int(getattr(model.config, "max_position_embeddings", 1024))

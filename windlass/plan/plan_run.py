@@ -15,7 +15,7 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.config import Config
 from windlass.config.offload_section import AutoOffload
 from windlass.engine.tier_planning import placement_table
-from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
+from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing, is_checkpointing
 from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
 from windlass.parallel.pipeline.pipeline_schedules import build_schedule
 from windlass.parallel.pipeline.staged_model import StagedModel
@@ -98,7 +98,7 @@ def plan_memory(
 @contextmanager
 def _with_checkpointing(model: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Enable the model's activation checkpointing if `enabled`, and restore its state at the end of the context."""
-    switches = enabled and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    switches = enabled and not is_checkpointing(model)
     if enabled:
         enable_checkpointing(model, "activation_checkpointing.enabled")
     try:

@@ -99,7 +99,13 @@ class ForecastResult:
 
 
 def start_forecast(
-    order_path: str, raw: dict[str, Any], model: nn.Module, world_size: int, base: int
+    order_path: str,
+    raw: dict[str, Any],
+    model: nn.Module,
+    world_size: int,
+    base: int,
+    *,
+    own_checkpointing: bool = False,
 ) -> Callable[[int, tuple[Any, ...], dict[str, Any]], None]:
     """Copy the shapes of `model` before it is sharded, and return a function that writes the forecast.
 
@@ -109,6 +115,7 @@ def start_forecast(
         order_path: File with the `ForecastOrder`.
         raw: The program's own configuration.
         base: Bytes of the process without the model.
+        own_checkpointing: The program enables activation checkpointing itself, whatever the configuration says.
     """
     order = ForecastOrder.read(order_path)
     facts = facts_of(model, base)
@@ -117,7 +124,9 @@ def start_forecast(
         if any(hasattr(p, "ds_numel") and p.ds_numel != p.numel() for p in model.parameters()):
             facts.problem = "the model is built sharded, so rank 0 does not have its shapes"
         else:
-            planner = CandidatePlanner(_copy_on_meta(model), raw, world_size, facts.device)
+            planner = CandidatePlanner(
+                _copy_on_meta(model), raw, world_size, facts.device, own_checkpointing=own_checkpointing
+            )
 
     def predict(micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = BatchShape(micro, args, kwargs)
@@ -188,9 +197,13 @@ class CandidatePlanner:
         model: The model on the meta device.
         raw: The program's configuration.
         device: `cpu` or `cuda`.
+        own_checkpointing: See `start_forecast`.
     """
 
-    def __init__(self, model: nn.Module, raw: dict[str, Any], world_size: int, device: str) -> None:
+    def __init__(
+        self, model: nn.Module, raw: dict[str, Any], world_size: int, device: str, *, own_checkpointing: bool = False
+    ) -> None:
+        self._own_checkpointing = own_checkpointing
         self._model, self._raw, self._world, self._device = model, raw, world_size, device
         self._traces: dict[tuple[Any, ...], ActivationTrace | Exception] = {}
         self._peaks: dict[str, tuple[int, int]] = {}
@@ -205,9 +218,7 @@ class CandidatePlanner:
         known = json.dumps(raw, sort_keys=True, default=str)
         if known not in self._peaks:
             if can_checkpoint(self._model):
-                (enable_checkpointing if config.activation_checkpointing.enabled else disable_checkpointing)(
-                    self._model
-                )
+                (enable_checkpointing if self._checkpoints(config) else disable_checkpointing)(self._model)
             layout = plan_layout(self._model, config, self._world, target)
             micro = micro_batch_of(config, self._world)
             trace = self._trace(config, layout, micro, batch, target)
@@ -215,12 +226,15 @@ class CandidatePlanner:
             self._peaks[known] = plan.peak(DEVICE, _MOMENTS), plan.peak(HOST, _MOMENTS)
         return self._peaks[known]
 
+    def _checkpoints(self, config: Config) -> bool:
+        return self._own_checkpointing or config.activation_checkpointing.enabled
+
     def _trace(
         self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape, target: Target
     ) -> ActivationTrace:
         """Return the trace of a micro-batch, extrapolated from those of one and two samples if these are alike."""
         dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
-        kind = (config.activation_checkpointing.enabled, dtypes, len(layout.blocks))
+        kind = (self._checkpoints(config), dtypes, len(layout.blocks))
         run = RunShape(self._world, batch.tokens, target, make_batch=batch.make)
 
         def traced(samples: int) -> ActivationTrace:

@@ -51,6 +51,17 @@ def test_the_forecast_equals_the_plan(tmp_path: Path) -> None:
         assert abs(found.host_bytes[name] - planned) < 1e-2 * planned, "blocks of 64 bytes are not quite linear"
 
 
+def test_activations_that_the_program_checkpoints_itself_are_planned_so() -> None:
+    ids = torch.zeros((2, 16), dtype=torch.long)
+    batch = BatchShape(2, (), {"input_ids": ids, "labels": ids})
+
+    def peak(*, enabled: bool, own: bool) -> int:
+        model = model_of("LlamaForCausalLM", **{**SIZES, "num_hidden_layers": 8}).to("meta")
+        return CandidatePlanner(model, RAW, 2, "cpu", own_checkpointing=own).peaks({CHECKPOINTING: enabled, MICRO: 64}, batch)[1]
+
+    assert peak(enabled=False, own=True) == peak(enabled=True, own=False) < peak(enabled=False, own=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
