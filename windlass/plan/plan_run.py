@@ -82,8 +82,14 @@ def plan_memory(
 
     Raises:
         ConfigError: the configuration is not supported, or its batch or axes do not fit the ranks.
-        ModelError: the model cannot be traced, or has no switch for the activation checkpointing that `config` enables.
+        ModelError: the model has no trainable parameter, cannot be traced, or has no switch for the activation
+            checkpointing that `config` enables.
     """
+    if run.activations is None and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            "the model has no trainable parameter, so there is no backward to plan: set requires_grad on the parameters to "
+            "train, or give the bytes of activations of a micro-batch with --activations"
+        )
     traces = {} if traces is None else traces
     with _with_checkpointing(model, enabled=config.activation_checkpointing.enabled):
         plans = [_plan_rank(model, config, run, rank, traces, variant) for rank in stage_ranks(config, run.world_size)]

@@ -340,6 +340,11 @@ def test_a_model_that_reads_values_names_its_module() -> None:
         trace_step(nn.Sequential(nn.Linear(4, 4), _Branches()), lambda: torch.zeros(2, 4), [])
 
 
+def test_a_frozen_model_has_no_backward_to_plan() -> None:
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        plan(llama().requires_grad_(False), settings())
+
+
 def test_given_activations_replace_the_trace() -> None:
     given = plan(llama(), settings(), activations=12345)
     assert given.moments[FORWARD].host["activations"] == 12345
