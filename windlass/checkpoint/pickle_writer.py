@@ -23,6 +23,8 @@ _STORAGES = {
     torch.int8: "CharStorage",
     torch.uint8: "ByteStorage",
     torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage",
+    torch.complex128: "ComplexDoubleStorage",
 }
 
 # [Note: written pickles] A pickler imports each class that it names, so a file that names a class of DeepSpeed
