@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.dist.equivalence_runs import Setting, ds_config, expected, specimen, 
 from tests.dist.harness import run_ranks
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
+from windlass.zero.update.master_weights import MasterWeights
 
 RECIPE = Recipe(ranks=3, steps=2, optimizer="AdamW", optimizer_params=(("lr", 1e-2), ("eps", 1e-6)))
 
@@ -689,3 +691,37 @@ def test_states_that_are_not_tensors_are_named() -> None:
         assert len(errors) >= 2 and table == "{'a': 1}"
         for error in errors:
             assert "of 'weight' is a " in error and "engine.optimizer.state_dict()" in error
+
+
+def set_after_an_evaluation() -> list[float]:
+    """Evaluate, double all parameters, on rank 1 late, evaluate again, and return both results."""
+    import windlass
+
+    model = nn.Sequential(nn.Linear(4, 64, bias=False), nn.Linear(64, 1, bias=False))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    optimizer = {"type": "SGD", "params": {"lr": 0.0}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer}
+    engine, *_ = windlass.initialize(model=model, config=config)
+    for _ in range(2):  # from now on, a forward prepares the backward
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            windlass.zero.set_full_param(parameter, torch.ones(parameter.shape))
+        before = float(engine(torch.ones(1, 4)))
+        pieces = MasterWeights.pieces
+
+        def late(self: MasterWeights, unit: Any) -> Any:
+            time.sleep(0.2 * dist.get_rank())
+            return pieces(self, unit)
+
+        with patch.object(MasterWeights, "pieces", late):
+            for parameter in model.parameters():
+                windlass.zero.set_full_param(parameter, torch.full(parameter.shape, 2.0))
+    return [before, float(engine(torch.ones(1, 4)))]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_forward_after_an_evaluation_sees_values_that_another_rank_sets_late(transport: str) -> None:
+    for losses in run_ranks(set_after_an_evaluation, 2, transport=transport):
+        assert losses == [256, 1024]

@@ -1067,9 +1067,12 @@ def _raised(error: Exception) -> Iterator[list[UpdateChunk]]:
 
 
 def _mark_updated(units: list[Unit]) -> None:
-    """Reshard `units` because their unsharded values are outdated. A unit in use is all-gathered again at once."""
+    """Reshard `units` because their unsharded values are outdated. A unit in use is all-gathered again at once.
+
+    A unit in shared memory is resharded too: its next use has to wait until all peers have written their shards.
+    """
     for unit in units:
-        if unit.frees_memory and unit.shard_state is not ShardState.SHARDED:
+        if unit.reshards and unit.shard_state is not ShardState.SHARDED:
             unit.reshard(stale=True)
             if unit.users:
                 unit.wait_for_unshard()
