@@ -12,6 +12,7 @@ from windlass.base.errors import ModelError, WindlassError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
+from windlass.engine.optimizer_modes import modes_of
 from windlass.optim.elementwise_optimizers import enable_fused_step
 from windlass.zero.access.full_values import full_states, set_full_state
 from windlass.zero.access.shard_values import has_state_memory, keep_states, set_plain_state
@@ -55,6 +56,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._model, self._callbacks = model, callbacks
         self.overflow = False
+        for name, call in modes_of(optimizer).items():
+            self.__dict__[name] = optimizer.__dict__[name] = call
 
     @property
     def loss_scale(self) -> float:
