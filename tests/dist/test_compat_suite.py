@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -607,6 +609,60 @@ def test_stage_0_optimizer_is_an_instance_of_the_scripts_class() -> None:
     run_ranks(_basic_optimizer, 1)
 
 
+class _ModeSGD(torch.optim.SGD):
+    """SGD with members of its own, as schedule-free optimizers have them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.factor, self.steps, self.training = 1.0, 0, False
+
+    def train(self) -> None:
+        self.training = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.training, "train() was not called"
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=group["lr"] * self.factor)
+
+
+def _members_of_the_scripts_class() -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+
+    x = torch.ones(2, 6)
+    model, plain = _net(), _net()
+    config = _config(0, gradient_clipping=0.0)
+    del config["optimizer"]
+    own, reference = _ModeSGD(model.parameters()), _ModeSGD(plain.parameters())
+    engine, optimizer, _, _ = initialize(model=model, optimizer=own, config=config)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for number in range(3):
+        for each, net in ((optimizer, engine.module), (reference, plain)):
+            each.train()
+            each.factor = 2.0 + number
+            net.train()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        schedule.step()
+        plain(x).square().mean().backward()
+        reference.step()
+        reference.zero_grad()
+        reference.param_groups[0]["lr"] *= 0.5
+        assert (optimizer.steps, optimizer.factor) == (own.steps, own.factor) == (number + 1, 2.0 + number)
+    for item, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(item.detach(), other.detach())
+    optimizer.label = "first"
+    assert optimizer.label == "first" and not hasattr(optimizer, "eval") and not hasattr(own, "label")
+    engine.destroy()
+
+
+def test_stage_0_optimizer_has_the_members_of_the_scripts_class() -> None:
+    """At stage 0 in fp32 DeepSpeed returns the script's own object, with its methods and attributes."""
+    run_ranks(_members_of_the_scripts_class, 1)
+
+
 class _Counted(nn.Linear):
     calls = 0
 
@@ -782,3 +838,28 @@ def _exchanged() -> None:
 
 def test_tokens_are_swapped_for_heads_and_back() -> None:
     run_ranks(_exchanged, 2)
+
+
+def _copies_of_sharded_layers() -> None:
+    from peft.utils.other import ModulesToSaveWrapper
+
+    from windlass.compat.partition_parameters import Init
+    from windlass.zero import GatheredParameters
+
+    torch.manual_seed(dist.get_rank())
+    with Init(config_dict_or_path=_config(3)):
+        layer = nn.Embedding(6, 4)
+    imported = SimpleNamespace(zero=SimpleNamespace(GatheredParameters=GatheredParameters))
+    with patch.dict(sys.modules, {"deepspeed": imported}):  # peft imports it for the gather
+        copied = ModulesToSaveWrapper(layer, "default").modules_to_save["default"]  # type: ignore[no-untyped-call]
+    assert layer.weight.numel() == 24, "other readers see the shape of the whole"
+    with GatheredParameters([layer.weight]):
+        torch.testing.assert_close(copied.weight, layer.weight, rtol=0, atol=0)
+    assert copied.weight.requires_grad and not layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_peft_copies_layers_that_zero_init_sharded(ranks: int) -> None:
+    """peft copies the layers of `modules_to_save`, after a gather of parameters that have no elements."""
+    pytest.importorskip("peft")
+    run_ranks(_copies_of_sharded_layers, ranks)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -261,6 +262,79 @@ def test_states_are_offloaded_and_reloaded(stage: int) -> None:
         run_ranks(park_between_steps, 2, stage, parks, env=LATE, transport="gloo") for parks in (False, True)
     )
     assert not bitwise_difference(still, moved)
+
+
+def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[str]:
+    """Access values whose tensors are offloaded. Return the names of the calls that did not raise, or lost values."""
+    from windlass import zero
+
+    subject = specimen("mlp")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision=precision)
+    engine = start(subject, ds_config(recipe, Setting(stage=stage)))
+    average = zero.ExponentialMovingAverage(engine, 0.5)
+    batch = cast(subject.batch(Place(0, 0, torch.distributed.get_rank())), recipe.dtype)
+    subject.train(engine, batch, engine.backward)
+    engine.step()
+    average.update()
+    parameter = next(engine.module.parameters())
+    weight, moment = zero.full_param(parameter).detach(), zero.full_state(parameter, "exp_avg")
+    assert moment is not None
+
+    def gather(rank: int | None) -> None:
+        with zero.GatheredParameters([parameter], modifier_rank=rank), torch.no_grad():
+            assert bool(parameter.isfinite().all())
+
+    states: dict[str, Callable[[], Any]] = {
+        "full_state": lambda: zero.full_state(parameter, "exp_avg"),
+        "local_state": lambda: zero.local_state(parameter, "exp_avg"),
+        "set_full_state": lambda: zero.set_full_state(parameter, "exp_avg", moment * 2),
+        "set_local_state": lambda: zero.set_local_state(parameter, "exp_avg", moment * 2),
+        "state_dict": engine.optimizer.state_dict,
+    }
+    weights: dict[str, Callable[[], Any]] = {
+        "full_param": lambda: zero.full_param(parameter),
+        "local_param": lambda: zero.local_param(parameter),
+        "set_full_param": lambda: zero.set_full_param(parameter, weight * 2),
+        "update": average.update,
+        "modifier_rank": lambda: gather(0),
+    }
+    parameters: dict[str, Callable[[], Any]] = {"GatheredParameters": lambda: gather(None)} if stage == 3 else {}
+    # The parameters of fp32 are the master weights: at stage 3 their shards move, at lower stages they stay.
+    separate = precision == "bf16"
+    plans: list[tuple[list[str], dict[str, Callable[[], Any]]]] = [
+        (["optim_states"], states),
+        (["hp_params"], weights if separate else {}),
+        (["lp_params"], parameters | (weights if stage == 3 and not separate else {})),
+    ]
+    wrong = []
+    calls = {**states, **weights, "GatheredParameters": lambda: gather(None)}
+    changing = {"set_full_state", "set_local_state", "set_full_param", "update", "modifier_rank"}
+    for kinds, refused in plans:
+        engine.offload_states(include=kinds)
+        for name, call in calls.items():
+            if name in refused:
+                try:
+                    call()
+                    wrong.append(f"{name} without {kinds}")
+                except ModelError as error:
+                    assert "are offloaded; call engine.reload_states() first" in str(error)
+            elif name not in changing:
+                call()  # what is on the device still works
+        engine.reload_states()
+    if not torch.equal(weight, zero.full_param(parameter)):
+        wrong.append("the weight changed")
+    if not torch.equal(moment, zero.full_state(parameter, "exp_avg")):
+        wrong.append("the moment changed")
+    if not torch.equal(weight, average.full_param(parameter)):
+        wrong.append("the average changed")
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "bf16"), (1, "fp32"), (3, "fp32")])
+def test_offloaded_values_are_neither_read_nor_set(stage: int, precision: Literal["fp32", "bf16"]) -> None:
+    for wrong in run_ranks(read_while_parked, 2, stage, precision, env=EMULATED, transport="gloo"):
+        assert not wrong
 
 
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:

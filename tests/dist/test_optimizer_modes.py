@@ -1,4 +1,4 @@
-"""Tests of optimizers whose `eval()` exchanges the weights for an evaluation: losses and weights equal plain torch's."""
+"""Tests of optimizers whose `eval()` exchanges the weights for an evaluation: results equal plain torch's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.dist.test_offload import offload_to
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """SGD without a schedule: steps a sequence z, trains at a point between z and its average, evaluates the average."""
+    """SGD that steps a sequence z, trains at a point between z and its average, and evaluates the average."""
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "steps": 0, "train_mode": False})

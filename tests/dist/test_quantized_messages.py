@@ -521,3 +521,40 @@ def forward_weights_after_unfreezing() -> list[torch.Tensor]:
 def test_a_weight_that_is_unfrozen_is_gathered_as_trained_ones() -> None:
     for computed, exact in run_ranks(forward_weights_after_unfreezing, 2):
         torch.testing.assert_close(computed, exact, rtol=0.0, atol=0.0)
+
+
+def train_beside_padding() -> list[float]:
+    """Train with native updates, whose memory for new 16-bit parameters is NaN at first. Return the losses."""
+    from windlass.optim import CPUAdam
+    from windlass.zero.update import master_weights
+
+    def full_of_nan(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+        return torch.full((numel,), float("nan"), dtype=dtype)
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3, bias=False))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_quantized_weights": True}
+    engine, *_ = windlass.initialize(
+        model=model,
+        optimizer=CPUAdam(model.parameters(), lr=0.01),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": zero,
+            "bf16": {"enabled": True},
+            "comm": {"transport": "gloo"},
+        },
+    )
+    losses = []
+    with patch.object(master_weights, "empty_host_tensor", full_of_nan):
+        for _ in range(3):
+            loss = engine(torch.ones(4, 5, dtype=torch.bfloat16)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def test_new_parameters_have_zeros_beside_them() -> None:
+    for losses in run_ranks(train_beside_padding, 2, transport="gloo"):
+        assert losses[2] < losses[1] < losses[0]

@@ -71,6 +71,33 @@ def test_a_slow_trial_ends_after_two_steps(tmp_path: Path) -> None:
     assert json.loads(result.read_text())["ended_early"]
 
 
+def train_after_an_evaluation() -> None:
+    """Evaluate larger batches than those of the training, and train along sp until the trial ends."""
+    import windlass
+    from tests.causal_models import build, language
+    from windlass.engine import trial_run
+    from windlass.engine.initialize_observer import InitializeObserver, install_observer
+
+    with ExitStack() as stack:
+        stack.callback(install_observer, install_observer(InitializeObserver()))
+        stack.enter_context(mock.patch.object(trial_run, "exit_later"))
+        engine = windlass.initialize(model=build("llama"), config={**CONFIG, "parallel": {"sp": 2}})[0]
+        with torch.no_grad():
+            engine(**language(0, samples=5, length=9))
+        try:
+            while True:
+                engine.backward(engine(**language(1, samples=2, length=12)).loss)
+                engine.step()
+        except trial_run.TrialFinished:
+            engine.destroy()
+
+
+def test_a_trial_reports_the_batch_that_the_program_feeds_to_the_training(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    run_ranks(train_after_an_evaluation, 2, env=TrialJob(str(result), {}, warmup=1, steps=1).environment())
+    assert json.loads(result.read_text())["fed_shape"] == [2, 12], "all tokens, not only those of rank 0"
+
+
 def test_another_value_of_the_variable_is_refused() -> None:
     from windlass.base.errors import ConfigError
     from windlass.engine.trial_job import trial_from_environment

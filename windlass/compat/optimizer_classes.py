@@ -36,6 +36,8 @@ def optimizer_kind_of(config: Config) -> str:
     return "basic"
 
 
+_TORCH_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
+
 _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "adam": FusedAdam,
     "adamw": FusedAdam,
@@ -48,10 +50,24 @@ class BasicOptimizer(ShardedOptimizer):
     """Optimizer of stage 0 in fp32, where DeepSpeed returns the script's own object.
 
     Its `__class__` is the class of that object, or DeepSpeed's class for an optimizer that the configuration names. It
-    compares equal to the wrapped optimizer, but behaves as a `ShardedOptimizer`.
+    compares equal to the wrapped optimizer, but behaves as a `ShardedOptimizer`. Methods and attributes that only the
+    class of the wrapped optimizer has are those of the wrapped optimizer, so that a value that a script sets is used.
     """
 
     passes_for: type[torch.optim.Optimizer]
+
+    def __getattr__(self, name: str) -> Any:
+        wrapped = self.__dict__.get("optimizer")
+        if wrapped is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        wrapped = self.__dict__.get("optimizer")
+        if name not in self.__dict__ and _is_own_attribute(wrapped, name):
+            setattr(wrapped, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[torch.optim.Optimizer]:  # type: ignore[override]
@@ -76,6 +92,16 @@ def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) 
         found = None
     optimizer.__class__ = BasicOptimizer
     optimizer.__dict__["passes_for"] = found or type(optimizer.optimizer)
+    # The constructor copied these attributes, and steps and scripts change those of the wrapped optimizer.
+    for name, value in vars(optimizer.optimizer).items():
+        if _is_own_attribute(optimizer.optimizer, name) and optimizer.__dict__.get(name) is value:
+            del optimizer.__dict__[name]
+
+
+def _is_own_attribute(wrapped: Any, name: str) -> bool:
+    """Return True if an optimizer has the public attribute `name`, and neither torch's class nor the wrapper has it."""
+    taken = name.startswith("_") or name in _TORCH_ATTRIBUTES or hasattr(ShardedOptimizer, name)
+    return wrapped is not None and name in vars(wrapped) and not taken
 
 
 class _OptimizerKindMeta(type):

@@ -42,6 +42,7 @@ _external_parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = We
 _expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # name of the expert group, by parameter
 _used_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a module returned to another module
 _stub_models: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` built
+_PEFT_COPY = ("peft.utils.other", "update")  # module and function that copy the layers of `modules_to_save`
 _gathered_contexts: dict[int, GatheredParameters] = {}  # contexts of `all_gather`, by id of the parameter
 
 
@@ -115,9 +116,13 @@ def _shard_under_construction(parameter: nn.Parameter) -> None:
 def _substitute_released(parameter: nn.Parameter, frame: FrameType) -> torch.Tensor | None:
     """Return an empty tensor, whose shape a script in strict mode reads in place of a sharded parameter's.
 
-    None outside strict mode, and while the parameter's own shape is to be read.
+    None outside strict mode, and while the parameter's own shape is to be read. Also outside strict mode, peft's copy
+    of a layer (`modules_to_save`) reads no elements: it gathers only parameters without elements before it copies them.
     """
-    if not is_strict() or frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "windlass"):
+    reader = frame.f_globals.get("__name__", "")
+    if (reader, frame.f_code.co_name) != _PEFT_COPY and (
+        not is_strict() or reader.partition(".")[0] in ("torch", "windlass")
+    ):
         return None
     place, init_shard = find(parameter), initial_shard.find(parameter)
     if place is not None:

@@ -45,7 +45,7 @@ def call_mode(optimizer: torch.optim.Optimizer, name: str) -> None:
     def call(number: int, tensors: dict[nn.Parameter, dict[str, Any]]) -> torch.optim.Optimizer:
         inner = clone_optimizer(optimizer)
         inner.param_groups = [{**one, "params": [*tensors] if n == number else []} for n, one in enumerate(options)]
-        inner.state = defaultdict(dict, tensors)
+        inner.state = defaultdict(dict, {key: state for key, state in tensors.items()})
         getattr(type(inner), name)(inner)
         return inner
 

@@ -295,7 +295,7 @@ def trace_pipeline(
             passed = torch.empty(shape, dtype=dtype, requires_grad=True)
             transfers = PlannedTransfers(step.axis, torch.device("cpu"), passed)
             del passed
-            batches = [make_batch() for _ in range(step.micro_batches)]
+            batches = [_stage_batch(make_batch()) for _ in range(step.micro_batches)]
             recorder.trace.inputs = sum(t.numel() * t.element_size() for t in iterate_tensors(batches))
             callbacks = ExecutorCallbacks(call_module=call_module, run_backward=run_backward)
             execute_schedule(step.actions, stages, transfers, batches, callbacks)
@@ -306,6 +306,12 @@ def trace_pipeline(
             raise error from None
         raise _untraceable(model, meta_model, error) from error
     return recorder.trace
+
+
+def _stage_batch(made: Any) -> Any:
+    """Return a batch in a form that the stages of a pipeline take: keyword arguments, or positional ones if there are
+    no others."""
+    return made.kwargs or made.args if isinstance(made, ForwardArguments) else made
 
 
 def _untraceable(model: nn.Module, meta_model: nn.Module, error: Exception) -> ModelError:

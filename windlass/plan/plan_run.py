@@ -87,7 +87,7 @@ def plan_memory(
     """
     if run.activations is None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            "the model has no trainable parameter, so there is no backward to plan: set requires_grad on the parameters to "
+            "the model has no trainable parameter, so there is no backward to plan: set requires_grad on parameters to "
             "train, or give the bytes of activations of a micro-batch with --activations"
         )
     traces = {} if traces is None else traces

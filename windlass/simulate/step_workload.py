@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -256,9 +257,10 @@ def describe_step(
 
 
 def shape_of(model: nn.Module | ModelShape) -> ModelShape:
-    """Return the sizes of a model.
+    """Return the sizes of a model; those of its decoder if it also reads images.
 
     Raises:
+        ConfigError: the model's configuration lacks a size, or has an encoder and a decoder.
         ModelError: the model has no configuration of transformers.
     """
     if isinstance(model, ModelShape):
@@ -270,6 +272,9 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
             f"the sizes of {type(model).__name__} are unknown, since it has no configuration of transformers; give its "
             "sizes as a windlass.parallel.model_shape.ModelShape, or with --shape hidden=4096,layers=32,..."
         )
+    text = plain.get("text_config")
+    if isinstance(text, Mapping) and not plain.get("hidden_size"):
+        return from_transformers(text)  # a model that also reads images: its other parts have parameters too
     shape, numel = from_transformers(plain), _numel(model)
     variants = [replace(shape, gated=gated, tied=tied) for gated in (shape.gated, not shape.gated)
                 for tied in (shape.tied, not shape.tied)]  # fmt: skip

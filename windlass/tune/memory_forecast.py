@@ -20,11 +20,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from windlass.base.atomic_file import write_atomically
-from windlass.base.errors import WindlassError
+from windlass.base.errors import ModelError, WindlassError
 from windlass.base.log import logger
 from windlass.config import Config, load_config
 from windlass.config.config_overrides import override_keys
 from windlass.parallel.model_checkpointing import can_checkpoint, disable_checkpointing, enable_checkpointing
+from windlass.parallel.sequence.batch_sharding import SHARD_KEY
 from windlass.plan.activation_trace import ActivationTrace, ForwardArguments, MemoryEvent
 from windlass.plan.memory_plan import DEVICE, HOST
 from windlass.plan.memory_planner import MemoryPlanner
@@ -176,7 +177,15 @@ class BatchShape:
         self.fed, self.tokens = first[0], max(1, first.numel() // max(1, first[0]))
 
     def make(self, micro: int, length: int) -> Callable[[], ForwardArguments]:
-        """Return a function that makes a batch of `micro` samples of zeros. `length` is not used."""
+        """Return a function that makes a batch of `micro` samples of zeros. `length` is not used.
+
+        Raises:
+            ModelError: the batch is one rank's part along sp, for which attention would need the other ranks.
+        """
+        if SHARD_KEY in self._kwargs:
+            raise ModelError(
+                "the batch has only this rank's tokens along parallel.sp, so the memory of its forward cannot be traced"
+            )
 
         def resized(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.dim():
@@ -234,7 +243,11 @@ class CandidatePlanner:
     ) -> ActivationTrace:
         """Return the trace of a micro-batch, extrapolated from those of one and two samples if these are alike."""
         dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
-        kind = (self._checkpoints(config), dtypes, len(layout.blocks))
+        # The axes divide the model and its batches, and tiling and recomputation change what autograd saves.
+        parallel = (config.parallel.model_dump_json(), config.pipeline.model_dump_json())
+        # A pipeline's trace has several micro-batches; other traces have one.
+        batches = config.resolve_batch(self._world).accumulation if layout.mesh.pp.size > 1 else 1
+        kind = (self._checkpoints(config), dtypes, len(layout.blocks), parallel, batches)
         run = RunShape(self._world, batch.tokens, target, make_batch=batch.make)
 
         def traced(samples: int) -> ActivationTrace:

@@ -714,6 +714,19 @@ class ShardedModel:
         """
         recapture_parameters([unit for unit in self.units if not unit.reshards])
 
+    def require_weights_on_device(self, unit: Unit, name: str) -> None:
+        """Check that the weights of a unit from which full values are read are not offloaded: the master weights, or
+        the parameters if these are the same memory or frozen.
+
+        Args:
+            name: parameter that is read, for the message.
+
+        Raises:
+            ModelError: the weights are offloaded.
+        """
+        kind = "master_weights" if self.masters.is_separate(unit) else "parameters"
+        self.state_offloader.require_on_device(name, unit, kind)
+
     def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
         """Record that a script reads `.data` of a parameter, so that changes made through it are detected."""
         late = self.replicas.differ or self._update_in_progress()
@@ -759,6 +772,8 @@ class ShardedModel:
 
         Collective.
         """
+        for unit in units:
+            self.state_offloader.require_on_device(unit.names[0], unit, "parameters", "master_weights")
         self.callbacks.on_weights_edited()
         self.scheduler.sync(SyncPoint.STATE_CHANGE, experts_only=experts_only)
         self.finish_update()

@@ -440,6 +440,20 @@ def test_feed_forward_networks_of_two_matrices_are_known(kind: str) -> None:
     assert abs(found.numel - matrices) < 0.05 * matrices, (found.numel, matrices)
 
 
+def test_a_model_that_also_reads_images_has_the_sizes_of_its_decoder() -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {**sizes, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96}
+    images = {**sizes, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+    given = Gemma3Config(text_config=text, vision_config=images)
+    model = build_on_meta(lambda: Gemma3ForConditionalGeneration(given), "gemma3")
+    expected = ModelShape(32, 3, 4, vocabulary=96, kv_heads=2, head_dim=8, intermediate=64, tied=True)
+    assert shape_of(model) == expected
+    found = predict_step(model, config(3), known_cluster("dgx-h100"), world_size=2, length=16)
+    assert found.seconds > 0 and any("and a decoder of its sizes" in note for note in found.notes)
+
+
 def test_a_model_unlike_a_decoder_of_its_sizes_is_named() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from tests.causal_models import model_of
+from windlass.base.errors import ModelError
 from windlass.config import Config, load_config
-from windlass.config.batch_sizes import MICRO
+from windlass.config.batch_sizes import ACCUMULATION, MICRO
 from windlass.config.config_overrides import override_keys
 from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
+from windlass.parallel.sequence.batch_sharding import SHARD_KEY
 from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.memory_plan import HOST
 from windlass.plan.memory_planner import MemoryPlanner
@@ -57,7 +59,8 @@ def test_activations_that_the_program_checkpoints_itself_are_planned_so() -> Non
 
     def peak(*, enabled: bool, own: bool) -> int:
         model = model_of("LlamaForCausalLM", **{**SIZES, "num_hidden_layers": 8}).to("meta")
-        return CandidatePlanner(model, RAW, 2, "cpu", own_checkpointing=own).peaks({CHECKPOINTING: enabled, MICRO: 64}, batch)[1]
+        planner = CandidatePlanner(model, RAW, 2, "cpu", own_checkpointing=own)
+        return planner.peaks({CHECKPOINTING: enabled, MICRO: 64}, batch)[1]
 
     assert peak(enabled=False, own=True) == peak(enabled=True, own=False) < peak(enabled=False, own=False)
 
@@ -87,6 +90,32 @@ def test_chunks_of_a_reduction_are_planned_unless_ranks_share_memory(
     for bucket in (1000, 2000):
         planner.peaks({REDUCE_BUCKET: bucket}, batch)
     assert planned == expected
+
+
+@pytest.mark.parametrize("changes", [{"parallel.tp": 2}, {"parallel.sp": 2}, {"parallel.recompute": True}])
+def test_candidates_with_other_axes_or_memory_savings_have_traces_of_their_own(changes: dict[str, Any]) -> None:
+    model = model_of("LlamaForCausalLM", **SIZES)
+    ids = torch.zeros((2, 32), dtype=torch.long)
+    batch = BatchShape(2, (), {"input_ids": ids, "labels": ids})
+    planner = CandidatePlanner(model, RAW, 2, "cpu")
+    assert planner.peaks({}, batch) != planner.peaks(changes, batch)
+    assert planner.peaks(changes, batch) == CandidatePlanner(model, RAW, 2, "cpu").peaks(changes, batch)
+
+
+def test_a_pipeline_is_predicted_with_all_micro_batches_of_its_schedule() -> None:
+    model = model_of("LlamaForCausalLM", **SIZES)
+    ids = torch.zeros((2, 32), dtype=torch.long)
+    batch = BatchShape(2, (), {"input_ids": ids, "use_cache": False})  # the first stage gets no labels
+    raw = {**RAW, "parallel": {"pp": 2}, "pipeline": {"schedule": "gpipe"}}
+    planner = CandidatePlanner(model, raw, 2, "cpu")
+    one, four = (planner.peaks({ACCUMULATION: steps}, batch) for steps in (1, 4))
+    assert one[1] < four[1]
+
+
+def test_a_batch_of_one_rank_along_sp_is_not_traced() -> None:
+    batch = BatchShape(2, (), {"input_ids": torch.zeros((2, 8), dtype=torch.long), SHARD_KEY: object()})
+    with pytest.raises(ModelError, match=r"only this rank's tokens along parallel\.sp"):
+        CandidatePlanner(nn.Linear(8, 8), RAW, 2, "cpu").peaks({}, batch)
 
 
 def test_a_model_that_cannot_be_traced_gives_facts_and_a_reason(tmp_path: Path) -> None:

@@ -110,6 +110,11 @@ class GatheredParameters:
         """Give the sharded parameters private copies of their full values. Collective."""
         for model in {id(place.model): place.model for _, place in self._places}.values():
             model.finish_update()
+        for _, place in self._places:
+            kinds = ["parameters"] if place.unit.reshards else []
+            if self._rank is not None:  # the end of the context sets both
+                kinds = ["parameters", "master_weights"]
+            place.model.state_offloader.require_on_device(place.name, place.unit, *kinds)
         for parameter, init_shard in self._init_shards:
             initial_shard.unshard_parameter(parameter, init_shard)
         sharded = [(p, place) for p, place in self._places if place.unit.reshards]

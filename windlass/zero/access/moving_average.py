@@ -72,6 +72,8 @@ class ExponentialMovingAverage:
         model = self._model
         model.finish_update()
         model.recapture_parameters()
+        for unit, _ in self._units():
+            model.require_weights_on_device(unit, unit.names[0])
         for unit, slot in self._units():
             masters = model.masters.read_span(unit)
             if unit.index not in self._begun:

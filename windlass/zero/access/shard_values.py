@@ -60,6 +60,7 @@ def part_param(parameter: nn.Parameter) -> torch.Tensor:
 
 def _whole(place: ParameterLocation) -> torch.Tensor:
     masters = place.model.masters
+    place.model.require_weights_on_device(place.unit, place.name)
     if not masters.chunks_of(place.unit):
         with place.model.runtime.exact_values(place.unit, experts_only=is_expert_only(place)) as values:
             return values[place.index].clone(memory_format=torch.contiguous_format)
@@ -86,6 +87,7 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     group.all_reduce(facts)
     if facts[1] == 0:
         return None
+    model.state_offloader.require_on_device(place.name, place.unit, "gradients")
     # Reduce unreduced gradients. If only another replica (MiCS) has a gradient, reduce zeros in this replica.
     if facts[0] > 0 or not slot.has_reduced:
         requested = [other is slot for other in model.slots]
@@ -113,6 +115,7 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
         ModelError: a state exists per shard (e.g. the scales of 8-bit states) and cannot be assembled.
     """
     place = _finished(parameter)
+    _require_states(place)
     with place.model.masters.resident([place.unit], among=_ranks_with_parameter(place)):
         kept = _coded(place)
         local = [(start, _checked_state(kept, state, wanted)) for start, _, state in _state(place)]
@@ -231,6 +234,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
             fragments of it. Any other tensor (e.g. a step count) is stored unchanged.
     """
     place = _finished(parameter)
+    _require_states(place)
     shape, on, update = place.unit.shapes[place.index], _step_device(place), place.model.update
     chunks = place.model.masters.chunks_of(place.unit)
     if update is not None and chunks and value.shape == shape and key not in SCALAR_STATES:
@@ -258,6 +262,7 @@ def has_state_memory(parameter: nn.Parameter) -> bool:
 def keep_states(parameter: nn.Parameter, names: Collection[str]) -> None:
     """Drop the optimizer states of this rank's fragments of the parameter, except those in `names`. Collective."""
     place = _finished(parameter)
+    _require_states(place)
     kept = {*names, *(f"{key}_scale" for key in _coded(place) if key in names)}
     with place.model.masters.resident([place.unit], changes=True, among=_ranks_with_parameter(place)):
         for _, _, state in _state(place):
@@ -283,6 +288,7 @@ def local_param(parameter: nn.Parameter) -> torch.Tensor:
     """
     place = _updated(parameter)
     masters = place.model.masters
+    place.model.require_weights_on_device(place.unit, place.name)
     place.model.recapture_parameters()
     with masters.resident([place.unit], alone=True):
         fragments = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
@@ -308,6 +314,7 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     place.model.reducer.finish()
     if not slot.has_reduced or (slot.shard is None and slot.storage is None):
         return None
+    place.model.state_offloader.require_on_device(place.name, place.unit, "gradients")
     for piece in place.unit.pieces():
         if piece.index == place.index:
             return slot.read().narrow(0, piece.offset, piece.numel)
@@ -323,6 +330,7 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         ModelError: the state is neither a tensor nor numbers.
     """
     place = _updated(parameter)
+    _require_states(place)
     with place.model.masters.resident([place.unit], alone=True):
         kept = _coded(place)
         values = [value for _, _, state in _state(place) if (value := _read(kept, state, key)) is not None]
@@ -387,6 +395,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
         ModelError: `value` has another number of elements than the current state.
     """
     place = _updated(parameter)
+    _require_states(place)
     on = _step_device(place)
     with place.model.masters.resident([place.unit], changes=True, alone=True):
         states = [(stop - start, state) for start, stop, state in _state(place)]
@@ -428,6 +437,10 @@ def _finished(parameter: nn.Parameter) -> ParameterLocation:
     place.model.scheduler.sync(SyncPoint.STATE_READ, experts_only=is_expert_only(place))
     place.model.finish_update()
     return place
+
+
+def _require_states(place: ParameterLocation) -> None:
+    place.model.state_offloader.require_on_device(place.name, place.unit, "optimizer_states")
 
 
 def is_expert_only(place: ParameterLocation) -> bool:

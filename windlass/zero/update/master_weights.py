@@ -31,6 +31,19 @@ from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 _KEPT = 0.5  # fraction of the staging memory that must be free for new parameters to stay there until the next forward
 
 
+def _zero_padding(values: torch.Tensor, chunk: UpdateChunk) -> torch.Tensor:
+    """Set the elements of new memory `[chunk.numel]` that belong to no parameter to zero, and return it.
+
+    An update does not write them, but a codec of an all-gather scales its blocks by all elements of a shard.
+    """
+    end = 0
+    for piece in sorted(chunk.pieces(), key=lambda piece: piece.offset):
+        values[end : piece.offset].zero_()
+        end = piece.offset + piece.numel
+    values[end:].zero_()
+    return values
+
+
 @dataclass(frozen=True)
 class MasterWeightsCallbacks:
     """Callables of the model for the offload of master weights and states; see `StateOffloadCallbacks`."""
@@ -339,8 +352,8 @@ class MasterWeights:
         if not self._delayed and slot is not None and slot.tier is Tier.HOST and slot.tensor is not None:
             return slot.tensor[chunk.start : chunk.stop]
         if not self._delayed and slot is not None and slot.tier is Tier.NVME and self._staging is not None:
-            return self._staging.acquire(chunk.numel, chunk.unit.dtype)
-        return empty_host_tensor(chunk.numel, chunk.unit.dtype, pin=self._pin)
+            return _zero_padding(self._staging.acquire(chunk.numel, chunk.unit.dtype), chunk)
+        return _zero_padding(empty_host_tensor(chunk.numel, chunk.unit.dtype, pin=self._pin), chunk)
 
     def drop_lowered_params(self, chunk: UpdateChunk) -> None:
         """Drop new parameters in the param_dtype that a failed step has left."""

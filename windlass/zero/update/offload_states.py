@@ -54,11 +54,29 @@ class StateOffloader:
         self._units, self._slots, self._masters = units, slots, masters
         self._device, self._ledger = device, ledger
         self._offloaded: list[_OffloadedTensors] = []
+        self._kinds: frozenset[str] = frozenset()  # kinds of the last `offload`, equal on all ranks that called alike
 
     @property
     def has_offloaded(self) -> bool:
         """True if states are offloaded now."""
         return bool(self._offloaded)
+
+    def require_on_device(self, name: str, unit: Unit, *kinds: str) -> None:
+        """Check that the values of these kinds of a unit are not offloaded, before they are read or set.
+
+        Depends on the unit and on the offloaded kinds alone, so that ranks which offloaded alike raise together.
+
+        Args:
+            name: parameter that is read or set, for the message.
+
+        Raises:
+            ModelError: values of one of these kinds are offloaded.
+        """
+        for kind in kinds:
+            if kind in self._kinds and self._can_move(kind, unit):
+                raise ModelError(
+                    f"the {kind.replace('_', ' ')} of {name!r} are offloaded; call engine.reload_states() first"
+                )
 
     def offload(self, kinds: Iterable[str], *, pin: bool) -> int:
         """Move the device tensors of these kinds to host memory until `reload`.
@@ -79,8 +97,9 @@ class StateOffloader:
             raise ModelError("offload_states: states are offloaded already; call engine.reload_states() first")
         if not device_has_own_memory(self._device):
             return 0
+        self._kinds = frozenset(kinds)
         transfers: list[Pending] = []
-        for holder, tensors in [found for kind in kinds for found in self._of(kind)]:
+        for holder, tensors in [found for kind in KINDS if kind in self._kinds for found in self._of(kind)]:
             copies = [empty_host_tensor(tensor.numel(), tensor.dtype, pin=pin) for tensor in tensors]
             flat = [tensor.reshape(-1) for tensor in tensors]
             transfers += [copy_to_host(copy, one) for copy, one in zip(copies, flat, strict=True)]
@@ -109,7 +128,17 @@ class StateOffloader:
                 transfers.append(copy_to_device(tensor.view(-1), copy))
         for pending in transfers:
             pending.wait()
-        self._offloaded = []
+        self._offloaded, self._kinds = [], frozenset()
+
+    def _can_move(self, kind: str, unit: Unit) -> bool:
+        """Return True if `offload` moves values of this kind of the unit, on any rank that has some."""
+        if kind == "parameters":
+            slot = unit.shard_slot
+            return slot is not None and slot.tensor is not None and slot.tier is Tier.DEVICE
+        if kind == "gradients":
+            return any(slot.unit is unit and slot.buffer is None for slot in self._slots)
+        trains = bool(self._masters.chunks_of(unit)) and unit.state_tier is Tier.DEVICE
+        return trains and (kind == "optimizer_states" or self._masters.full_span(unit) is not None)
 
     def _of(self, kind: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Yield the tensors of `kind` whose device memory can be freed, with their names in the memory ledger."""
