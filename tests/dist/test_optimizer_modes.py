@@ -51,6 +51,22 @@ class ScheduleFree(torch.optim.Optimizer):
                         p.lerp_(self.state[p]["z"], weight(group["beta"]))
 
 
+class CallsItself(ScheduleFree):
+    """Optimizer whose methods call each other, and take an argument."""
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        """Set the mode."""
+        super().train() if mode else super().eval()
+
+    def eval(self) -> None:
+        """Set the other mode."""
+        self.train(False)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.train(True)
+        super().step(closure)
+
+
 class Swapping(ScheduleFree):
     """Optimizer that stores the averages of its weights, and swaps them with the weights."""
 
@@ -140,7 +156,7 @@ def run(kind: type[ScheduleFree], stage: int, tier: str, inner: bool, folder: st
 
 @pytest.mark.parametrize("inner", [False, True], ids=["engine's", "own"])
 @pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (1, "none"), (2, "cpu"), (2, "nvme"), (3, "none")])
-@pytest.mark.parametrize("kind", [ScheduleFree, Swapping])
+@pytest.mark.parametrize("kind", [ScheduleFree, CallsItself, Swapping])
 def test_evaluations_and_training_equal_plain_torch(
     kind: type[ScheduleFree], stage: int, tier: str, inner: bool, tmp_path: Any
 ) -> None:

@@ -116,5 +116,7 @@ class TorchFileWriter:
 
 def _bytes(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
     for part in parts:
-        here = part.detach().to(device="cpu", dtype=dtype).contiguous()  # keeps the bytes alive while they are written
+        # A conjugated or negated view has the memory of the other values.
+        plain = part.detach().resolve_conj().resolve_neg()
+        here = plain.to(device="cpu", dtype=dtype).contiguous()  # keeps the bytes alive while they are written
         yield tensor_bytes(here)

@@ -101,7 +101,7 @@ def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) 
 def _is_own_attribute(wrapped: Any, name: str) -> bool:
     """Return True if an optimizer has the public attribute `name`, and neither torch's class nor the wrapper has it."""
     taken = name.startswith("_") or name in _TORCH_ATTRIBUTES or hasattr(ShardedOptimizer, name)
-    return wrapped is not None and name in vars(wrapped) and not taken
+    return wrapped is not None and not taken and (name in vars(wrapped) or hasattr(type(wrapped), name))
 
 
 class _OptimizerKindMeta(type):

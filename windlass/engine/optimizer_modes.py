@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,20 +26,23 @@ def modes_of(optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], None]]:
     """
     if not all(callable(getattr(type(optimizer), name, None)) for name in ("train", "eval")):
         return {}
-    return {"train": lambda: call_mode(optimizer, "train"), "eval": lambda: call_mode(optimizer, "eval")}
+    return {name: partial(call_mode, optimizer, name) for name in ("train", "eval")}
 
 
 @torch.no_grad()
-def call_mode(optimizer: torch.optim.Optimizer, name: str) -> None:
+def call_mode(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> None:
     """Call the method `name` of the optimizer's class for one full parameter with its full states after the other.
     Collective.
 
-    Parameters without states are left out, and all are if the method changes no option of a group and no attribute of
-    the optimizer: the mode is set already.
+    Parameters without states are left out. So are all parameters if the method, called without any, replaces no option
+    of a group and no attribute of the optimizer: the mode is set already.
+
+    Args:
+        args, kwargs: arguments of the method.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(parameter_registry.find(parameter) is not None for parameter in parameters):
-        getattr(type(optimizer), name)(optimizer)  # the engine was destroyed
+        getattr(type(optimizer), name)(optimizer, *args, **kwargs)  # the engine was destroyed
         return
     options = [_without_parameters(group) for group in optimizer.param_groups]
 
@@ -46,7 +50,7 @@ def call_mode(optimizer: torch.optim.Optimizer, name: str) -> None:
         inner = clone_optimizer(optimizer)
         inner.param_groups = [{**one, "params": [*tensors] if n == number else []} for n, one in enumerate(options)]
         inner.state = defaultdict(dict, {key: state for key, state in tensors.items()})
-        getattr(type(inner), name)(inner)
+        getattr(type(inner), name)(inner, *args, **kwargs)
         return inner
 
     called = call(0, {})
@@ -74,7 +78,9 @@ def call_mode(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 # Attributes of an optimizer that differ between the user's optimizer and its clone.
-_NOT_SHARED = frozenset({"state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "step"})
+_NOT_SHARED = frozenset(
+    "state param_groups step train eval _optimizer_step_pre_hooks _optimizer_step_post_hooks".split()  # noqa: SIM905
+)
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,10 @@ from windlass.base.tensor_tree import iterate_tensors
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
 from windlass.parallel.pipeline.pipeline_action import RankActions
+from windlass.parallel.pipeline.pipeline_stages import PipelineStages
 from windlass.parallel.pipeline.planned_transfers import PlannedTransfers
 from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, ScheduleFailed, execute_schedule
+from windlass.parallel.pipeline.staged_model import StagedModel
 from windlass.plan.heap_model import BLOCK_ENDED
 
 _BELOW = {getattr(getattr(torch.ops.aten, name), kind) for name in ("lt", "le") for kind in ("Scalar", "Tensor")}
@@ -295,7 +297,7 @@ def trace_pipeline(
             passed = torch.empty(shape, dtype=dtype, requires_grad=True)
             transfers = PlannedTransfers(step.axis, torch.device("cpu"), passed)
             del passed
-            batches = [_stage_batch(make_batch()) for _ in range(step.micro_batches)]
+            batches = [_stage_batch(stages, make_batch()) for _ in range(step.micro_batches)]
             recorder.trace.inputs = sum(t.numel() * t.element_size() for t in iterate_tensors(batches))
             callbacks = ExecutorCallbacks(call_module=call_module, run_backward=run_backward)
             execute_schedule(step.actions, stages, transfers, batches, callbacks)
@@ -308,10 +310,13 @@ def trace_pipeline(
     return recorder.trace
 
 
-def _stage_batch(made: Any) -> Any:
-    """Return a batch in a form that the stages of a pipeline take: keyword arguments, or positional ones if there are
-    no others."""
-    return made.kwargs or made.args if isinstance(made, ForwardArguments) else made
+def _stage_batch(stages: PipelineStages, made: Any) -> Any:
+    """Return a batch in a form that the stages of a pipeline take."""
+    if not isinstance(made, ForwardArguments):
+        return made
+    if made.kwargs and isinstance(stages, StagedModel):
+        return {**stages.named_arguments(made.args), **made.kwargs}
+    return made.kwargs or made.args
 
 
 def _untraceable(model: nn.Module, meta_model: nn.Module, error: Exception) -> ModelError:

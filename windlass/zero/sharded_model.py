@@ -1084,10 +1084,14 @@ def _raised(error: Exception) -> Iterator[list[UpdateChunk]]:
 def _mark_updated(units: list[Unit]) -> None:
     """Reshard `units` because their unsharded values are outdated. A unit in use is all-gathered again at once.
 
-    A unit in shared memory is resharded too: its next use has to wait until all peers have written their shards.
+    An unsharded unit in shared memory stays so, once all peers have written their shards.
     """
     for unit in units:
-        if unit.reshards and unit.shard_state is not ShardState.SHARDED:
+        if unit.shard_state is ShardState.SHARDED:
+            continue
+        if unit.reshards and not unit.frees_memory:
+            unit.wait_for_peers()
+        elif unit.frees_memory:
             unit.reshard(stale=True)
             if unit.users:
                 unit.wait_for_unshard()

@@ -31,6 +31,7 @@ def test_torch_load_reads_the_written_file(mmap: bool, tmp_path: Path) -> None:
         "twice": (planned, planned),
         "number": torch.tensor(2.5),
         "empty": torch.empty(0, 7),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
         "kinds": [torch.ones(3).to(dtype) for dtype in DTYPES],
     }
     write_torch_file(path, value)
@@ -42,6 +43,7 @@ def test_torch_load_reads_the_written_file(mmap: bool, tmp_path: Path) -> None:
     assert result["twice"][0] is result["twice"][1]
     assert result["twice"][0].tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
     assert result["number"].item() == 2.5 and result["empty"].shape == (0, 7)
+    assert result["conjugate"].tolist() == [1 - 2j]
     for item, dtype in zip(result["kinds"], DTYPES, strict=True):
         assert item.dtype == dtype and item.tolist() == [1, 1, 1]
     with zipfile.ZipFile(path) as archive:

@@ -180,6 +180,7 @@ def set_part_param(parameter: nn.Parameter, value: torch.Tensor, *, keeps_unchan
     """
     place = require(parameter)
     _check_shape(place, value)
+    _require_weights(place)
     flat = value.detach().reshape(-1)
     if keeps_unchanged and not place.unit.reshards:
         # In-place changes may exist on one rank alone, and would otherwise be copied to the master weights there.
@@ -359,6 +360,7 @@ def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """
     place = require(parameter)
     masters = place.model.masters
+    _require_weights(place)
     with place.model.editing_parameters([place.unit], experts_only=is_expert_only(place)):
         fragments = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
         _check_piece(place, sum(piece.numel() for piece in fragments), value)
@@ -437,6 +439,10 @@ def _finished(parameter: nn.Parameter) -> ParameterLocation:
     place.model.scheduler.sync(SyncPoint.STATE_READ, experts_only=is_expert_only(place))
     place.model.finish_update()
     return place
+
+
+def _require_weights(place: ParameterLocation) -> None:
+    place.model.state_offloader.require_on_device(place.name, place.unit, "parameters", "master_weights")
 
 
 def _require_states(place: ParameterLocation) -> None:

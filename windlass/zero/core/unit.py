@@ -325,6 +325,13 @@ class Unit:
         self._pending = DONE
         self.point()
 
+    def wait_for_peers(self) -> None:
+        """Wait until all peers have published their shards of a shared buffer. The parameters are unsharded."""
+        self.join_unshard()
+        with WaitScope("gather", self.names):
+            self._pending.wait()
+        self._pending = DONE
+
     def reshard(self, *, stale: bool = False) -> None:
         """Reshard: mark the parameters as sharded, and free the memory of `full` if `frees_memory`.
 

@@ -71,7 +71,9 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same class with the same attributes, but without states, groups and step hooks."""
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)  # a scheduler may have wrapped it, and the wrapper steps the original optimizer
+    # A scheduler may have wrapped `step`, and `modes_of` replaces the others: they call the original optimizer.
+    for name in ("step", "train", "eval"):
+        clone.__dict__.pop(name, None)
     # The hooks run once a step with the original optimizer, see `OptimizerStepSession`.
     clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     clone.state = defaultdict(dict)

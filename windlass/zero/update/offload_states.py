@@ -134,9 +134,10 @@ class StateOffloader:
         """Return True if `offload` moves values of this kind of the unit, on any rank that has some."""
         if kind == "parameters":
             slot = unit.shard_slot
-            return slot is not None and slot.tensor is not None and slot.tier is Tier.DEVICE
+            on_device = slot is not None and slot.tensor is not None and slot.tier is Tier.DEVICE
+            return on_device and unit.dtype.is_floating_point
         if kind == "gradients":
-            return any(slot.unit is unit and slot.buffer is None for slot in self._slots)
+            return any(slot.unit is unit and slot.buffer is None and slot.storage is None for slot in self._slots)
         trains = bool(self._masters.chunks_of(unit)) and unit.state_tier is Tier.DEVICE
         return trains and (kind == "optimizer_states" or self._masters.full_span(unit) is not None)
 

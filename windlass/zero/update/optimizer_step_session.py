@@ -15,7 +15,7 @@ from windlass.comm.rank_group import RankGroup
 # Attributes of an optimizer that are not copied between the user's optimizer and the inner optimizer.
 _NOT_SHARED = frozenset(
     """
-    state param_groups step _optimizer_step_pre_hooks _optimizer_step_post_hooks
+    state param_groups step train eval _optimizer_step_pre_hooks _optimizer_step_post_hooks
     grad_scale found_inf low_precision_copies page_sums
     """.split()  # noqa: SIM905
 )
