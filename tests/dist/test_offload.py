@@ -337,6 +337,34 @@ def test_offloaded_values_are_neither_read_nor_set(stage: int, precision: Litera
         assert not wrong
 
 
+def read_gradient_of_host() -> tuple[float, float]:
+    """Return the norm of a gradient in host memory before and after `offload_states`."""
+    from windlass import zero
+
+    subject = specimen("mlp")
+    recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
+    engine = start(subject, ds_config(recipe, Setting(stage=2, zero=offload_to("cpu", "none", ""))))
+    subject.train(engine, cast(subject.batch(Place(0, 0, 0)), recipe.dtype), engine.backward)
+    weight = list(engine.module.parameters())[1]
+
+    def norm() -> float:
+        gradient = zero.full_grad(weight)
+        assert gradient is not None
+        return float(gradient.norm())
+
+    before = norm()
+    engine.offload_states()
+    after = norm()
+    engine.reload_states()
+    engine.destroy()
+    return before, after
+
+
+def test_gradients_that_were_offloaded_before_stay_readable() -> None:
+    for before, after in run_ranks(read_gradient_of_host, 2, env=EMULATED, transport="gloo"):
+        assert before == after > 0
+
+
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
     """Return the disk traffic of a bf16 step, in bytes per local element, with and without memory for new parameters.
 
