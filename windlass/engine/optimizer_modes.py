@@ -16,9 +16,10 @@ from windlass.zero import parameter_registry
 from windlass.zero.access.full_values import full_param, full_states, set_full_param, set_full_state
 from windlass.zero.access.shard_values import set_plain_state
 from windlass.zero.update.elementwise_update import clone_optimizer
+from windlass.zero.update.optimizer_step_session import NOT_SHARED
 
 
-def modes_of(optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], None]]:
+def modes_of(optimizer: torch.optim.Optimizer) -> dict[str, Callable[..., None]]:
     """Return replacements of the methods `train` and `eval` by name; empty if the optimizer's class lacks one.
 
     The states of a sharded optimizer are not in `optimizer.state`. So the methods of its class would change the weights
@@ -46,16 +47,16 @@ def call_mode(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs:
         return
     options = [_without_parameters(group) for group in optimizer.param_groups]
 
-    def call(number: int, tensors: dict[nn.Parameter, dict[str, Any]]) -> torch.optim.Optimizer:
+    def call(number: int, tensors: dict[torch.Tensor, dict[str, Any]]) -> torch.optim.Optimizer:
         inner = clone_optimizer(optimizer)
         inner.param_groups = [{**one, "params": [*tensors] if n == number else []} for n, one in enumerate(options)]
-        inner.state = defaultdict(dict, {key: state for key, state in tensors.items()})
+        inner.state = defaultdict(dict, tensors)
         getattr(type(inner), name)(inner, *args, **kwargs)
         return inner
 
     called = call(0, {})
     new_options = [_without_parameters(group) for group in called.param_groups]
-    new_attributes = {key: value for key, value in called.__dict__.items() if key not in _NOT_SHARED}
+    new_attributes = {key: value for key, value in called.__dict__.items() if key not in NOT_SHARED}
     pairs = zip([*new_options, new_attributes], [*options, optimizer.__dict__], strict=True)
     if all(value is old.get(key) for new, old in pairs for key, value in new.items()):
         return
@@ -75,12 +76,6 @@ def call_mode(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs:
     for group, new in zip(optimizer.param_groups, new_options, strict=True):
         group.update(new)
     optimizer.__dict__.update(new_attributes)
-
-
-# Attributes of an optimizer that differ between the user's optimizer and its clone.
-_NOT_SHARED = frozenset(
-    "state param_groups step train eval _optimizer_step_pre_hooks _optimizer_step_post_hooks".split()  # noqa: SIM905
-)
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -1089,12 +1089,12 @@ def _mark_updated(units: list[Unit]) -> None:
     for unit in units:
         if unit.shard_state is ShardState.SHARDED:
             continue
-        if unit.reshards and not unit.frees_memory:
-            unit.wait_for_peers()
-        elif unit.frees_memory:
+        if unit.frees_memory:
             unit.reshard(stale=True)
             if unit.users:
                 unit.wait_for_unshard()
+        elif unit.reshards:
+            unit.wait_for_peers()
 
 
 def _wait(written: list[Pending]) -> None:

@@ -13,7 +13,7 @@ from windlass.base.trace_ranges import traced
 from windlass.comm.rank_group import RankGroup
 
 # Attributes of an optimizer that are not copied between the user's optimizer and the inner optimizer.
-_NOT_SHARED = frozenset(
+NOT_SHARED = frozenset(
     """
     state param_groups step train eval _optimizer_step_pre_hooks _optimizer_step_post_hooks
     grad_scale found_inf low_precision_copies page_sums
@@ -46,7 +46,7 @@ class OptimizerStepSession:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._options = [_without(group, ("params",)) for group in optimizer.param_groups]
-        self._own = _without(optimizer.__dict__, _NOT_SHARED)
+        self._own = _without(optimizer.__dict__, NOT_SHARED)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
         # Plain values (int, float, str) after the first part that had parameters, and the keys whose values a part
@@ -77,7 +77,7 @@ class OptimizerStepSession:
             inner.step()
         for new, options, group in zip(self._new_options, self._options, inner.param_groups, strict=True):
             new.update(_changed(_without(group, ("params",)), options))
-        attributes = _without(inner.__dict__, _NOT_SHARED) if shares_attributes else {}
+        attributes = _without(inner.__dict__, NOT_SHARED) if shares_attributes else {}
         self._new.update(_changed(attributes, own))
         self._compare_values(tensors, [*self._options, own], [*inner.param_groups, attributes])
         for stepped in tensors.values():
