@@ -33,7 +33,7 @@ from windlass.kernels.packed_gemm import (
     panel_rows,
 )
 from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
-from windlass.kernels.panel_memory import share_parameters
+from windlass.kernels.panel_memory import joined_panels, share_parameters
 from windlass.kernels.weight_format import JoinableFormat, WeightFormat, get_weight_format
 from windlass.parallel.placement import get_placement, has_placement, set_placement
 
@@ -211,12 +211,15 @@ def pack_modules(
     found = find_groups(model, probe, weight_format)
     for parameter in model.parameters():
         drop_pages(parameter)  # the probe has read these pages
-    for modules in found:
-        group = pack_group(modules, weight_format, activations)
-        groups.append(group)
-        if frees_weights:
-            tables += _share_panels(model, group)
-            free_weights(modules)
+    # Weights that the layers keep are packed again when they change, one after the other: joined panels would stay in
+    # memory until the last of a chunk is packed.
+    with joined_panels() if frees_weights else nullcontext():
+        for modules in found:
+            group = pack_group(modules, weight_format, activations)
+            groups.append(group)
+            if frees_weights:
+                tables += _share_panels(model, group)
+                free_weights(modules)
     packed = PackedModules(
         groups, permanent=frees_weights, tables=tables, weight_format=weight_format, activations=activations
     )

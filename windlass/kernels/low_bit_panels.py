@@ -20,7 +20,7 @@ from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat
 from windlass.kernels.grouped_formats import RangeWeightFormat, unpack_codes
 from windlass.kernels.inference_path import tensor_address
 from windlass.kernels.packed_tensors import PackedWeight
-from windlass.kernels.panel_memory import take_panels
+from windlass.kernels.panel_memory import place_panels, take_panels
 
 LowBitFormat = CodedWeightFormat | Float8WeightFormat | RangeWeightFormat
 
@@ -63,22 +63,20 @@ class LowBitPanels:
 
         self._panels = take_panels(module.panel_bytes(code, out_features, in_features), fill)
         self._scales = self._group_scales = self._zeros = self._wide_scales = self._shifts = None
+        # native code decodes a bit as 0 or 2, subtracts 1, and multiplies by half the scale
+        divisor = 2 if code == 1 else 1
         group, zero = (_ROW_GROUP, 0.0) if coded is None else (coded.group or _ROW_GROUP, coded.zero)
         if ranges is not None:
             group, (self._wide_scales, self._shifts) = min(ranges.group, _ROW_GROUP), _range_panels(ranges, tensors)
         elif coded is None or coded.group is None:
-            self._scales = tensors["weight_scale"].to(torch.float32).flatten().contiguous()
+            self._scales = tensors["weight_scale"].to(torch.float32).flatten() / divisor
         else:
-            self._group_scales = _in_panels(tensors["weight_scale"])
+            self._group_scales = _in_panels(tensors["weight_scale"] / divisor)
         zeros = None if coded is None else coded.unpack_zeros(tensors)
         if coded is not None and zeros is not None:
             self._zeros = _in_panels(zeros.expand(-1, -(-in_features // group)) if coded.group is None else zeros)
-        if code == 1:  # native code decodes a bit as 0 or 2, subtracts 1, and multiplies by half the scale
+        if code == 1:
             zero = 1.0
-            if self._scales is not None:
-                self._scales /= 2
-            if self._group_scales is not None:
-                self._group_scales /= 2
         self._weight = (code, self._panels.data_ptr(), out_features, in_features, group)
         groups = (_address(self._group_scales), _address(self._zeros), int(zero))
         self._more = (*groups, _address(self._wide_scales), _address(self._shifts), _address(self._scales))
@@ -147,11 +145,11 @@ def _range_panels(form: RangeWeightFormat, tensors: PackedWeight) -> tuple[torch
 
 
 def _in_panels(values: torch.Tensor) -> torch.Tensor:
-    """Return `[outputs, groups]` as `[panels, groups, 16]`, with zeros after the last output."""
+    """Return `[outputs, groups]` as `[panels, groups, 16]` in the memory of panels; outputs after the last are 0."""
     outputs, groups = values.shape
     padded = values.new_zeros(-(-outputs // _PANEL) * _PANEL, groups)
     padded[:outputs] = values
-    return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
+    return place_panels(padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous())
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -1,5 +1,8 @@
 """Memory of packed weights: private on huge pages, or shared by the processes that serve one model.
 
+[Note: joined panels] Many panels are smaller than a huge page, and would be on small pages if each had memory of its
+own. The panels of one model follow one another in chunks instead, in the order of packing, in which a step reads them.
+
 [Note: shared weights] Replicas pack the same weights in the same order. The process that starts them creates a file
 without a name and passes its descriptor to them; the first replica packs into the file, and the others map the same
 pages. The file begins with the number of bytes that are filled. Regions follow one another in the order of packing, so
@@ -18,9 +21,11 @@ from functools import partial
 
 import torch
 
-from windlass.kernels.huge_pages import empty_on_huge_pages
+from windlass.kernels.huge_pages import HUGE_PAGE, empty_on_huge_pages
 
 _PAGE = 4096
+_LINE = 64  # bytes of a cache line, to which panels are aligned
+_CHUNK_BYTES = 64 << 20
 
 
 class SharedWeights:
@@ -62,17 +67,61 @@ class SharedWeights:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-_active: contextvars.ContextVar[SharedWeights | None] = contextvars.ContextVar("shared_weights", default=None)
+class PanelChunks:
+    """Private memory for the panels of one model, see [Note: joined panels].
+
+    A chunk is freed when no panel in it is referenced any more.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)  # of the current chunk
+
+    def take(self, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Return the next `nbytes` bytes, filled by `fill`."""
+        size = -(-nbytes // _LINE) * _LINE
+        if size > self._rest.numel():  # pages of the rest that were never written take no memory
+            chunk = max(_CHUNK_BYTES, -(-size // HUGE_PAGE) * HUGE_PAGE)
+            self._rest = empty_on_huge_pages((chunk,), torch.uint8)
+        panels, self._rest = self._rest[:nbytes], self._rest[size:]
+        fill(panels)
+        return panels
+
+
+_active: contextvars.ContextVar[SharedWeights | PanelChunks | None] = contextvars.ContextVar(
+    "panel_memory", default=None
+)
+
+
+@contextlib.contextmanager
+def joined_panels() -> Iterator[None]:
+    """Inside the `with` block, let packed weights follow one another in memory, see [Note: joined panels].
+
+    They do so already where processes share the weights.
+    """
+    if _active.get() is not None:
+        yield
+        return
+    token = _active.set(PanelChunks())
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 def take_panels(nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
     """Return uint8 `[nbytes]` for a packed weight, filled by `fill` unless another process has filled it."""
-    shared = _active.get()
-    if shared is not None and nbytes:
-        return shared.take(nbytes, fill)
+    memory = _active.get()
+    if memory is not None and nbytes:
+        return memory.take(nbytes, fill)
     panels = empty_on_huge_pages((nbytes,), torch.uint8)
     fill(panels)
     return panels
+
+
+def place_panels(values: torch.Tensor) -> torch.Tensor:
+    """Copy a contiguous tensor that belongs to a packed weight, such as its scales, to the memory of panels."""
+    content = values.view(-1).view(torch.uint8)
+    return take_panels(content.numel(), partial(_copy, content)).view(values.dtype).view(values.shape)
 
 
 def share_parameters(parameters: Iterator[torch.nn.Parameter], at_least: int = 1 << 20) -> None:
@@ -83,7 +132,7 @@ def share_parameters(parameters: Iterator[torch.nn.Parameter], at_least: int = 1
     leaves it True.
     """
     shared = _active.get()
-    if shared is None:
+    if not isinstance(shared, SharedWeights):
         return
     for parameter in parameters:
         if parameter.device.type == "cpu" and parameter.nbytes >= at_least and parameter.is_contiguous():

@@ -1,4 +1,4 @@
-"""Tests of packed weights that processes share."""
+"""Tests of the memory of packed weights: joined in one process, shared by several."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from windlass.base.shared_weights_file import (
     shared_descriptors,
     shared_weights_environment,
 )
+from windlass.kernels.huge_pages import HUGE_PAGE
 from windlass.kernels.packed_gemm import pack_weight, packed_linear
-from windlass.kernels.panel_memory import SharedWeights, share_parameters, take_panels
+from windlass.kernels.panel_memory import SharedWeights, joined_panels, share_parameters, take_panels
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files without a name are Linux's")
 
@@ -77,4 +78,40 @@ def test_shared_weights_give_the_same_bits(form: str) -> None:
             share_parameters(table.parameters(), at_least=1000)
         assert torch.equal(packed_linear(x, panels), expected)
         assert torch.equal(table.weight, before)
+    os.close(file)
+
+
+def test_joined_panels_follow_one_another() -> None:
+    large = 65 << 20  # more than the rest of the chunk
+    with joined_panels():
+        first, second = (
+            take_panels(5000, lambda target: target.fill_(7)),
+            take_panels(300, lambda target: target.fill_(9)),
+        )
+        third = take_panels(large, lambda target: target[:: 1 << 20].fill_(5))
+    other = take_panels(300, lambda target: target.fill_(1))
+    assert second.data_ptr() - first.data_ptr() == 5056  # whole cache lines
+    assert first.data_ptr() % HUGE_PAGE == third.data_ptr() % HUGE_PAGE == 0
+    assert (
+        third.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    )
+    assert first.eq(7).all() and second.eq(9).all() and third[:: 1 << 20].eq(5).all() and other.numel() == 300
+    with joined_panels():  # memory of its own
+        assert take_panels(300, lambda target: target.fill_(2)).eq(2).all() and second.eq(9).all()
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8", "int8_g32", "int4_g128_zp", "int3_g128", "ternary", "binary_g128"])
+def test_joined_and_shared_weights_give_the_same_bits(form: str) -> None:
+    weights, x = [torch.randn(96, 256), torch.randn(40, 256)], torch.randn(5, 256)
+    expected = [packed_linear(x, pack_weight(weight, form)) for weight in weights]
+    file = create_shared_weights()
+    assert file is not None
+    with joined_panels():
+        joined = [pack_weight(weight, form) for weight in weights]
+    for _ in range(2):
+        with SharedWeights(file).active(), joined_panels():
+            shared = [pack_weight(weight, form) for weight in weights]
+        for panels in (joined, shared):
+            for one, result in zip(panels, expected, strict=True):
+                assert torch.equal(packed_linear(x, one), result)
     os.close(file)
