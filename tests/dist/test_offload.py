@@ -281,6 +281,9 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
     weight, moment = zero.full_param(parameter).detach(), zero.full_state(parameter, "exp_avg")
     assert moment is not None
 
+    saved = engine.optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 7.0
+
     def gather(rank: int | None) -> None:
         with zero.GatheredParameters([parameter], modifier_rank=rank), torch.no_grad():
             assert bool(parameter.isfinite().all())
@@ -291,6 +294,7 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
         "set_full_state": lambda: zero.set_full_state(parameter, "exp_avg", moment * 2),
         "set_local_state": lambda: zero.set_local_state(parameter, "exp_avg", moment * 2),
         "state_dict": engine.optimizer.state_dict,
+        "load_state_dict": lambda: engine.optimizer.load_state_dict(saved),
     }
     weights: dict[str, Callable[[], Any]] = {
         "full_param": lambda: zero.full_param(parameter),
@@ -309,7 +313,7 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
     ]
     wrong = []
     calls = {**states, **weights, "GatheredParameters": lambda: gather(None)}
-    changing = {"set_full_state", "set_local_state", "set_full_param", "update", "modifier_rank"}
+    changing = {"set_full_state", "set_local_state", "load_state_dict", "set_full_param", "update", "modifier_rank"}
     for kinds, refused in plans:
         engine.offload_states(include=kinds)
         for name, call in calls.items():
@@ -322,6 +326,8 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
             elif name not in changing:
                 call()  # what is on the device still works
         engine.reload_states()
+    if engine.optimizer.param_groups[0]["lr"] == 7.0:
+        wrong.append("the groups changed")
     if not torch.equal(weight, zero.full_param(parameter)):
         wrong.append("the weight changed")
     if not torch.equal(moment, zero.full_state(parameter, "exp_avg")):
