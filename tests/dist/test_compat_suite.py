@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import logging
 import math
+import pickle
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -661,6 +665,58 @@ def _members_of_the_scripts_class() -> None:
 def test_stage_0_optimizer_has_the_members_of_the_scripts_class() -> None:
     """At stage 0 in fp32 DeepSpeed returns the script's own object, with its methods and attributes."""
     run_ranks(_members_of_the_scripts_class, 1)
+
+
+_COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": lambda value: _saved_and_loaded(value),
+}
+
+
+def _saved_and_loaded(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def _copied_optimizer(offload: str) -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.optimizers.fused_optimizers import FusedAdam
+
+    x = torch.ones(2, 6)
+    rules: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adafactor": torch.optim.Adafactor, "named": None}
+    for name, rule in rules.items():
+        model, section = _net(), {"stage": 0, "offload_optimizer": {"device": offload}}
+        config = _config(0, gradient_clipping=0.0, zero_optimization=section, zero_force_ds_cpu_optimizer=False)
+        own = rule(model.parameters(), lr=0.1) if rule is not None else None
+        if own is not None:
+            del config["optimizer"]
+        engine, optimizer, _, _ = initialize(model=model, optimizer=own, config=config)
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        shallow = copy.copy(optimizer)
+        assert shallow.param_groups is optimizer.param_groups
+        made = [make(optimizer) for make in _COPIES.values()] if engine.global_rank == 0 else []
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        for copied in made:
+            assert type(copied) is type(shallow) is (rule or FusedAdam)
+            parameters = copied.param_groups[0]["params"]
+            names = [name for name, _ in model.named_parameters()]
+            output = torch.func.functional_call(_net(), dict(zip(names, parameters, strict=True)), (x,))
+            output.square().mean().backward()
+            copied.step()
+            torch.testing.assert_close(parameters, list(engine.module.parameters()))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_copies_of_the_stage_0_optimizer_are_plain_optimizers(offload: str) -> None:
+    """As in DeepSpeed, one rank may copy or pickle it alone; the copy steps as the engine does."""
+    run_ranks(_copied_optimizer, 2, offload, transport="gloo")
 
 
 class _Counted(nn.Linear):

@@ -27,6 +27,7 @@ from tests.dist.equivalence_runs import (
 )
 from tests.dist.harness import run_ranks
 from tests.dist.quick_rows import in_shares, share
+from tests.dist.test_hybrid_generation import PROMPT, training_engine
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 from windlass.base.device_memory import EmulatedDeviceMemory
@@ -280,6 +281,9 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
     weight, moment = zero.full_param(parameter).detach(), zero.full_state(parameter, "exp_avg")
     assert moment is not None
 
+    saved = engine.optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 7.0
+
     def gather(rank: int | None) -> None:
         with zero.GatheredParameters([parameter], modifier_rank=rank), torch.no_grad():
             assert bool(parameter.isfinite().all())
@@ -290,6 +294,7 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
         "set_full_state": lambda: zero.set_full_state(parameter, "exp_avg", moment * 2),
         "set_local_state": lambda: zero.set_local_state(parameter, "exp_avg", moment * 2),
         "state_dict": engine.optimizer.state_dict,
+        "load_state_dict": lambda: engine.optimizer.load_state_dict(saved),
     }
     weights: dict[str, Callable[[], Any]] = {
         "full_param": lambda: zero.full_param(parameter),
@@ -308,7 +313,7 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
     ]
     wrong = []
     calls = {**states, **weights, "GatheredParameters": lambda: gather(None)}
-    changing = {"set_full_state", "set_local_state", "set_full_param", "update", "modifier_rank"}
+    changing = {"set_full_state", "set_local_state", "load_state_dict", "set_full_param", "update", "modifier_rank"}
     for kinds, refused in plans:
         engine.offload_states(include=kinds)
         for name, call in calls.items():
@@ -321,6 +326,8 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
             elif name not in changing:
                 call()  # what is on the device still works
         engine.reload_states()
+    if engine.optimizer.param_groups[0]["lr"] == 7.0:
+        wrong.append("the groups changed")
     if not torch.equal(weight, zero.full_param(parameter)):
         wrong.append("the weight changed")
     if not torch.equal(moment, zero.full_state(parameter, "exp_avg")):
@@ -334,6 +341,70 @@ def read_while_parked(stage: int, precision: Literal["fp32", "bf16"]) -> list[st
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "bf16"), (1, "fp32"), (3, "fp32")])
 def test_offloaded_values_are_neither_read_nor_set(stage: int, precision: Literal["fp32", "bf16"]) -> None:
     for wrong in run_ranks(read_while_parked, 2, stage, precision, env=EMULATED, transport="gloo"):
+        assert not wrong
+
+
+def compute_while_parked(stage: int) -> list[str]:
+    """Compute with a model whose parameters or gradients are offloaded. Return the names of the calls that were not
+    refused although they need them, or returned other values.
+    """
+    engine = training_engine(stage, gradient_accumulation_steps=3, bf16={"enabled": True})
+    ids = torch.tensor([PROMPT])
+    parameter = next(engine.module.parameters())
+
+    def loss() -> torch.Tensor:
+        result: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+        return result
+
+    engine.backward(loss())
+    first = windlass.zero.full_grad(parameter)
+    assert first is not None
+    losses = [loss() for _ in range(3)]
+    calls: dict[str, Callable[[], Any]] = {
+        "module": lambda: engine.module(input_ids=ids).logits,
+        "inner module": lambda: engine.module.model(input_ids=ids).last_hidden_state,
+        "generate": lambda: engine.generate(ids, max_new_tokens=4, eos_token_id=None),
+        "generate of the module": lambda: engine.module.generate(ids, max_new_tokens=4, eos_token_id=None),
+    }
+    backwards: dict[str, Callable[[], Any]] = {
+        "engine.backward": lambda: engine.backward(losses[0]),
+        "loss.backward": lambda: losses[1].backward(),
+    }
+    with torch.no_grad():
+        expected = {name: call() for name, call in calls.items()}
+    wrong = []
+
+    def compare(name: str, call: Callable[[], Any], kind: str) -> None:
+        try:
+            with torch.set_grad_enabled(name in backwards):
+                value = call()
+            if kind or not torch.equal(value, expected[name]):
+                wrong.append(f"{name} with offloaded {kind}")
+        except ModelError as error:
+            if not kind or f"the {kind} of " not in str(error) or "call engine.reload_states() first" not in str(error):
+                wrong.append(f"{name}: {error}")
+
+    for kind in ("optimizer_states", "parameters", "gradients"):
+        engine.offload_states(include=[kind])
+        for name, call in calls.items():
+            compare(name, call, kind if kind == "parameters" and stage == 3 else "")
+        if kind == "gradients" or (kind == "parameters" and stage == 3):
+            for name, call in backwards.items():
+                compare(name, call, kind)
+        engine.reload_states()
+    for name, call in calls.items():
+        compare(name, call, "")
+    second = windlass.zero.full_grad(parameter)
+    if second is None or not torch.equal(first, second):
+        wrong.append("the gradient changed")
+    engine.backward(losses[2])
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloaded_values_are_not_computed_with(stage: int) -> None:
+    for wrong in run_ranks(compute_while_parked, 2, stage, env=EMULATED, transport="gloo", timeout=240):
         assert not wrong
 
 

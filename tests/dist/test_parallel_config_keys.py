@@ -110,11 +110,15 @@ def test_user_rules_shard_the_named_layers(more: dict[str, Any]) -> None:
             assert (shapes["blocks.0.third.weight"], shapes["blocks.0.fourth.weight"]) == ((10, 6), (6, 10))
 
 
-def initialize_stages(more: dict[str, str]) -> str:
-    """Return the error of `initialize` for two stages and a table with `more` entries; empty if it succeeds."""
+def initialize_stages(more: dict[str, str], *last: Any) -> str:
+    """Return the error of `initialize` for two stages and a table with `more` entries; empty if it succeeds.
+
+    Args:
+        last: class and arguments of the second stage's layer; a `Block` by default.
+    """
     import windlass
 
-    model = PipelineSequential([LayerSpec(Block), LayerSpec(Block)], num_stages=2)
+    model = PipelineSequential([LayerSpec(Block), LayerSpec(*(last or (Block,)))], num_stages=2)
     table = {r"\d\.first": "column", r"\d\.second": "row", **more}
     parallel = {"pp": 2, "tp": 2, "tensor_table": table}
     try:
@@ -133,6 +137,12 @@ def test_a_key_that_applies_to_no_stage_is_refused_on_all_ranks() -> None:
         assert r"the key '2\\.third', which matches no module" in text
     for text in run_ranks(initialize_stages, 4, {r"\d\.norm": "row"}):
         assert "which matches 0.norm, a LayerNorm, not a linear layer" in text
+
+
+def test_a_stage_that_cannot_be_divided_raises_on_all_ranks() -> None:
+    texts = run_ranks(initialize_stages, 4, {"1": "vocabulary"}, nn.Linear, 6, 1, timeout=120)
+    assert all("can't shard 1: 1 tokens are too few for 2 ranks" in text for text in texts)
+    assert ["raised on rank 2, whose pipeline stage has other" in text for text in texts] == [True, True, False, False]
 
 
 def along(parallel: dict[str, Any], axis: str) -> tuple[list[float], dict[str, int]]:

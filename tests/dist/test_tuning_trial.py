@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,45 @@ def test_a_trial_reports_the_batch_that_the_program_feeds_to_the_training(tmp_pa
     result = tmp_path / "result.json"
     run_ranks(train_after_an_evaluation, 2, env=TrialJob(str(result), {}, warmup=1, steps=1).environment())
     assert json.loads(result.read_text())["fed_shape"] == [2, 12], "all tokens, not only those of rank 0"
+
+
+def record_arguments(path: str, *_: Any, **__: Any) -> Callable[[int, tuple[Any, ...], dict[str, Any]], None]:
+    """Return a forecast that writes the arguments of the first forward."""
+
+    def record(micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes = {name: list(value.shape) for name, value in kwargs.items()}
+        Path(path).write_text(json.dumps([micro, len(args), shapes]))
+
+    return record
+
+
+def train_pipeline() -> None:
+    """Train on two pipeline stages until the trial ends."""
+    import windlass
+    from tests.causal_models import build, language
+    from windlass.engine import trial_run
+    from windlass.engine.initialize_observer import InitializeObserver, install_observer
+
+    with ExitStack() as stack:
+        stack.callback(install_observer, install_observer(InitializeObserver()))
+        stack.enter_context(mock.patch.object(trial_run, "exit_later"))
+        config = {**CONFIG, "zero_optimization": {"stage": 0}, "parallel": {"pp": 2}}
+        engine = windlass.initialize(model=build("llama"), config=config)[0]
+        try:
+            while True:
+                engine.train_batch(iter([language(1, samples=2, length=12)]))
+        except trial_run.TrialFinished:
+            engine.destroy()
+
+
+def test_the_forecast_of_a_pipeline_gets_the_labels_of_its_last_stage(tmp_path: Path) -> None:
+    names = {
+        "forecast": "tests.dist.test_tuning_trial:record_arguments",
+        "forecast_order": str(tmp_path / "order.json"),
+    }
+    job = TrialJob(str(tmp_path / "result.json"), {}, warmup=1, steps=1, **names)
+    run_ranks(train_pipeline, 2, env=job.environment())
+    assert json.loads(Path(names["forecast_order"]).read_text()) == [2, 0, {"input_ids": [2, 12], "labels": [2, 12]}]
 
 
 def test_another_value_of_the_variable_is_refused() -> None:

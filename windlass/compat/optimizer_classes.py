@@ -14,6 +14,10 @@ import torch
 from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLamb, FusedLion
 from windlass.config import Config
 from windlass.engine.sharded_optimizer import ShardedOptimizer
+from windlass.optim.elementwise_optimizers import SCALAR_STATES
+from windlass.zero import parameter_registry
+from windlass.zero.access.shard_values import local_state, local_state_names
+from windlass.zero.update.elementwise_update import clone_optimizer
 
 KIND_ATTRIBUTE = "deepspeed_kind"
 """Name of the attribute that holds an optimizer's kind."""
@@ -52,6 +56,7 @@ class BasicOptimizer(ShardedOptimizer):
     Its `__class__` is the class of that object, or DeepSpeed's class for an optimizer that the configuration names. It
     compares equal to the wrapped optimizer, but behaves as a `ShardedOptimizer`. Methods and attributes that only the
     class of the wrapped optimizer has are those of the wrapped optimizer, so that a value that a script sets is used.
+    Its copies and pickles are plain optimizers of that class, with the states.
     """
 
     passes_for: type[torch.optim.Optimizer]
@@ -79,6 +84,21 @@ class BasicOptimizer(ShardedOptimizer):
     def __hash__(self) -> int:
         return hash(self.optimizer)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce a plain optimizer with copies of the states, of which every rank has all at stage 0. Not collective.
+
+        Raises:
+            ModelError: the states are offloaded, or a state is neither a tensor nor numbers.
+        """
+        plain = clone_optimizer(self.optimizer)
+        plain.__class__ = self.passes_for
+        plain.param_groups = self.param_groups
+        plain.state.update(self.optimizer.state)
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            if parameter_registry.find(parameter) is not None and (states := _copied_states(parameter)):
+                plain.state[parameter] = states
+        return plain.__reduce_ex__(protocol)
+
 
 def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) -> None:
     """Make an optimizer of stage 0 in fp32 an instance of the class that DeepSpeed would use.
@@ -96,6 +116,20 @@ def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) 
     for name, value in vars(optimizer.optimizer).items():
         if _is_own_attribute(optimizer.optimizer, name) and optimizer.__dict__.get(name) is value:
             del optimizer.__dict__[name]
+
+
+def _copied_states(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return copies of a parameter's optimizer states, as a plain torch optimizer keeps them."""
+    found = {}
+    for name in local_state_names(parameter):
+        value = local_state(parameter, name)
+        if value is not None and value.dim() and name not in SCALAR_STATES:
+            # A state with one value for each element is flat here.
+            shape = parameter.shape if value.numel() == parameter.numel() else value.shape
+            found[name] = value.detach().to(parameter.device, copy=True).view(shape)
+        elif value is not None:
+            found[name] = value.detach().clone()
+    return found
 
 
 def _is_own_attribute(wrapped: Any, name: str) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
 from windlass.base.collective_activity import WaitScope
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ConfigError, ModelError, WindlassError
 from windlass.base.log import logger
 from windlass.comm.mesh import Mesh
 from windlass.comm.point_to_point import as_bytes
@@ -27,6 +29,8 @@ from windlass.parallel.sequence.long_context import apply_long_context
 from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from windlass.parallel.tensor.tensor_table import find_unused_keys
 from windlass.zero.sharded_init import initial_shard
+
+_Result = TypeVar("_Result")
 
 AxisPartitioner = Callable[[nn.Module, Mesh, Config], object]
 """Function that partitions a model along one axis, in place, and returns the plan that it applied, or None."""
@@ -70,21 +74,54 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
         parts = {"pp", "ep", "tp"}
         if mesh.grid.size(*parts) > 1:
             _check_sharded_init(model, mesh, [axis for axis in axes if axis in apart & parts], config)
+        own_axes = [axis for axis in axes if axis not in script_axes]
         if mesh.grid.size(*parts.difference(script_axes)) > 1:
             with ShardedInitPartitioner(model) as init_parts:
                 _broadcast_model(model, _broadcast_groups(mesh, apart), init_parts)
-                plans = partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
+                plans = _partition_all_stages(model, mesh, config, own_axes)
         else:
-            plans = partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
+            plans = _partition_all_stages(model, mesh, config, own_axes)
         for plan in plans:
             _log_plan(mesh, plan)
-        apply_memory_savings(model, config)
+        _on_all_stages(mesh, partial(apply_memory_savings, model, config))
     here = {get_placement(parameter).shared_stages for parameter in model.parameters()}
     for stages in sorted({stages for ties in mesh.gather_from_world(here) for stages in ties if stages}):
         mesh.add_stage_group(stages)
     if isinstance(model, PipelineSequential):
         _broadcast_tied_parameters(model, mesh)
     _meshes[model] = mesh
+
+
+def _partition_all_stages(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> list[object]:
+    """Call `partition_axes` for one axis after the other, and raise on all ranks if a stage fails. Collective."""
+    return [
+        plan for axis in axes for plan in _on_all_stages(mesh, partial(partition_axes, model, mesh, config, [axis]))
+    ]
+
+
+def _on_all_stages(mesh: Mesh, function: Callable[[], _Result]) -> _Result:
+    """Return the result of `function`, which may raise on some ranks of a pipeline alone, as each stage has other
+    modules. Collective.
+
+    Raises:
+        ConfigError, ModelError: `function` raised on another rank. A rank on which it raised raises its own error.
+    """
+    if mesh.pp.size == 1:
+        return function()
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    text = f"{error}" if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
+    of_ranks = mesh.gather_from_world((isinstance(error, ConfigError), text) if error is not None else None)
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(of_ranks):
+        if failure is not None:
+            kind = ConfigError if failure[0] else ModelError
+            raise kind(f"{failure[1]} (raised on rank {rank}, whose pipeline stage has other modules than this rank's)")
+    return result
 
 
 def _check_table_of_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
@@ -259,7 +296,8 @@ def _partition_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
     method: str | Sequence[float] = section.partition_method
     # the measurement of rank 0, because all ranks must make the same partition
     if method == "time" and not isinstance(model, PipelineSequential):
-        method = mesh.gather_from_world(measure_model_layer_times(model) if mesh.world.index == 0 else None)[0]
+        measured = _on_all_stages(mesh, lambda: measure_model_layer_times(model) if mesh.world.index == 0 else None)
+        method = mesh.gather_from_world(measured)[0]
     apply_pipeline_parallel(
         model,
         mesh.pp,

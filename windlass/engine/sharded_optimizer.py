@@ -15,7 +15,7 @@ from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
 from windlass.engine.optimizer_modes import modes_of
 from windlass.optim.elementwise_optimizers import enable_fused_step
 from windlass.zero.access.full_values import full_states, set_full_state
-from windlass.zero.access.shard_values import has_state_memory, keep_states, set_plain_state
+from windlass.zero.access.shard_values import has_state_memory, keep_states, require_states_on_device, set_plain_state
 from windlass.zero.parameter_registry import require
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.elementwise_update import check_parameters
@@ -152,6 +152,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         `capturable`, `differentiable` and `state_dtype`. Per-rank states, such as error feedback, are not
         part of such a dict and are unchanged. Unlike in torch, the states of a parameter that has been frozen since
         `initialize` are dropped, with a warning.
+
+        Raises:
+            ModelError: the groups have other numbers of parameters, or states are offloaded. Nothing was changed.
         """
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
@@ -159,11 +162,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the saved groups have {[len(g['params']) for g in given]} parameters, this optimizer's have "
                 f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
             )
+        # Checked before anything changes, so that an error leaves groups and states as they were.
+        of_parameter = state_dict["state"]
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            require_states_on_device(parameter)
         dropped = []
         for group, saved in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in saved.items() if key not in {"params", *IMPLEMENTATION_KEYS}})
             for parameter, number in zip(group["params"], saved["params"], strict=True):
-                states = state_dict["state"].get(number, {})
+                states = of_parameter.get(number, {})
                 keep_states(parameter, states)
                 if states and not has_state_memory(parameter):
                     dropped.append(require(parameter).name)

@@ -32,6 +32,7 @@ from windlass.engine.training_engine import Engine
 from windlass.engine.trial_job import TrialJob, trial_from_environment
 from windlass.observe.memory_usage import proportional_bytes
 from windlass.parallel.model_checkpointing import is_checkpointing
+from windlass.parallel.pipeline.running_stage import get_running_stage
 from windlass.zero.sharded_model import ShardedModel
 
 _SAMPLING_S = 0.02
@@ -136,6 +137,9 @@ class TrialSteps(EngineObserver):
             first = next((t for t in iterate_tensors((args, kwargs)) if t.dim()), None)
             self._fed = list(first.shape) if first is not None else []
             if self._forecast is not None:
+                stage = get_running_stage()
+                if stage is not None:  # the forward of a first stage gets no labels, which the last stage needs
+                    args, kwargs = (), dict(stage.arguments)
                 with self._peak.leaving_out():
                     self._forecast(self._engine.progress.batch.micro, args, kwargs)
         self._forward_started = self._now()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -230,11 +230,32 @@ def _with_weight(weight: nn.Parameter) -> nn.Module:
 
 
 def _layers_of(model: nn.Module, count: int) -> dict[str, nn.Module] | None:
-    """Return the modules of the model's outermost list of `count` modules, by name; None: there is no such list."""
-    for path, module in model.named_modules():
-        if path and isinstance(module, nn.ModuleList) and len(module) == count:
-            return {f"{path}.{name}": layer for name, layer in module.named_children()}
-    return None
+    """Return the modules of the model's outermost list of `count` modules, by name; None: there is no such list.
+
+    A list in the decoder comes before a list in another part of the model, e.g. a vision tower.
+    """
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if path and isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    path = next((path for path in found if _is_in_decoder(model, path)), next(iter(found), None))
+    return None if path is None else {f"{path}.{name}": layer for name, layer in found[path].named_children()}
+
+
+def _is_in_decoder(model: nn.Module, path: str) -> bool:
+    """Return True if the innermost module around `path` with a configuration has that of the model's text."""
+    whole: Any = getattr(model, "config", None)
+    if not hasattr(whole, "get_text_config"):
+        return False
+    owner = path
+    while owner:
+        owner = owner.rpartition(".")[0]
+        own = getattr(model.get_submodule(owner), "config", None)
+        if own is not None:
+            # Compared by class, because some models copy the configurations of their parts.
+            return isinstance(own, type(whole.get_text_config(decoder=True)))
+    return False
 
 
 def _freeze_like(tree: nn.Module, model: nn.Module, count: int) -> None:

@@ -30,7 +30,7 @@ from windlass.plan.activation_trace import ActivationTrace, ForwardArguments, Me
 from windlass.plan.memory_plan import DEVICE, HOST
 from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
-from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
+from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout, stage_ranks
 from windlass.simulate.step_workload import shape_of
 from windlass.zero.setup.unit_partition import find_blocks
 from windlass.zero.setup.zero_settings import UnitRules
@@ -79,7 +79,8 @@ class ForecastResult:
         shape: Sizes of a model of transformers (`ModelShape`); empty for others.
         blocks: Number of blocks of the model.
         base: Bytes of a process without the model.
-        device_bytes, host_bytes: Predicted peak of a rank by candidate name; host memory is without `base`.
+        device_bytes, host_bytes: Predicted peak by candidate name, of the rank with the largest; host memory is
+            without `base`.
         problem: Reason why the first candidate without a prediction has none; empty if all candidates have one.
     """
 
@@ -218,7 +219,8 @@ class CandidatePlanner:
         self._peaks: dict[str, tuple[int, int]] = {}
 
     def peaks(self, overrides: dict[str, Any], batch: BatchShape) -> tuple[int, int]:
-        """Return the predicted peaks of device and host memory of a rank, in bytes."""
+        """Return the predicted peaks of device and host memory of a rank, in bytes: of all pipeline stages, the largest
+        of each."""
         raw = override_keys(self._raw, {**overrides, **_WITHOUT_EFFECT})
         config = load_config(raw)
         target = Target(self._device, config.comm.transport)
@@ -228,18 +230,23 @@ class CandidatePlanner:
         if known not in self._peaks:
             if can_checkpoint(self._model):
                 (enable_checkpointing if self._checkpoints(config) else disable_checkpointing)(self._model)
-            layout = plan_layout(self._model, config, self._world, target)
-            micro = micro_batch_of(config, self._world)
-            trace = self._trace(config, layout, micro, batch, target)
-            plan = MemoryPlanner(layout.model, config, layout, trace).plan(self._world, micro, batch.tokens)
-            self._peaks[known] = plan.peak(DEVICE, _MOMENTS), plan.peak(HOST, _MOMENTS)
+            peaks = [self._peaks_of(rank, config, batch, target) for rank in stage_ranks(config, self._world)]
+            self._peaks[known] = max(device for device, _ in peaks), max(host for _, host in peaks)
         return self._peaks[known]
+
+    def _peaks_of(self, rank: int, config: Config, batch: BatchShape, target: Target) -> tuple[int, int]:
+        """Return the peaks of device and host memory of one rank."""
+        layout = plan_layout(self._model, config, self._world, target, rank=rank)
+        micro = micro_batch_of(config, self._world)
+        trace = self._trace(config, layout, rank, micro, batch, target)
+        plan = MemoryPlanner(layout.model, config, layout, trace).plan(self._world, micro, batch.tokens)
+        return plan.peak(DEVICE, _MOMENTS), plan.peak(HOST, _MOMENTS)
 
     def _checkpoints(self, config: Config) -> bool:
         return self._own_checkpointing or config.activation_checkpointing.enabled
 
     def _trace(
-        self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape, target: Target
+        self, config: Config, layout: PlannedLayout, rank: int, micro: int, batch: BatchShape, target: Target
     ) -> ActivationTrace:
         """Return the trace of a micro-batch, extrapolated from those of one and two samples if these are alike."""
         dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
@@ -247,7 +254,7 @@ class CandidatePlanner:
         parallel = (config.parallel.model_dump_json(), config.pipeline.model_dump_json())
         # A pipeline's trace has several micro-batches; other traces have one.
         batches = config.resolve_batch(self._world).accumulation if layout.mesh.pp.size > 1 else 1
-        kind = (self._checkpoints(config), dtypes, len(layout.blocks), parallel, batches)
+        kind = (self._checkpoints(config), dtypes, len(layout.blocks), parallel, batches, rank)
         run = RunShape(self._world, batch.tokens, target, make_batch=batch.make)
 
         def traced(samples: int) -> ActivationTrace:

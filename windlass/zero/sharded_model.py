@@ -306,10 +306,11 @@ class ShardedModel:
             self.scheduler,
             RuntimeCallbacks(
                 will_reduce=lambda: bool(self.slots) and self.callbacks.reduces_this_backward(),
-                on_backward_begin=self.callbacks.on_backward_begin,
+                on_backward_begin=self._on_backward_begin,
                 on_backward_end=self._on_backward_end,
                 on_backward_failed=self.reducer.end_failed_backward,
                 after_unshard_all=self._after_unshard_all,
+                require_parameters=lambda units: self.state_offloader.require_for_compute(units, "parameters"),
             ),
         )
 
@@ -406,6 +407,10 @@ class ShardedModel:
         if self.tiers.param is Tier.NVME:
             group = among or self._stage_ranks
             self.disk_health.check("parameters could not be gathered", loses=self._update_in_progress(), among=group)
+
+    def _on_backward_begin(self) -> None:
+        self.state_offloader.require_for_compute(self.units, "parameters", "gradients")
+        self.callbacks.on_backward_begin()
 
     def _on_backward_end(self) -> None:
         self.reducer.end_backward(self.scheduler.reduce_remaining)

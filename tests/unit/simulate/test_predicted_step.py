@@ -28,6 +28,7 @@ from windlass.simulate.hardware_parts import DEVICES, HOSTS, DevicePart, LinkPar
 from windlass.simulate.model_blocks import global_model_flops, rank_sizes
 from windlass.simulate.model_states import state_bytes_of_rank
 from windlass.simulate.predict_step import predict_kinds, predict_step
+from windlass.simulate.rank_units import RankUnits
 from windlass.simulate.step_lanes import RankLanes
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import describe_step, shape_of
@@ -452,6 +453,26 @@ def test_a_model_that_also_reads_images_has_the_sizes_of_its_decoder() -> None:
     assert shape_of(model) == expected
     found = predict_step(model, config(3), known_cluster("dgx-h100"), world_size=2, length=16)
     assert found.seconds > 0 and any("and a decoder of its sizes" in note for note in found.notes)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "adapters"])
+def test_layers_of_a_vision_tower_are_not_those_of_the_decoder(wrapped: bool) -> None:
+    import peft
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = {**sizes, "model_type": "llama", "intermediate_size": 64, "vocab_size": 96}
+    images = {**sizes, "model_type": "clip_vision_model", "intermediate_size": 48, "image_size": 16, "patch_size": 8}
+    given = LlavaConfig(text_config=text, vision_config=images)
+    model: nn.Module = build_on_meta(lambda: LlavaForConditionalGeneration(given), "llava")
+    decoder = model.get_decoder()  # type: ignore[operator]
+    if wrapped:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    work = describe_step(model, config(3), 2, LENGTH)
+    units = RankUnits(work, rank_sizes(work), 0)
+    assert units.layer_numel == sum(parameter.numel() for parameter in decoder.layers[0].parameters())
+    assert {f"layer {number}" for number in range(3)} <= units.of_block.keys()
 
 
 def test_a_model_unlike_a_decoder_of_its_sizes_is_named() -> None:

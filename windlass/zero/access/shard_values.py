@@ -260,6 +260,15 @@ def has_state_memory(parameter: nn.Parameter) -> bool:
     return bool(place.model.masters.chunks_of(place.unit))
 
 
+def require_states_on_device(parameter: nn.Parameter) -> None:
+    """Check that the parameter's optimizer states are not offloaded.
+
+    Raises:
+        ModelError: the states are offloaded, or the parameter belongs to no engine.
+    """
+    _require_states(require(parameter))
+
+
 def keep_states(parameter: nn.Parameter, names: Collection[str]) -> None:
     """Drop the optimizer states of this rank's fragments of the parameter, except those in `names`. Collective."""
     place = _finished(parameter)

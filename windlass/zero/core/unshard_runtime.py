@@ -45,6 +45,8 @@ class RuntimeCallbacks:
         on_backward_failed: Called in place of `on_backward_end` if the backward raised, at the next use of the model.
         after_unshard_all: Called after `unsharded` or `exact_values` has all-gathered its units, with the group of
             ranks that took part; None: all ranks.
+        require_parameters: Raises if the parameters of any of these units are offloaded by `offload_states`. Called
+            before a forward, and before `unsharded` and `exact_values`.
     """
 
     will_reduce: Callable[[], bool]
@@ -52,6 +54,7 @@ class RuntimeCallbacks:
     on_backward_end: Callable[[], None]
     on_backward_failed: Callable[[], None]
     after_unshard_all: Callable[[RankGroup | None], None]
+    require_parameters: Callable[[Sequence[Unit]], None]
 
 
 class UnshardRuntime:
@@ -105,6 +108,8 @@ class UnshardRuntime:
         """Begin a forward of the outermost module."""
         self._depth += 1  # first, because `end_model_forward` is called even if this method raises
         self.end_failed_backwards()
+        # All units, because the use of one unit may prefetch another.
+        self._callbacks.require_parameters(self.units)
         # A recomputation inside a backward is part of that backward's phase.
         if self._depth == 1 and current_backward_id() < 0:
             self.prefetcher.begin_forward(had_backward=self._had_backward)
@@ -125,6 +130,8 @@ class UnshardRuntime:
 
     def pre_forward(self, block: Block) -> BlockCall:
         """Unshard the units of a block before its forward, wait for them, and return the new call of the block."""
+        if not self._depth and not self._call_stack:  # the script calls a block alone
+            self._callbacks.require_parameters(self.units)
         call = BlockCall(block, list(self._units_of_block[id(block)]))
         self._call_stack.append(call)
         if trace_ranges.recorder is not None:
@@ -275,6 +282,7 @@ class UnshardRuntime:
             experts_only: `units` are experts, so only ranks that hold the same experts take part.
             names: Parameters to name in reports of hangs; by default all parameters of the first unit.
         """
+        self._callbacks.require_parameters(units)
         # Counted first, because the sync may reshard units without users.
         for unit in units:
             unit.users += 1
@@ -305,6 +313,7 @@ class UnshardRuntime:
             with self.unsharded([unit], experts_only=experts_only, names=names):
                 yield unit.current_views()
             return
+        self._callbacks.require_parameters([unit])
         with WaitScope("gather", names or unit.names):
             self.scheduler.sync(SyncPoint.FULL_GATHER, experts_only=experts_only)
             values = unit.gather_exact()

@@ -78,6 +78,16 @@ class StateOffloader:
                     f"the {kind.replace('_', ' ')} of {name!r} are offloaded; call engine.reload_states() first"
                 )
 
+    def require_for_compute(self, units: Iterable[Unit], *kinds: str) -> None:
+        """Check that no values of these kinds are offloaded, before a forward or backward uses any of the units.
+
+        Raises:
+            ModelError: values of one of these kinds are offloaded.
+        """
+        if not self._kinds.isdisjoint(kinds):
+            for unit in units:
+                self.require_on_device(unit.names[0], unit, *kinds)
+
     def offload(self, kinds: Iterable[str], *, pin: bool) -> int:
         """Move the device tensors of these kinds to host memory until `reload`.
 
