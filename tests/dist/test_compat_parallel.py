@@ -15,6 +15,7 @@ from torch.nn import functional
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import llama
 from tests.oracle import relative_error
+from windlass.base.errors import ModelError
 
 STEPS, ROWS, WIDTH, LR = 4, 6, 8, 0.1
 BOUND = 1e-5
@@ -592,6 +593,54 @@ def test_a_pipeline_script_trains_as_one_process(stage: int, kind: str, ranks: i
     for actual, _ in seen:
         torch.testing.assert_close(actual, expected, rtol=BOUND, atol=0)
     check(seen[0][1], {name: value.detach() for name, value in model.state_dict().items()})
+
+
+def own_split(bounds: list[int] | None) -> tuple[list[int], float]:
+    """Train stages of a subclass that splits the layers itself, at `bounds`; None: by DeepSpeed's rule."""
+
+    class Split(ds("pipe.PipelineModule")):  # type: ignore[misc]
+        def _partition_layers(self, method: str = "uniform") -> None:
+            assert (self._topo.get_dim("pipe"), self.num_stages, method) == (2, 2, "own")
+            if bounds is None:
+                super()._partition_layers("uniform")
+                return
+            self.parts = bounds
+            stage = self._topo.get_coord(self.global_rank).pipe
+            self._set_bounds(start=bounds[stage], stop=bounds[stage + 1])
+
+    torch.manual_seed(7)
+    model = Split(layers(), num_stages=2, loss_fn=functional.mse_loss, partition_method="own")
+    engine = ds("initialize")(model=model, config=config(0, gradient_accumulation_steps=MICROS))[0]
+    loss = engine.train_batch(data_iter=micro_batches(0)).item()
+    engine.destroy()
+    return list(model.parts), loss
+
+
+@pytest.mark.parametrize("bounds", [[0, 1, 5], [0, 4, 5], None])
+def test_a_subclass_splits_the_layers_of_a_pipeline(bounds: list[int] | None) -> None:
+    """Stages follow the `_partition_layers` of a subclass, as in DeepSpeed."""
+    model = row()
+    with torch.no_grad():
+        losses = [functional.mse_loss(model(x), y).item() for x, y in (batch(0, micro) for micro in range(MICROS))]
+    for parts, loss in run_ranks(own_split, 2, bounds):
+        assert bounds is None or parts == bounds
+        assert loss == pytest.approx(sum(losses) / MICROS, rel=BOUND)
+
+
+def bad_split() -> str:
+    class Split(ds("pipe.PipelineModule")):  # type: ignore[misc]
+        def _partition_layers(self, method: str = "uniform") -> None:
+            self.parts = [0, 3]
+
+    with pytest.raises(ModelError) as raised:
+        Split(layers(), num_stages=2, loss_fn=functional.mse_loss)
+    return str(raised.value)
+
+
+def test_bounds_that_do_not_fit_the_stages_are_refused() -> None:
+    """The error names the subclass, its bounds and the right number of them."""
+    for message in run_ranks(bad_split, 2):
+        assert "Split._partition_layers left [0, 3]" in message and "3 increasing numbers from 0 to 5" in message
 
 
 class Pair(nn.Module):

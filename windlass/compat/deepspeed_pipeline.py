@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from windlass.base.errors import ModelError
 from windlass.compat import activation_names
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
 from windlass.compat.deepspeed_engine import DeepSpeedEngine
@@ -19,6 +20,7 @@ from windlass.engine.pipeline_engine import PipelineEngine
 from windlass.parallel.activation_checkpoint_api import checkpoint
 from windlass.parallel.pipeline import pipeline_sequential
 from windlass.parallel.pipeline.layer_sequence import is_checkpointed
+from windlass.parallel.pipeline.layer_specs import count_layer_parameters, get_layer_name
 
 
 class PipelineModule(pipeline_sequential.PipelineSequential):
@@ -31,6 +33,43 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
         super().__init__(*args, **kwargs)
         if self.activation_checkpoint_func is checkpoint:  # the default
             self.activation_checkpoint_func = activation_names.checkpoint
+
+    @property
+    def _topo(self) -> Any:
+        """Topology, under the name that subclasses of DeepSpeed's class read."""
+        return self.topology()
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the world."""
+        return dist.get_rank()
+
+    def split_layers(self, stages: int, names: list[str], sizes: list[int]) -> list[int]:
+        """Split by `_partition_layers`, if a subclass overrides it.
+
+        Raises:
+            ModelError: the override left no bounds of `stages` stages in `self.parts`.
+        """
+        if type(self)._partition_layers is PipelineModule._partition_layers:
+            return super().split_layers(stages, names, sizes)
+        self.num_stages, self.parts = stages, []  # the override may read both
+        self._partition_layers(method=self.partition_method)
+        bounds, count = list(self.parts), len(names)
+        if len(bounds) != stages + 1 or (bounds[0], bounds[-1]) != (0, count) or bounds != sorted(set(bounds)):
+            raise ModelError(
+                f"{type(self).__name__}._partition_layers left {bounds} in self.parts; for {stages} stages of {count} "
+                f"layers it has {stages + 1} increasing numbers from 0 to {count}"
+            )
+        return bounds
+
+    def _partition_layers(self, method: Any = "uniform") -> None:
+        """Store the split by `method` in `self.parts`; subclasses may override this."""
+        names = [get_layer_name(layer) for layer in self._layer_specs]
+        self.partition_method = method
+        self.parts = super().split_layers(self.num_stages, names, count_layer_parameters(self._layer_specs))
+
+    def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
+        """Do nothing: this rank's layers follow from `self.parts`."""
 
     def topology(self) -> Any:
         """Return the configured topology; by default, one of stages and data-parallel replicas."""

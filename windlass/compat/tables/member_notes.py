@@ -82,6 +82,11 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
         "", "does nothing: a forward frees the parameters that it gathered when it ends"
     ),
     "engine.get_compile_time": differs("", "0: torch compiles at the first forward and does not report the time"),
+    "optimizer.state_dict": differs(
+        "windlass.engine.sharded_optimizer:ShardedOptimizer.state_dict",
+        "that of a plain torch optimizer at every stage, with full states and without `fp32_flat_groups` and the like; "
+        "collective, where DeepSpeed's returns the states of one rank",
+    ),
     "optimizer.quantize_nontrainable_params": refused(
         "set zero_quantized_nontrainable_weights, with which each gather of a frozen weight is quantized"
     ),
