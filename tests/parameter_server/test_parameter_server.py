@@ -242,6 +242,26 @@ def test_a_worker_that_has_yet_to_connect_holds_the_others_of_a_bounded_run() ->
     job.finish()
 
 
+def test_a_restored_server_and_a_worker_that_joins_do_not_hold_workers_for_each_other(tmp_path: Path) -> None:
+    """Server 0 lets the new worker begin at step 0, as its snapshot says, and server 1 at step 3."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=2, workers=1)
+    job.start_servers()
+    model, first = job.worker(0)
+    for step in range(3):
+        train_once(model, first, step)
+    lose(job, 0)
+    job.start_server(0)
+    other, joined = job.worker(1)
+
+    def finish(model: nn.Module, worker: ParameterServerWorker) -> None:
+        with worker:
+            train(model, worker, range(3, 8))
+
+    job.start(lambda: finish(model, first))
+    job.start(lambda: finish(other, joined))
+    job.finish()
+
+
 def train_once(model: nn.Module, worker: ParameterServerWorker, step: int) -> bool:
     worker.pull()
     loss_of(model, step, worker.index).backward()

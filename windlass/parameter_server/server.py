@@ -5,6 +5,11 @@ gets the mean gradient of every update before any worker receives the updated pa
 update with an optimizer of its own. So no worker has parameters that a replica lacks, and a replica that takes over
 continues with the next update. Workers repeat pushes that were not answered. Pushes are numbered, so that a repeated
 push counts once.
+
+[Note: bound on staleness] In bounded mode only the last server holds workers. Servers count steps differently while a
+worker joins, reconnects or has a push refused (`max_age`), so two servers that both held workers could hold each of two
+workers for the other one. A worker pushes to the last server last, and pulls from it first: a pull that it lets pass
+finds on all servers the gradients of the steps that it has counted.
 """
 
 from __future__ import annotations
@@ -86,6 +91,10 @@ class ParameterServer:
     ) -> None:
         self._layout, self._server, self._workers, self._settings = layout, server, workers, settings
         self._rendezvous = rendezvous
+        # see [Note: bound on staleness]
+        self._holds_workers = settings.mode == "synchronous" or (
+            settings.mode == "bounded" and server == len(layout.fragments) - 1
+        )
         self._clock = UpdateClock(settings, workers) if taken is None else taken.clock
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
@@ -470,11 +479,14 @@ class ParameterServer:
                     if not self._ends:  # else a replica has taken the shard over, and `serve` returns
                         raise
 
+    def _may_pull(self, worker: int, wanted: int) -> bool:
+        return not self._holds_workers or self._clock.may_pull(worker, wanted)
+
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
         reason = ""
         with self._changed:
             # Computed anew each time: a worker that connects later may make updates possible again.
-            while not (possible := self._clock.may_pull(worker, wanted)) and not self._ends:
+            while not (possible := self._may_pull(worker, wanted)) and not self._ends:
                 if reason := self._clock.stuck_because():
                     break
                 self._changed.wait()

@@ -102,7 +102,7 @@ class ParameterServerWorker:
             ServerLostError: a server was lost and not replaced.
             CommunicationError: too few workers remain for a synchronous update, or `close` was called.
         """
-        for server in self._servers:
+        for server in reversed(self._servers):  # in bounded mode the last server holds workers; pushes reach it last
             self._with_server(server, lambda server=server: self._pull_from(server))  # type: ignore[misc]
         return self.version
 
