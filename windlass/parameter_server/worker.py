@@ -261,7 +261,7 @@ class ParameterServerWorker:
         synchronous = self._settings.mode == "synchronous"
         last = self._last.get(server)
         link.send([MessageKind.PULL, last[0] + 1 if last is not None and synchronous else 0])
-        version = self._receive(link, MessageKind.PARAMETERS)[0]
+        version = self._receive(link, MessageKind.PARAMETERS, lambda: self._return_to_others(server))[0]
         values = link.receive(torch.empty(layout.numel(server), dtype=layout.dtype))
         begin = 0
         for fragment in layout.fragments[server]:
@@ -279,8 +279,28 @@ class ParameterServerWorker:
             self._steps[server] += 1
         return PushResult(result), version
 
-    def _receive(self, link: PairLink, expected: MessageKind) -> list[int]:
-        kind, *numbers = receive_message(link)
+    def _return_to_others(self, waits_for: int) -> None:
+        """Connect with servers that have replaced lost ones, while a pull from server `waits_for` waits for other
+        workers. A worker for which this one waits may wait for it at such a server.
+        """
+        if len(self._servers) == 1 or not self._rendezvous.has_store(self._settings.heartbeat_seconds):
+            return
+        wait = timedelta(seconds=self._settings.connect_seconds / _FIRST_CALL_SHARE)
+        for server in self._servers:
+            try:
+                address, before = self._rendezvous.record(server).address, self._addresses[server]
+                if server == waits_for or address is None or address.generation == before.generation:
+                    continue
+                if (link := self._links.pop(server, None)) is not None:
+                    self._forget(link)
+                self._greet(server, address, self._rendezvous.call_server(address, wait))
+            except (LinkClosedError, StoreLostError) as error:  # called again at the next heartbeat or exchange
+                logger.warning("worker %d: %s", self.index, error)
+
+    def _receive(
+        self, link: PairLink, expected: MessageKind, on_heartbeat: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        kind, *numbers = receive_message(link, on_heartbeat)
         if kind == MessageKind.PROBLEM:
             raise CommunicationError(f"parameter server: {receive_text(link, numbers[0])}")
         if kind != expected:
