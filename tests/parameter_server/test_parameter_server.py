@@ -791,8 +791,8 @@ class WrittenLink:
 @pytest.mark.parametrize(
     ("counts", "indices", "text"),
     [
-        ([1, 1, 1 << 60], [], r"worker 3 sent 1152921504606846976 rows of a fragment, and 0 to 4"),
-        ([1, 1, -1], [], r"-1 rows"),
+        ([1, 1, 1 << 60], [], r"worker 3 sent 1152921504606846976 rows of a fragment, and -1 \(no gradient\) to 4"),
+        ([1, 1, -2], [], r"-2 rows"),
         ([1, 1, 2], [1, 4], r"rows 1 to 4, and 0 to 3"),
         ([1, 1, 2], [-7, 1], r"rows -7 to 1"),
         ([1 << 60, 1, 2], [0, 1], r"\[1152921504606846976, 1\] for the fragments that have a gradient"),
@@ -810,7 +810,7 @@ def test_a_gradient_of_all_rows_is_received() -> None:
     link: Any = WrittenLink(*sent)
     gradient = receive_gradient(link, [3, 5], [(4, 2)], torch.float32)
     assert gradient.dense[0] is not None and gradient.dense[0].tolist() == [1.0] * 3 and gradient.dense[1] is None
-    assert gradient.rows[0][0].tolist() == [0, 3] and float(gradient.rows[0][1].sum()) == 28.0
+    assert gradient.rows[0] is not None and gradient.rows[0][0].tolist() == [0, 3] and float(gradient.rows[0][1].sum()) == 28.0
 
 
 def test_the_size_of_a_text_is_checked() -> None:
@@ -987,6 +987,43 @@ def test_narrow_embeddings_and_bags_push_rows() -> None:
     worker.pull()
     close(dict(model.named_parameters()), dict(wanted.named_parameters()))
     assert worker.bytes_sent < STEPS * 160 * 4
+    worker.close()
+    job.finish()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # raised inside torch's Adagrad
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        torch.optim.SparseAdam,
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, lr_decay=0.5),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    ],
+    ids=["SparseAdam", "Adagrad", "SGD"],
+)
+def test_a_shard_without_rows_of_a_batch_makes_the_step(
+    make_optimizer: Any, is_lost: bool, tmp_path: Path
+) -> None:
+    """Adam's bias correction, Adagrad's decay of the learning rate and momentum depend on all steps of a parameter."""
+    settings = ParameterServerSettings(snapshot=tmp_path if is_lost else None, snapshot_every=1)
+    job = Job(lambda: nn.Embedding(40, 4, sparse=True), make_optimizer, settings, workers=1)
+    wanted = job.build_from(0)
+    optimizer = make_optimizer(list(wanted.parameters()))
+    job.start_servers()
+    model, worker = job.worker(0)
+    for step, ids in enumerate(([1, 30], [2, 1], [3, 2], [30, 2])):
+        if step == 3 and is_lost:
+            lose(job, 1)
+            job.start_server(1)
+        worker.pull()
+        for one in (model, wanted):
+            one(torch.tensor(ids)).square().sum().backward()
+        worker.push()
+        optimizer.step()
+        optimizer.zero_grad()
+    worker.pull()
+    close(dict(model.named_parameters()), dict(wanted.named_parameters()))
     worker.close()
     job.finish()
 

@@ -325,12 +325,13 @@ class ParameterServerWorker:
     def _gradient_of(self, server: int) -> ShardGradient:
         layout = self._layout
         dense: list[torch.Tensor | None] = []
-        rows = []
+        rows: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for fragment in layout.fragments[server]:
             parameter, tensor = layout.parameters[fragment.parameter], layout.tensors[fragment.parameter]
             grad = tensor.grad
             if parameter.is_sparse:
-                rows.append(self._rows_of(grad, fragment.begin // parameter.row, fragment.end // parameter.row, tensor))
+                begin, end = fragment.begin // parameter.row, fragment.end // parameter.row
+                rows.append(None if grad is None else self._rows_of(grad, begin, end))
             elif grad is None:
                 dense.append(None)
             else:
@@ -338,12 +339,8 @@ class ParameterServerWorker:
                 dense.append(part.to("cpu", layout.dtype))
         return ShardGradient(dense, rows)
 
-    def _rows_of(
-        self, grad: torch.Tensor | None, begin: int, end: int, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows_of(self, grad: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradient's rows in `[begin, end)`: indices `[k]`, counted from `begin`, and values `[k, row]`."""
-        if grad is None:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, tensor.shape[-1], dtype=self._layout.dtype)
         grad = grad.coalesce() if grad.is_sparse else grad.to_sparse(1).coalesce()
         indices, values = grad.indices()[0].to("cpu"), grad.values().to("cpu", self._layout.dtype)
         inside = (indices >= begin) & (indices < end)
