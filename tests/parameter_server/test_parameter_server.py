@@ -769,8 +769,28 @@ def test_a_push_that_is_in_an_update_counts_once() -> None:
     assert clock.push(0, 0, 1) is PushResult.COMPLETES
     clock.complete({0: 1})
     assert clock.push(0, 0, 1) is PushResult.COUNTED and clock.push(0, 1, 2) is PushResult.COMPLETES
-    clock.join(0, 0, -1)  # another process with this number
-    assert clock.push(0, 0, 1) is PushResult.COMPLETES
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_worker_that_was_started_again_pushes_to_a_server_that_was_restored(mode: Any, tmp_path: Path) -> None:
+    """The snapshot has the number of the last push of the worker's first process."""
+    settings = ParameterServerSettings(mode=mode, snapshot=tmp_path, snapshot_every=1)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    wanted = plain(job.build_from(0), sgd, 1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    for step in range(2):
+        train_once(model, worker, step)
+    worker._links[0].close()  # the worker is killed
+    model, worker = job.worker(0)
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(2, STEPS):
+        train_once(model, worker, step)
+    assert worker.pull() == STEPS
+    close(dict(model.named_parameters()), wanted)
+    worker.close()
+    job.finish()
 
 
 class WrittenLink:

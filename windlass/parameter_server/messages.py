@@ -146,7 +146,7 @@ def send_push(link: PairLink, pulled: int, number: int, gradient: ShardGradient)
 
     Args:
         pulled: version of the parameters from which the gradient was computed.
-        number: number of the push among the pushes of the worker, from 1.
+        number: number of the push, larger than those of the worker's earlier pushes.
     """
     _send_gradient(link, [MessageKind.PUSH, pulled, number], gradient)
 

@@ -78,8 +78,6 @@ class UpdateClock:
             pulled: version of the worker's last pull.
             step: number of the worker's pushes to this server, as `steps` counts them; -1: the worker is new.
         """
-        if step < 0:
-            self.counted.pop(worker, None)  # the entry of an earlier worker with the same number
         if self.settings.mode == "synchronous" and pulled > self.version:
             self.version = pulled
             self.waiting.clear()
@@ -103,7 +101,8 @@ class UpdateClock:
         """Register a gradient that belongs to version `pulled` of the parameters.
 
         Args:
-            number: number of this push among those of the worker, from 1.
+            number: number of this push, larger than those of the worker's earlier pushes, also of an earlier process
+                with the number of the worker.
         """
         if number <= self.counted.get(worker, 0):
             self.steps[worker] = self.steps.get(worker, 0) + 1

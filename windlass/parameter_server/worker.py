@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _PAUSE = 0.02
 _LEAST_WAIT = 1.0  # minimum seconds to wait for the answer to a call
+_START_SHIFT = 40  # the numbers of the pushes of a worker's n-th process begin at n << 40
 _FIRST_CALL_SHARE = 8
 """The first call to a server waits an eighth of `connect_seconds` for its answer; each further call waits twice as long
 as the previous one, up to `connect_seconds`."""
@@ -73,6 +74,9 @@ class ParameterServerWorker:
         # last push to each server, until the next pull: version pulled before the push, its number, its gradient
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
         self._silent = set[int]()  # servers that were lost because no heartbeat came, and may still run
+        # Larger than the numbers of an earlier process with this worker's number: a server that was restored may have
+        # counted those.
+        self._number = rendezvous.count_start(index) << _START_SHIFT
         self._closed_bytes, self._has_left = [0, 0], False
         for server in self._servers:
             self._connect(server, settings.connect_seconds, "")
@@ -127,8 +131,9 @@ class ParameterServerWorker:
         # Counted even if a server fails below: the servers that have this gradient would treat a next gradient with the
         # same number as a repetition.
         self.pushes += 1
+        self._number += 1
         for server in self._servers:
-            self._last[server] = (self._pulled[server], self.pushes, gradients[server])
+            self._last[server] = (self._pulled[server], self._number, gradients[server])
             results.append(self._with_server(server, lambda server=server: self._push_to(server)))  # type: ignore[misc]
         for tensor in self._layout.tensors:
             tensor.grad = None
