@@ -283,6 +283,36 @@ def test_backup_workers_do_not_hold_up_an_update() -> None:
     job.finish()
 
 
+def test_workers_whose_gradients_different_servers_dropped_do_not_wait_for_each_other() -> None:
+    """Each server has made its first update with the worker that is killed then and with another one of two others."""
+    job = Job(mlp, sgd, ParameterServerSettings(backup_workers=1), servers=2, workers=3)
+    job.start_servers()
+    workers = [job.worker(index) for index in range(3)]
+    for model, worker in workers:
+        worker.pull()
+        loss_of(model, 0, worker.index).backward()
+    for server in range(2):
+        for _, worker in (workers[server], workers[2]):
+            worker._last[server] = (0, worker._number + 1, worker._gradient_of(server))
+            assert worker._push_to(server)[1] == (worker.index == 2)
+        workers[server][1]._pull_from(server)
+    for link in workers[2][1]._links.values():
+        link.close()
+    results = list[bool]()
+
+    def finish(model: nn.Module, worker: ParameterServerWorker) -> None:
+        with worker:
+            worker._number += 1
+            results.append(worker.push())
+            for step in range(1, STEPS):
+                train_once(model, worker, step)
+
+    for model, worker in workers[:2]:
+        job.start(lambda model=model, worker=worker: finish(model, worker))  # type: ignore[misc]
+    job.finish()
+    assert results == [False, False]
+
+
 @pytest.mark.parametrize("mode", ["asynchronous", "bounded"])
 def test_workers_come_and_go(mode: Any) -> None:
     """A worker that dies silently does not hold up the others; one that joins later begins at their current step."""

@@ -509,7 +509,7 @@ class ParameterServer:
             result = self._clock.push(worker, pulled, number)
             if result in (PushResult.WAITS, PushResult.COMPLETES):
                 self._pending[worker] = gradient
-            elif result is PushResult.DROPPED:
+            elif result in (PushResult.DROPPED, PushResult.EXTRA):
                 self.dropped += 1
             if result is PushResult.COMPLETES:
                 self._update()

@@ -17,6 +17,7 @@ class PushResult(Enum):
     DROPPED = 2  # the synchronous update of its step was made without the gradient
     TOO_OLD = 3  # more than `max_age` updates were made since the worker's pull
     COUNTED = 4  # the gradient is in an update already: the worker sent it again to a process that took over
+    EXTRA = 5  # dropped: an earlier gradient of the worker waits for the same synchronous update
 
 
 @dataclass
@@ -110,8 +111,10 @@ class UpdateClock:
         if self.settings.mode == "synchronous":
             if self.waiting.get(worker) == number:
                 return PushResult.WAITS
-            if pulled < self.version or worker in self.waiting:
+            if pulled < self.version:
                 return PushResult.DROPPED
+            if worker in self.waiting:
+                return PushResult.EXTRA
             self.waiting[worker] = number
             return PushResult.COMPLETES if self.is_complete else PushResult.WAITS
         if self.settings.max_age is not None and self.version - pulled > self.settings.max_age:

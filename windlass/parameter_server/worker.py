@@ -73,6 +73,7 @@ class ParameterServerWorker:
         self._steps = dict.fromkeys(self._servers, -1)
         # last push to each server, until the next pull: version pulled before the push, its number, its gradient
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
+        self._was_late = False  # a server dropped the last push: its update was made without it (`backup_workers`)
         self._silent = set[int]()  # servers that were lost because no heartbeat came, and may still run
         # Larger than the numbers of an earlier process with this worker's number: a server that was restored may have
         # counted those.
@@ -99,8 +100,8 @@ class ParameterServerWorker:
     def pull(self) -> int:
         """Receive the parameters into the model, and return their version, as `version` does.
 
-        In synchronous mode this waits for the update with this worker's last gradient; in bounded mode, until the
-        slowest worker is at most `staleness` steps behind.
+        In synchronous mode this waits for the update with this worker's last gradient, unless a server dropped that; in
+        bounded mode, until the slowest worker is at most `staleness` steps behind.
 
         Raises:
             ServerLostError: a server was lost and not replaced.
@@ -145,7 +146,8 @@ class ParameterServerWorker:
                     f"{self._addresses[server]} has {version}: {version - pulled} updates, "
                     f"where max_age = {self._settings.max_age} are allowed; pull more often, or raise max_age"
                 )
-        was_dropped = any(result is PushResult.DROPPED for result, _ in results)
+        self._was_late = any(result is PushResult.DROPPED for result, _ in results)
+        was_dropped = self._was_late or any(result is PushResult.EXTRA for result, _ in results)
         self.dropped += was_dropped
         return not was_dropped
 
@@ -265,7 +267,10 @@ class ParameterServerWorker:
         link, layout = self._links[server], self._layout
         synchronous = self._settings.mode == "synchronous"
         last = self._last.get(server)
-        link.send([MessageKind.PULL, last[0] + 1 if last is not None and synchronous else 0])
+        # A server that dropped the last gradient may need the next one for an update, for which another worker waits
+        # that another server needs. So this worker waits at no server.
+        wanted = last[0] + 1 if last is not None and synchronous and not self._was_late else 0
+        link.send([MessageKind.PULL, wanted])
         version = self._receive(link, MessageKind.PARAMETERS, lambda: self._return_to_others(server))[0]
         values = link.receive(torch.empty(layout.numel(server), dtype=layout.dtype))
         begin = 0
