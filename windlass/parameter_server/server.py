@@ -296,9 +296,10 @@ class ParameterServer:
         try:
             link = self._rendezvous.answer_call(self._here, ticket)
             send_heartbeats(link, self._settings.heartbeat_seconds)
-            worker = self._welcome(link, ticket)
+            worker, version, step = self._welcome(link, ticket)
             if worker < 0:
                 return
+            link.send([MessageKind.WELCOME, version, step])  # if this fails, the worker is removed below
             while not said_bye:
                 kind, *numbers = link.receive_header()
                 if kind == MessageKind.PULL:
@@ -325,17 +326,19 @@ class ParameterServer:
             if worker >= 0:
                 self._remove(worker, ticket, retires=said_bye)
 
-    def _welcome(self, link: PairLink, ticket: int) -> int:
-        """Add the caller, and return its number if it is a worker; -1: a replica, or a worker that is refused."""
+    def _welcome(self, link: PairLink, ticket: int) -> tuple[int, int, int]:
+        """Add the caller, and return its number if it is a worker (-1: a replica, or a worker that is refused), the
+        version, and the step of the worker.
+        """
         kind, *numbers = link.receive_header()
         if kind == MessageKind.FOLLOW:
             self._add_replica(link, *numbers[:3])
-            return -1
+            return -1, 0, 0
         worker, pulled, step, model, settings, *_ = numbers
         if kind != MessageKind.HELLO or not 0 <= worker < MOST_WORKERS or pulled < 0 or step < -1:
             raise refused(link, f"{[kind, worker, pulled, step]}", f"a hello of worker 0 to {MOST_WORKERS - 1}")
         if not self._is_alike(link, f"worker {worker}", model, settings):
-            return -1
+            return -1, 0, 0
         link.peer = f"worker {worker}"
         with self._changed:
             while len(self._replicas) < self._awaited_replicas and not self._ends:
@@ -350,9 +353,7 @@ class ParameterServer:
             self._clock.join(worker, pulled, step)
             self._pending = {one: gradient for one, gradient in self._pending.items() if one in self._clock.waiting}
             self._changed.notify_all()
-            version, step = self._clock.version, self._clock.steps[worker]
-        link.send([MessageKind.WELCOME, version, step])
-        return worker
+            return worker, self._clock.version, self._clock.steps[worker]
 
     def _is_alike(self, link: PairLink, caller: str, model: int, settings: int) -> bool:
         """Return True if the caller has the same model and settings; else send it the problem."""
