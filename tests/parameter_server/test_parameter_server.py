@@ -509,6 +509,16 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
     assert job.servers[0].version == 1
 
 
+def test_a_worker_that_joins_a_run_that_has_ended_raises_at_once() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    worker.close()
+    job.finish()
+    with pytest.raises(ServerLostError, match="worker 1 cannot reach server 0 .* the run has ended there"):
+        job.worker(1)
+
+
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_server_that_was_lost_before_its_first_snapshot_is_named(has_folder: bool, tmp_path: Path) -> None:
     """A job that sets `snapshot` is not told to set it."""

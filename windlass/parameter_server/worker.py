@@ -193,10 +193,12 @@ class ParameterServerWorker:
         while True:
             left = max(0.0, began + seconds - time.time())
             try:
-                address = self._rendezvous.find_server(server, lost, left)
+                address, is_over = self._rendezvous.find_server(server, lost, left), self._rendezvous.is_over(server)
             except StoreLostError as error:  # the lost process may have served the store
                 cause = f"{cause or 'it has not started'}, and {self._silent_store}"
                 raise self._lost(server, since, cause) from error
+            if is_over:
+                raise self._lost(server, since, "the run has ended there, without connected workers")
             if address is None or (calls and not left):
                 raise self._lost(server, since, cause or "it has not started")
             # The first calls wait for a short time, since a server may end while it answers.
