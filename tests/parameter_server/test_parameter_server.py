@@ -390,6 +390,25 @@ def test_a_worker_that_never_connects_does_not_hold_up_a_pull_for_ever() -> None
     job.finish()
 
 
+@pytest.mark.parametrize("mode", ["synchronous", "bounded"])
+def test_a_long_wait_of_a_pull_is_reported(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that hangs keeps its connection."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode=mode), servers=1, workers=2)
+    job.start_servers()
+    (model, waits), (other, hangs) = job.worker(0), job.worker(1)
+    job.servers[0]._settings = replace(job.settings, connect_seconds=0.2)
+    train_once(model, waits, 0)
+    job.start(lambda: waits.pull())
+    text = "a pull of worker 0 has waited 0 s for a push of these workers: 1"
+    until = time.monotonic() + 60
+    while text not in caplog.text and time.monotonic() < until:
+        time.sleep(0.01)
+    assert text in caplog.text
+    train_once(other, hangs, 0)
+    hangs.close(), waits.close()
+    job.finish()
+
+
 def test_a_worker_that_closes_without_a_connection_retires() -> None:
     """The worker's server is lost, so the server that replaces it cannot read the worker's BYE message."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)

@@ -484,13 +484,24 @@ class ParameterServer:
         return not self._holds_workers or self._clock.may_pull(worker, wanted)
 
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
-        reason = ""
+        reason, began, waited = "", time.monotonic(), 0.0
         with self._changed:
             # Computed anew each time: a worker that connects later may make updates possible again.
             while not (possible := self._may_pull(worker, wanted)) and not self._ends:
                 if reason := self._clock.stuck_because():
                     break
-                self._changed.wait()
+                # A worker that hangs keeps its connections, so nothing else reports the wait.
+                if (waits := time.monotonic() - began) >= waited + self._settings.connect_seconds:
+                    waited = waits
+                    awaited = ", ".join(map(str, self._clock.awaited_by(worker)))
+                    logger.warning(
+                        "%s: a pull of worker %d has waited %.0f s for a push of these workers: %s",
+                        self._here,
+                        worker,
+                        waited,
+                        awaited,
+                    )
+                self._changed.wait(self._settings.connect_seconds)
             self._require_place()
             version, values = self._clock.version, self._shard.values()
         if possible:

@@ -142,6 +142,13 @@ class UpdateClock:
         own = self.steps.get(worker, 0)
         return own - min(self.steps.values(), default=own) <= self.settings.staleness
 
+    def awaited_by(self, worker: int) -> list[int]:
+        """Return the workers whose gradients a pull of `worker` waits for."""
+        if self.settings.mode == "synchronous":
+            return sorted((self.steps.keys() | self.absent) - self.waiting.keys())
+        own = self.steps.get(worker, 0)
+        return sorted(one for one, step in self.steps.items() if own - step > self.settings.staleness)
+
     def stuck_because(self) -> str:
         """Return the reason for which no further synchronous update is possible; an empty text if one is possible."""
         if self.settings.mode != "synchronous":
