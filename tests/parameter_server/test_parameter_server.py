@@ -262,6 +262,41 @@ def test_a_restored_server_and_a_worker_that_joins_do_not_hold_workers_for_each_
     job.finish()
 
 
+def test_a_worker_that_joins_a_restored_server_begins_at_the_step_of_the_slowest_worker(tmp_path: Path) -> None:
+    """The snapshot, of step 0, does not have the steps of the first worker, which connects after the new one."""
+    settings = ParameterServerSettings(mode="bounded", snapshot=tmp_path)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_servers()
+    model, first = job.worker(0)
+    for step in range(3):
+        train_once(model, first, step)
+    lose(job, 0)
+    job.start_server(0)
+    index = job.rendezvous().next_worker(1)
+    job.start_worker(index, lambda model, worker: train_once(model, worker, 3))
+    while 0 not in job.servers or index not in job.servers[0]._newcomers:
+        time.sleep(0.01)
+    train_once(model, first, 3)
+    first.pull()  # the new worker's first step is its fourth too
+    first.close()
+    job.finish()
+
+
+def test_a_restored_server_waits_for_a_worker_that_joined_after_the_snapshot(tmp_path: Path) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=1, workers=1)
+    job.start_servers()
+    model, first = job.worker(0)
+    other, joined = job.worker(job.rendezvous().next_worker(1))
+    lose(job, 0)
+    job.start_server(0)
+    train_once(model, first, 0)
+    assert not job.servers[0]._clock.may_pull(0, 0)
+    train_once(other, joined, 0)
+    first.pull()
+    first.close(), joined.close()
+    job.finish()
+
+
 def train_once(model: nn.Module, worker: ParameterServerWorker, step: int) -> bool:
     worker.pull()
     loss_of(model, step, worker.index).backward()
@@ -794,7 +829,7 @@ def test_a_worker_that_has_not_connected_yet_can_still_take_part() -> None:
     clock.join(2, 0, -1)
     assert clock.stuck_because() == ""
     clock.steps.clear()
-    clock.take_over({1})
+    clock.take_over(range(3), {1})
     clock.join(2, 0, 0)
     assert clock.absent == {0} and clock.stuck_because() == ""
 
@@ -815,10 +850,12 @@ def test_a_process_that_takes_over_waits_for_the_slowest_worker() -> None:
     content = shard.content(UpdateClock(settings, workers=3, steps={0: 10, 1: 3, 2: 8, 5: 9}))
     clock = UpdateClock(settings, workers=3)
     shard.restore(content, clock)
-    clock.take_over({2})
+    clock.take_over(range(7), {2, 3, 4})
     clock.join(0, 0, 11)
-    assert clock.absent == {1, 5} and clock.steps == {0: 11, 1: 3, 5: 9} and not clock.may_pull(0, 0)
-    clock.leave(1, retires=False)  # worker 1 does not come back
+    # worker 6 joined after the snapshot
+    assert clock.absent == {1, 5, 6} and clock.steps == {0: 11, 1: 3, 5: 9, 6: 3} and not clock.may_pull(0, 0)
+    clock.leave(1, retires=False)  # workers 1 and 6 do not come back
+    clock.leave(6, retires=False)
     assert clock.may_pull(0, 0)
 
 

@@ -104,6 +104,7 @@ class ParameterServer:
         self._replicas: dict[int, PairLink] = {}
         self._awaited_replicas = replicas
         self._had_worker = self._ends = False
+        self._newcomers = set[int]()  # new workers whose hello waits for an answer
         self._failure: BaseException | None = None  # error that ends the server
         self._failed_update: BaseException | None = None  # sent to the worker that pushed; then ends the server
         self.dropped = 0
@@ -111,7 +112,8 @@ class ParameterServer:
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
         if self._here.generation > 1:
             self._awaited_replicas = 0
-            self._clock.take_over({one for one in range(workers) if rendezvous.has_left(one, retired=True)})
+            everyone = range(workers + rendezvous.count_joined())
+            self._clock.take_over(everyone, {one for one in everyone if rendezvous.has_left(one, retired=True)})
 
     @property
     def version(self) -> int:
@@ -343,6 +345,7 @@ class ParameterServer:
         with self._changed:
             while len(self._replicas) < self._awaited_replicas and not self._ends:
                 self._changed.wait()
+            self._await_steps(worker, is_new=step < 0)
             self._require_place()
             # a server that is started later would otherwise end without waiting for this worker
             self._rendezvous.come_back(worker)
@@ -354,6 +357,18 @@ class ParameterServer:
             self._pending = {one: gradient for one, gradient in self._pending.items() if one in self._clock.waiting}
             self._changed.notify_all()
             return worker, self._clock.version, self._clock.steps[worker]
+
+    def _await_steps(self, worker: int, *, is_new: bool) -> None:
+        """Let a new worker of a bounded run wait for the workers of the server that this one replaces: they have made
+        more steps than the snapshot has, and the new worker begins at the step of the slowest. The caller holds the lock.
+        """
+        if not is_new or self._settings.mode != "bounded" or not self._holds_workers or self._here.generation == 1:
+            return
+        self._newcomers.add(worker)
+        self._changed.notify_all()
+        while self._clock.absent - self._newcomers and not self._ends:
+            self._changed.wait()
+        self._newcomers.discard(worker)
 
     def _is_alike(self, link: PairLink, caller: str, model: int, settings: int) -> bool:
         """Return True if the caller has the same model and settings; else send it the problem."""

@@ -60,15 +60,18 @@ class UpdateClock:
         """Begin a run with 0 steps for each worker, so that in bounded mode no worker gets far ahead of absent ones."""
         self.counted, self.steps = {}, dict.fromkeys(self.absent, 0)
 
-    def take_over(self, retired: Collection[int]) -> None:
+    def take_over(self, everyone: Collection[int], retired: Collection[int]) -> None:
         """Continue in place of a process that was lost. Its workers, which connect again, are absent until then.
 
         Args:
+            everyone: all workers that began the run or joined it.
             retired: the workers that have left by `close`.
         """
         self.retired = set(retired)
-        self.absent = (set(range(self.workers)) | self.steps.keys()) - self.retired
-        self.steps = {worker: step for worker, step in self.steps.items() if worker in self.absent}
+        self.absent = (set(everyone) | self.steps.keys()) - self.retired
+        least = min((step for worker, step in self.steps.items() if worker in self.absent), default=0)
+        # a worker that joined after the snapshot has made at least as many steps as the slowest
+        self.steps = {worker: self.steps.get(worker, least) for worker in self.absent}
 
     def join(self, worker: int, pulled: int, step: int) -> None:
         """Add a worker.
