@@ -740,6 +740,26 @@ def test_an_old_push_is_refused() -> None:
     job.finish()
 
 
+def test_the_age_of_a_push_counts_the_updates_of_a_server_that_was_restored(tmp_path: Path) -> None:
+    """The parameters are of version 4, the snapshot is of version 3, and two other updates follow that."""
+    settings = ParameterServerSettings(mode="asynchronous", max_age=1, snapshot=tmp_path, snapshot_every=3)
+    job = Job(mlp, sgd, settings, servers=1, workers=2)
+    job.start_servers()
+    (model, one), (old_model, old) = job.worker(0), job.worker(1)
+    for step in range(4):
+        train_once(model, one, step)
+    assert old.pull() == 4
+    loss_of(old_model, 0, 1).backward()
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(4, 6):
+        train_once(model, one, step)
+    with pytest.raises(StalePushError, match="its parameters are of version 3, and server 0 .* has 5: 2 updates"):
+        old.push()
+    one.close(), old.close()
+    job.finish()
+
+
 def test_a_gradient_that_is_not_finite_is_named_and_not_sent() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
     job.start_servers()
