@@ -304,7 +304,8 @@ class ParameterServer:
             worker, version, step = self._welcome(link, ticket)
             if worker < 0:
                 return
-            link.send([MessageKind.WELCOME, version, step, self._last_shared])  # if this fails, the worker is removed below
+            # inside the `try`: if this fails, the worker is removed below
+            link.send([MessageKind.WELCOME, version, step, self._last_shared])
             while not said_bye:
                 kind, *numbers = link.receive_header()
                 if kind == MessageKind.PULL:
@@ -363,11 +364,13 @@ class ParameterServer:
 
     def _await_steps(self, worker: int, *, is_new: bool) -> None:
         """Let a new worker of a bounded run wait for the workers of the server that this one replaces: they have made
-        more steps than the snapshot has, and the new worker begins at the step of the slowest. The caller holds the lock.
+        more steps than the snapshot has, and the new worker begins at the step of the slowest. The caller holds the
+        lock.
         """
         if not is_new or self._settings.mode != "bounded" or not self._holds_workers or self._here.generation == 1:
             return
         self._newcomers.add(worker)
+        self._clock.steps.pop(worker, None)  # assumed, or of an earlier process: no measure for this one or the others
         self._changed.notify_all()
         while self._clock.absent - self._newcomers and not self._ends:
             self._changed.wait()
