@@ -242,6 +242,61 @@ def test_a_worker_that_has_yet_to_connect_holds_the_others_of_a_bounded_run() ->
     job.finish()
 
 
+def test_a_restored_server_and_a_worker_that_joins_do_not_hold_workers_for_each_other(tmp_path: Path) -> None:
+    """Server 0 lets the new worker begin at step 0, as its snapshot says, and server 1 at step 3."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=2, workers=1)
+    job.start_servers()
+    model, first = job.worker(0)
+    for step in range(3):
+        train_once(model, first, step)
+    lose(job, 0)
+    job.start_server(0)
+    other, joined = job.worker(1)
+
+    def finish(model: nn.Module, worker: ParameterServerWorker) -> None:
+        with worker:
+            train(model, worker, range(3, 8))
+
+    job.start(lambda: finish(model, first))
+    job.start(lambda: finish(other, joined))
+    job.finish()
+
+
+def test_a_worker_that_joins_a_restored_server_begins_at_the_step_of_the_slowest_worker(tmp_path: Path) -> None:
+    """The snapshot, of step 0, does not have the steps of the first worker, which connects after the new one."""
+    settings = ParameterServerSettings(mode="bounded", snapshot=tmp_path)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_servers()
+    model, first = job.worker(0)
+    for step in range(3):
+        train_once(model, first, step)
+    lose(job, 0)
+    index, begins = job.rendezvous().next_worker(1), list[int]()
+    job.start_server(0)
+    job.start_worker(index, lambda model, worker: begins.append(worker._steps[0]))
+    while 0 not in job.servers or index not in job.servers[0]._newcomers:
+        time.sleep(0.01)
+    train_once(model, first, 3)
+    first.close()
+    job.finish()
+    assert begins[0] >= 3
+
+
+def test_a_restored_server_waits_for_a_worker_that_joined_after_the_snapshot(tmp_path: Path) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=1, workers=1)
+    job.start_servers()
+    model, first = job.worker(0)
+    other, joined = job.worker(job.rendezvous().next_worker(1))
+    lose(job, 0)
+    job.start_server(0)
+    train_once(model, first, 0)
+    assert not job.servers[0]._clock.may_pull(0, 0)
+    train_once(other, joined, 0)
+    first.pull()
+    first.close(), joined.close()
+    job.finish()
+
+
 def train_once(model: nn.Module, worker: ParameterServerWorker, step: int) -> bool:
     worker.pull()
     loss_of(model, step, worker.index).backward()
@@ -261,6 +316,36 @@ def test_backup_workers_do_not_hold_up_an_update() -> None:
     close(dict(late_model.named_parameters()), dict(fast_model.named_parameters()))
     fast.close(), late.close()
     job.finish()
+
+
+def test_workers_whose_gradients_different_servers_dropped_do_not_wait_for_each_other() -> None:
+    """Each server has made its first update with the worker that is killed then and with another one of two others."""
+    job = Job(mlp, sgd, ParameterServerSettings(backup_workers=1), servers=2, workers=3)
+    job.start_servers()
+    workers = [job.worker(index) for index in range(3)]
+    for model, worker in workers:
+        worker.pull()
+        loss_of(model, 0, worker.index).backward()
+    for server in range(2):
+        for _, worker in (workers[server], workers[2]):
+            worker._last[server] = (0, worker._number + 1, worker._gradient_of(server))
+            assert worker._push_to(server)[1] == (worker.index == 2)
+        workers[server][1]._pull_from(server)
+    for link in workers[2][1]._links.values():
+        link.close()
+    results = list[bool]()
+
+    def finish(model: nn.Module, worker: ParameterServerWorker) -> None:
+        with worker:
+            worker._number += 1
+            results.append(worker.push())
+            for step in range(1, STEPS):
+                train_once(model, worker, step)
+
+    for model, worker in workers[:2]:
+        job.start(lambda model=model, worker=worker: finish(model, worker))  # type: ignore[misc]
+    job.finish()
+    assert results == [False, False]
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "bounded"])
@@ -340,6 +425,25 @@ def test_a_worker_that_never_connects_does_not_hold_up_a_pull_for_ever() -> None
     job.finish()
 
 
+@pytest.mark.parametrize("mode", ["synchronous", "bounded"])
+def test_a_long_wait_of_a_pull_is_reported(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that hangs keeps its connection."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode=mode), servers=1, workers=2)
+    job.start_servers()
+    (model, waits), (other, hangs) = job.worker(0), job.worker(1)
+    job.servers[0]._settings = replace(job.settings, connect_seconds=0.2)
+    train_once(model, waits, 0)
+    job.start(lambda: waits.pull())
+    text = "a pull of worker 0 has waited 0 s for a push of these workers: 1"
+    until = time.monotonic() + 60
+    while text not in caplog.text and time.monotonic() < until:
+        time.sleep(0.01)
+    assert text in caplog.text
+    train_once(other, hangs, 0)
+    hangs.close(), waits.close()
+    job.finish()
+
+
 def test_a_worker_that_closes_without_a_connection_retires() -> None:
     """The worker's server is lost, so the server that replaces it cannot read the worker's BYE message."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)
@@ -402,6 +506,30 @@ def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) ->
     again.finish()
 
 
+def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(tmp_path: Path) -> None:
+    """Server 0 is lost after one worker has received its update 1, and before the other has. That worker then waits for
+    update 2 of server 1. The other one waits for update 1 of the restored server 0, which needs both gradients.
+    """
+    settings = ParameterServerSettings(snapshot=tmp_path, heartbeat_seconds=4.0, connect_seconds=240)
+    job = Job(mlp, sgd, settings, servers=2, workers=2)
+    job.start_servers()
+    (model, ahead), (other, behind) = job.worker(0), job.worker(1)
+    train_once(model, ahead, 0), train_once(other, behind, 0)
+    train_once(model, ahead, 1)
+    behind._pull_from(1)
+    lose(job, 0)
+    job.start_server(0)
+
+    def finish(model: nn.Module, worker: ParameterServerWorker, step: int) -> None:
+        with worker:
+            train(model, worker, range(step, STEPS))
+
+    job.start(lambda: finish(model, ahead, 2))
+    job.start(lambda: finish(other, behind, 1))
+    job.finish()
+    assert {server.version for server in job.servers.values()} == {STEPS}
+
+
 def test_a_loss_costs_at_most_the_updates_since_the_snapshot(tmp_path: Path) -> None:
     settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=3)
     job = Job(mlp, sgd, settings, servers=1, workers=1)
@@ -433,6 +561,16 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
     job.start_server(0)
     job.finish()
     assert job.servers[0].version == 1
+
+
+def test_a_worker_that_joins_a_run_that_has_ended_raises_at_once() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    worker.close()
+    job.finish()
+    with pytest.raises(ServerLostError, match="worker 1 cannot reach server 0 .* the run has ended there"):
+        job.worker(1)
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
@@ -602,6 +740,26 @@ def test_an_old_push_is_refused() -> None:
     job.finish()
 
 
+def test_the_age_of_a_push_counts_the_updates_of_a_server_that_was_restored(tmp_path: Path) -> None:
+    """The parameters are of version 4, the snapshot is of version 3, and two other updates follow that."""
+    settings = ParameterServerSettings(mode="asynchronous", max_age=1, snapshot=tmp_path, snapshot_every=3)
+    job = Job(mlp, sgd, settings, servers=1, workers=2)
+    job.start_servers()
+    (model, one), (old_model, old) = job.worker(0), job.worker(1)
+    for step in range(4):
+        train_once(model, one, step)
+    assert old.pull() == 4
+    loss_of(old_model, 0, 1).backward()
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(4, 6):
+        train_once(model, one, step)
+    with pytest.raises(StalePushError, match="its parameters are of version 3, and server 0 .* has 5: 2 updates"):
+        old.push()
+    one.close(), old.close()
+    job.finish()
+
+
 def test_a_gradient_that_is_not_finite_is_named_and_not_sent() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
     job.start_servers()
@@ -691,7 +849,7 @@ def test_a_worker_that_has_not_connected_yet_can_still_take_part() -> None:
     clock.join(2, 0, -1)
     assert clock.stuck_because() == ""
     clock.steps.clear()
-    clock.take_over({1})
+    clock.take_over(range(3), {1})
     clock.join(2, 0, 0)
     assert clock.absent == {0} and clock.stuck_because() == ""
 
@@ -712,10 +870,12 @@ def test_a_process_that_takes_over_waits_for_the_slowest_worker() -> None:
     content = shard.content(UpdateClock(settings, workers=3, steps={0: 10, 1: 3, 2: 8, 5: 9}))
     clock = UpdateClock(settings, workers=3)
     shard.restore(content, clock)
-    clock.take_over({2})
+    clock.take_over(range(7), {2, 3, 4})
     clock.join(0, 0, 11)
-    assert clock.absent == {1, 5} and clock.steps == {0: 11, 1: 3, 5: 9} and not clock.may_pull(0, 0)
-    clock.leave(1, retires=False)  # worker 1 does not come back
+    # worker 6 joined after the snapshot
+    assert clock.absent == {1, 5, 6} and clock.steps == {0: 11, 1: 3, 5: 9, 6: 3} and not clock.may_pull(0, 0)
+    clock.leave(1, retires=False)  # workers 1 and 6 do not come back
+    clock.leave(6, retires=False)
     assert clock.may_pull(0, 0)
 
 
@@ -725,8 +885,28 @@ def test_a_push_that_is_in_an_update_counts_once() -> None:
     assert clock.push(0, 0, 1) is PushResult.COMPLETES
     clock.complete({0: 1})
     assert clock.push(0, 0, 1) is PushResult.COUNTED and clock.push(0, 1, 2) is PushResult.COMPLETES
-    clock.join(0, 0, -1)  # another process with this number
-    assert clock.push(0, 0, 1) is PushResult.COMPLETES
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_worker_that_was_started_again_pushes_to_a_server_that_was_restored(mode: Any, tmp_path: Path) -> None:
+    """The snapshot has the number of the last push of the worker's first process."""
+    settings = ParameterServerSettings(mode=mode, snapshot=tmp_path, snapshot_every=1)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    wanted = plain(job.build_from(0), sgd, 1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    for step in range(2):
+        train_once(model, worker, step)
+    worker._links[0].close()  # the worker is killed
+    model, worker = job.worker(0)
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(2, STEPS):
+        train_once(model, worker, step)
+    assert worker.pull() == STEPS
+    close(dict(model.named_parameters()), wanted)
+    worker.close()
+    job.finish()
 
 
 class WrittenLink:
@@ -747,8 +927,8 @@ class WrittenLink:
 @pytest.mark.parametrize(
     ("counts", "indices", "text"),
     [
-        ([1, 1, 1 << 60], [], r"worker 3 sent 1152921504606846976 rows of a fragment, and 0 to 4"),
-        ([1, 1, -1], [], r"-1 rows"),
+        ([1, 1, 1 << 60], [], r"worker 3 sent 1152921504606846976 rows of a fragment, and -1 \(no gradient\) to 4"),
+        ([1, 1, -2], [], r"-2 rows"),
         ([1, 1, 2], [1, 4], r"rows 1 to 4, and 0 to 3"),
         ([1, 1, 2], [-7, 1], r"rows -7 to 1"),
         ([1 << 60, 1, 2], [0, 1], r"\[1152921504606846976, 1\] for the fragments that have a gradient"),
@@ -766,7 +946,11 @@ def test_a_gradient_of_all_rows_is_received() -> None:
     link: Any = WrittenLink(*sent)
     gradient = receive_gradient(link, [3, 5], [(4, 2)], torch.float32)
     assert gradient.dense[0] is not None and gradient.dense[0].tolist() == [1.0] * 3 and gradient.dense[1] is None
-    assert gradient.rows[0][0].tolist() == [0, 3] and float(gradient.rows[0][1].sum()) == 28.0
+    assert (
+        gradient.rows[0] is not None
+        and gradient.rows[0][0].tolist() == [0, 3]
+        and float(gradient.rows[0][1].sum()) == 28.0
+    )
 
 
 def test_the_size_of_a_text_is_checked() -> None:
@@ -943,6 +1127,41 @@ def test_narrow_embeddings_and_bags_push_rows() -> None:
     worker.pull()
     close(dict(model.named_parameters()), dict(wanted.named_parameters()))
     assert worker.bytes_sent < STEPS * 160 * 4
+    worker.close()
+    job.finish()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # raised inside torch's Adagrad
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        torch.optim.SparseAdam,
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, lr_decay=0.5),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    ],
+    ids=["SparseAdam", "Adagrad", "SGD"],
+)
+def test_a_shard_without_rows_of_a_batch_makes_the_step(make_optimizer: Any, is_lost: bool, tmp_path: Path) -> None:
+    """Adam's bias correction, Adagrad's decay of the learning rate and momentum depend on all steps of a parameter."""
+    settings = ParameterServerSettings(snapshot=tmp_path if is_lost else None, snapshot_every=1)
+    job = Job(lambda: nn.Embedding(40, 4, sparse=True), make_optimizer, settings, workers=1)
+    wanted = job.build_from(0)
+    optimizer = make_optimizer(list(wanted.parameters()))
+    job.start_servers()
+    model, worker = job.worker(0)
+    for step, ids in enumerate(([1, 30], [2, 1], [3, 2], [30, 2])):
+        if step == 3 and is_lost:
+            lose(job, 1)
+            job.start_server(1)
+        worker.pull()
+        for one in (model, wanted):
+            one(torch.tensor(ids)).square().sum().backward()
+        worker.push()
+        optimizer.step()
+        optimizer.zero_grad()
+    worker.pull()
+    close(dict(model.named_parameters()), dict(wanted.named_parameters()))
     worker.close()
     job.finish()
 

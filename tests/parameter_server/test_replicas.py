@@ -31,7 +31,7 @@ from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.parameter_server import server
 from windlass.parameter_server.heartbeat import send_heartbeats
 from windlass.parameter_server.job_rendezvous import ServerAddress, ShardRecord
-from windlass.parameter_server.messages import receive_by_worker, receive_content
+from windlass.parameter_server.messages import MessageKind, receive_by_worker, receive_content
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.settings import ParameterServerSettings
@@ -247,6 +247,25 @@ def test_missing_replicas_are_named() -> None:
         process._settings = replace(process._settings, connect_seconds=0.1)
     with pytest.raises(CommunicationError, match="1 of 2 replicas of server 0 .* did not connect within 0 s"):
         job.finish()
+
+
+def test_a_worker_that_is_killed_before_the_answer_to_its_hello_leaves() -> None:
+    """The server answers when its replica has connected, and cannot send the answer."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded"), servers=1, workers=2)
+    job.start_process(0, 0, replicas=1)
+    rendezvous, layout = job.rendezvous(), layout_of(job.build_from(0), 1)
+    address = rendezvous.find_server(0, 0, 60)
+    assert address is not None
+    link = rendezvous.call_server(address)
+    link.send([MessageKind.HELLO, 1, 0, -1, layout.fingerprint, job.settings.fingerprint])
+    wait_for(lambda: bool(job.serving(0)._changed._waiters))  # type: ignore[attr-defined]
+    link.close()
+    job.start_process(0, 1, replicas=1)
+    model, worker = job.worker(0)
+    for step in range(STEPS):
+        train_once(model, worker, step)
+    worker.close()
+    job.finish()
 
 
 @pytest.mark.parametrize(("awaited", "seconds"), [(1, 300.0), (0, 60.0)])

@@ -8,6 +8,7 @@ only sends heartbeats.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.parameter_server.messages import MessageKind
@@ -33,8 +34,11 @@ def send_heartbeats(link: PairLink, seconds: float) -> None:
     threading.Thread(target=beat, name="windlass-heartbeat", daemon=True).start()
 
 
-def receive_message(link: PairLink) -> list[int]:
+def receive_message(link: PairLink, on_heartbeat: Callable[[], None] = lambda: None) -> list[int]:
     """Receive the header of a server's next message, as integers, and skip heartbeats.
+
+    Args:
+        on_heartbeat: called after each heartbeat.
 
     Raises:
         LinkClosedError: the server has ended.
@@ -44,3 +48,4 @@ def receive_message(link: PairLink) -> list[int]:
         numbers = link.receive_header()
         if numbers[0] != MessageKind.ALIVE:
             return numbers
+        on_heartbeat()

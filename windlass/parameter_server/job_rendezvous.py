@@ -317,6 +317,10 @@ class JobRendezvous:
         key = f"left {worker}"
         return self._store.get(key) if self._store.check(key) else ""
 
+    def count_start(self, worker: int) -> int:
+        """Count a start of a worker, and return the number of processes that have had its number."""
+        return self._store.add(f"starts {worker}", 1)
+
     def count_joined(self) -> int:
         """Return the number of workers that have joined the run."""
         return self._store.add("joined", 0)

@@ -34,7 +34,9 @@ class MessageKind(IntEnum):
 
     # worker, version of its last pull, number of its pushes (-1: first connection), fingerprints of model and settings
     HELLO = 1
-    WELCOME = 2  # version, number of the worker's pushes as the server counts them
+    # version, number of the worker's pushes as the server counts them, last version whose updates were not lost with an
+    # earlier server
+    WELCOME = 2
     PULL = 3  # lowest version that the worker accepts, in synchronous mode
     PARAMETERS = 4  # version; then all elements of the shard
     PUSH = 5  # version that was pulled, number of the push; then the gradient
@@ -146,7 +148,7 @@ def send_push(link: PairLink, pulled: int, number: int, gradient: ShardGradient)
 
     Args:
         pulled: version of the parameters from which the gradient was computed.
-        number: number of the push among the pushes of the worker, from 1.
+        number: number of the push, larger than those of the worker's earlier pushes.
     """
     _send_gradient(link, [MessageKind.PUSH, pulled, number], gradient)
 
@@ -155,8 +157,8 @@ def _send_gradient(link: PairLink, header: Sequence[int], gradient: ShardGradien
     """Send a message with a gradient: all elements of dense fragments with a gradient, and rows of sparse fragments."""
     present = [fragment for fragment in gradient.dense if fragment is not None]
     numbers = [int(fragment is not None) for fragment in gradient.dense]
-    numbers += [indices.numel() for indices, _ in gradient.rows]
-    rows = [tensor.contiguous() for pair in gradient.rows for tensor in pair]
+    numbers += [-1 if pair is None else pair[0].numel() for pair in gradient.rows]
+    rows = [tensor.contiguous() for pair in gradient.rows if pair is not None for tensor in pair]
     dense = [torch.cat(present)] if present else []
     link.send(header, torch.tensor(numbers, dtype=COUNTS), *dense, *rows, *after)
 
@@ -179,13 +181,16 @@ def receive_gradient(
     if any(flag not in (0, 1) for flag in present):
         raise refused(link, f"{present} for the fragments that have a gradient", "0 or 1 for each")
     for count, (most, _) in zip(counts, sparse, strict=True):
-        if not 0 <= count <= most:
-            raise refused(link, f"{count} rows of a fragment", f"0 to {most}")
+        if not -1 <= count <= most:
+            raise refused(link, f"{count} rows of a fragment", f"-1 (no gradient) to {most}")
     sizes = [numel for numel, flag in zip(dense, present, strict=True) if flag]
     fragments = iter(link.receive(torch.empty(sum(sizes), dtype=dtype)).split(sizes))
     values = [next(fragments) if flag else None for flag in present]
-    rows: list[tuple[Tensor, Tensor]] = []
+    rows: list[tuple[Tensor, Tensor] | None] = []
     for count, (most, row) in zip(counts, sparse, strict=True):
+        if count < 0:
+            rows.append(None)
+            continue
         indices = link.receive(torch.empty(count, dtype=torch.int64))
         if count and not 0 <= int(indices.min()) <= int(indices.max()) < most:
             raise refused(link, f"rows {int(indices.min())} to {int(indices.max())}", f"0 to {most - 1}")

@@ -5,6 +5,11 @@ gets the mean gradient of every update before any worker receives the updated pa
 update with an optimizer of its own. So no worker has parameters that a replica lacks, and a replica that takes over
 continues with the next update. Workers repeat pushes that were not answered. Pushes are numbered, so that a repeated
 push counts once.
+
+[Note: bound on staleness] In bounded mode only the last server holds workers. Servers count steps differently while a
+worker joins, reconnects or has a push refused (`max_age`), so two servers that both held workers could hold each of two
+workers for the other one. A worker pushes to the last server last, and pulls from it first: a pull that it lets pass
+finds on all servers the gradients of the steps that it has counted.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
 _PAUSE = 0.02
+_NONE_LOST = 1 << 62
 _PLACE_CHECK_S = 0.5
 _RETURN_S = 1.0  # seconds in which a worker may connect again before it counts as lost
 
@@ -86,6 +92,10 @@ class ParameterServer:
     ) -> None:
         self._layout, self._server, self._workers, self._settings = layout, server, workers, settings
         self._rendezvous = rendezvous
+        # see [Note: bound on staleness]
+        self._holds_workers = settings.mode == "synchronous" or (
+            settings.mode == "bounded" and server == len(layout.fragments) - 1
+        )
         self._clock = UpdateClock(settings, workers) if taken is None else taken.clock
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
@@ -95,14 +105,18 @@ class ParameterServer:
         self._replicas: dict[int, PairLink] = {}
         self._awaited_replicas = replicas
         self._had_worker = self._ends = False
+        self._newcomers = set[int]()  # new workers whose hello waits for an answer
         self._failure: BaseException | None = None  # error that ends the server
         self._failed_update: BaseException | None = None  # sent to the worker that pushed; then ends the server
         self.dropped = 0
         self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
+        # Later versions that a worker has pulled are of the server that this one replaces, whose updates were lost.
+        self._last_shared = self._clock.version if taken is None and self._here.generation > 1 else _NONE_LOST
         if self._here.generation > 1:
             self._awaited_replicas = 0
-            self._clock.take_over({one for one in range(workers) if rendezvous.has_left(one, retired=True)})
+            everyone = range(workers + rendezvous.count_joined())
+            self._clock.take_over(everyone, {one for one in everyone if rendezvous.has_left(one, retired=True)})
 
     @property
     def version(self) -> int:
@@ -287,9 +301,11 @@ class ParameterServer:
         try:
             link = self._rendezvous.answer_call(self._here, ticket)
             send_heartbeats(link, self._settings.heartbeat_seconds)
-            worker = self._welcome(link, ticket)
+            worker, version, step = self._welcome(link, ticket)
             if worker < 0:
                 return
+            # inside the `try`: if this fails, the worker is removed below
+            link.send([MessageKind.WELCOME, version, step, self._last_shared])
             while not said_bye:
                 kind, *numbers = link.receive_header()
                 if kind == MessageKind.PULL:
@@ -316,21 +332,24 @@ class ParameterServer:
             if worker >= 0:
                 self._remove(worker, ticket, retires=said_bye)
 
-    def _welcome(self, link: PairLink, ticket: int) -> int:
-        """Add the caller, and return its number if it is a worker; -1: a replica, or a worker that is refused."""
+    def _welcome(self, link: PairLink, ticket: int) -> tuple[int, int, int]:
+        """Add the caller, and return its number if it is a worker (-1: a replica, or a worker that is refused), the
+        version, and the step of the worker.
+        """
         kind, *numbers = link.receive_header()
         if kind == MessageKind.FOLLOW:
             self._add_replica(link, *numbers[:3])
-            return -1
+            return -1, 0, 0
         worker, pulled, step, model, settings, *_ = numbers
         if kind != MessageKind.HELLO or not 0 <= worker < MOST_WORKERS or pulled < 0 or step < -1:
             raise refused(link, f"{[kind, worker, pulled, step]}", f"a hello of worker 0 to {MOST_WORKERS - 1}")
         if not self._is_alike(link, f"worker {worker}", model, settings):
-            return -1
+            return -1, 0, 0
         link.peer = f"worker {worker}"
         with self._changed:
             while len(self._replicas) < self._awaited_replicas and not self._ends:
                 self._changed.wait()
+            self._await_steps(worker, is_new=step < 0)
             self._require_place()
             # a server that is started later would otherwise end without waiting for this worker
             self._rendezvous.come_back(worker)
@@ -341,9 +360,21 @@ class ParameterServer:
             self._clock.join(worker, pulled, step)
             self._pending = {one: gradient for one, gradient in self._pending.items() if one in self._clock.waiting}
             self._changed.notify_all()
-            version, step = self._clock.version, self._clock.steps[worker]
-        link.send([MessageKind.WELCOME, version, step])
-        return worker
+            return worker, self._clock.version, self._clock.steps[worker]
+
+    def _await_steps(self, worker: int, *, is_new: bool) -> None:
+        """Let a new worker of a bounded run wait for the workers of the server that this one replaces: they have made
+        more steps than the snapshot has, and the new worker begins at the step of the slowest. The caller holds the
+        lock.
+        """
+        if not is_new or self._settings.mode != "bounded" or not self._holds_workers or self._here.generation == 1:
+            return
+        self._newcomers.add(worker)
+        self._clock.steps.pop(worker, None)  # assumed, or of an earlier process: no measure for this one or the others
+        self._changed.notify_all()
+        while self._clock.absent - self._newcomers and not self._ends:
+            self._changed.wait()
+        self._newcomers.discard(worker)
 
     def _is_alike(self, link: PairLink, caller: str, model: int, settings: int) -> bool:
         """Return True if the caller has the same model and settings; else send it the problem."""
@@ -470,14 +501,28 @@ class ParameterServer:
                     if not self._ends:  # else a replica has taken the shard over, and `serve` returns
                         raise
 
+    def _may_pull(self, worker: int, wanted: int) -> bool:
+        return not self._holds_workers or self._clock.may_pull(worker, wanted)
+
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
-        reason = ""
+        reason, began, waited = "", time.monotonic(), 0.0
         with self._changed:
             # Computed anew each time: a worker that connects later may make updates possible again.
-            while not (possible := self._clock.may_pull(worker, wanted)) and not self._ends:
+            while not (possible := self._may_pull(worker, wanted)) and not self._ends:
                 if reason := self._clock.stuck_because():
                     break
-                self._changed.wait()
+                # A worker that hangs keeps its connections, so nothing else reports the wait.
+                if (waits := time.monotonic() - began) >= waited + self._settings.connect_seconds:
+                    waited = waits
+                    awaited = ", ".join(map(str, self._clock.awaited_by(worker)))
+                    logger.warning(
+                        "%s: a pull of worker %d has waited %.0f s for a push of these workers: %s",
+                        self._here,
+                        worker,
+                        waited,
+                        awaited,
+                    )
+                self._changed.wait(self._settings.connect_seconds)
             self._require_place()
             version, values = self._clock.version, self._shard.values()
         if possible:
@@ -497,7 +542,7 @@ class ParameterServer:
             result = self._clock.push(worker, pulled, number)
             if result in (PushResult.WAITS, PushResult.COMPLETES):
                 self._pending[worker] = gradient
-            elif result is PushResult.DROPPED:
+            elif result in (PushResult.DROPPED, PushResult.EXTRA):
                 self.dropped += 1
             if result is PushResult.COMPLETES:
                 self._update()

@@ -28,11 +28,12 @@ class ShardGradient:
 
     Attributes:
         dense: for each fragment with a dense gradient, this gradient `[n]`; None if the parameter has no gradient.
-        rows: for each fragment with a sparse gradient, the indices of its rows `[k]` and their gradients `[k, row]`.
+        rows: for each fragment with a sparse gradient, the indices of its rows `[k]` and their gradients `[k, row]`;
+            None if the parameter has no gradient. With k = 0 the optimizer counts a step and decays its momentum.
     """
 
     dense: list[Tensor | None]
-    rows: list[tuple[Tensor, Tensor]]
+    rows: list[tuple[Tensor, Tensor] | None]
 
 
 def mean_gradient(gradients: Sequence[ShardGradient]) -> ShardGradient:
@@ -51,8 +52,12 @@ def mean_gradient(gradients: Sequence[ShardGradient]) -> ShardGradient:
             assert total is not None
             total.add_(fragment)
         dense.append(None if total is None else total.div_(count))
-    rows = []
-    for parts in zip(*(gradient.rows for gradient in gradients), strict=True):
+    rows: list[tuple[Tensor, Tensor] | None] = []
+    for sparse in zip(*(gradient.rows for gradient in gradients), strict=True):
+        parts = [part for part in sparse if part is not None]
+        if not parts:
+            rows.append(None)
+            continue
         indices, places = torch.unique(torch.cat([numbers for numbers, _ in parts]), return_inverse=True)
         values = torch.cat([values for _, values in parts])
         summed = values.new_zeros(indices.numel(), values.shape[1]).index_add_(0, places, values)
@@ -115,8 +120,8 @@ class ServerShard:
         dense, rows = iter(gradient.dense), iter(gradient.rows)
         for parameter, is_sparse in zip(self._parameters, self._sparse, strict=True):
             if is_sparse:
-                indices, values = next(rows)
-                if indices.numel():
+                if (part := next(rows)) is not None:
+                    indices, values = part
                     found = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=True)
                     parameter.grad = found.coalesce()
             else:

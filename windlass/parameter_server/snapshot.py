@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from windlass.base.atomic_file import temporary_path_beside, temporary_paths_beside
@@ -109,7 +110,8 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Tensor):
         name = f"tensor.{len(tensors)}"
-        tensors[name] = value
+        # SGD's momentum of sparse gradients is sparse; its step is the same with a dense one
+        tensors[name] = value.to_dense() if value.layout != torch.strided else value
         return {"tensor": name}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_encode(one, f"{place}[{n}]", tensors) for n, one in enumerate(value)]}

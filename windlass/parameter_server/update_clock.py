@@ -17,6 +17,7 @@ class PushResult(Enum):
     DROPPED = 2  # the synchronous update of its step was made without the gradient
     TOO_OLD = 3  # more than `max_age` updates were made since the worker's pull
     COUNTED = 4  # the gradient is in an update already: the worker sent it again to a process that took over
+    EXTRA = 5  # dropped: an earlier gradient of the worker waits for the same synchronous update
 
 
 @dataclass
@@ -59,15 +60,18 @@ class UpdateClock:
         """Begin a run with 0 steps for each worker, so that in bounded mode no worker gets far ahead of absent ones."""
         self.counted, self.steps = {}, dict.fromkeys(self.absent, 0)
 
-    def take_over(self, retired: Collection[int]) -> None:
+    def take_over(self, everyone: Collection[int], retired: Collection[int]) -> None:
         """Continue in place of a process that was lost. Its workers, which connect again, are absent until then.
 
         Args:
+            everyone: all workers that began the run or joined it.
             retired: the workers that have left by `close`.
         """
         self.retired = set(retired)
-        self.absent = (set(range(self.workers)) | self.steps.keys()) - self.retired
-        self.steps = {worker: step for worker, step in self.steps.items() if worker in self.absent}
+        self.absent = (set(everyone) | self.steps.keys()) - self.retired
+        least = min((step for worker, step in self.steps.items() if worker in self.absent), default=0)
+        # a worker that joined after the snapshot has made at least as many steps as the slowest
+        self.steps = {worker: self.steps.get(worker, least) for worker in self.absent}
 
     def join(self, worker: int, pulled: int, step: int) -> None:
         """Add a worker.
@@ -78,8 +82,6 @@ class UpdateClock:
             pulled: version of the worker's last pull.
             step: number of the worker's pushes to this server, as `steps` counts them; -1: the worker is new.
         """
-        if step < 0:
-            self.counted.pop(worker, None)  # the entry of an earlier worker with the same number
         if self.settings.mode == "synchronous" and pulled > self.version:
             self.version = pulled
             self.waiting.clear()
@@ -103,7 +105,8 @@ class UpdateClock:
         """Register a gradient that belongs to version `pulled` of the parameters.
 
         Args:
-            number: number of this push among those of the worker, from 1.
+            number: number of this push, larger than those of the worker's earlier pushes, also of an earlier process
+                with the number of the worker.
         """
         if number <= self.counted.get(worker, 0):
             self.steps[worker] = self.steps.get(worker, 0) + 1
@@ -111,8 +114,10 @@ class UpdateClock:
         if self.settings.mode == "synchronous":
             if self.waiting.get(worker) == number:
                 return PushResult.WAITS
-            if pulled < self.version or worker in self.waiting:
+            if pulled < self.version:
                 return PushResult.DROPPED
+            if worker in self.waiting:
+                return PushResult.EXTRA
             self.waiting[worker] = number
             return PushResult.COMPLETES if self.is_complete else PushResult.WAITS
         if self.settings.max_age is not None and self.version - pulled > self.settings.max_age:
@@ -139,6 +144,13 @@ class UpdateClock:
             return True
         own = self.steps.get(worker, 0)
         return own - min(self.steps.values(), default=own) <= self.settings.staleness
+
+    def awaited_by(self, worker: int) -> list[int]:
+        """Return the workers whose gradients a pull of `worker` waits for."""
+        if self.settings.mode == "synchronous":
+            return sorted((self.steps.keys() | self.absent) - self.waiting.keys())
+        own = self.steps.get(worker, 0)
+        return sorted(one for one, step in self.steps.items() if own - step > self.settings.staleness)
 
     def stuck_because(self) -> str:
         """Return the reason for which no further synchronous update is possible; an empty text if one is possible."""

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _PAUSE = 0.02
 _LEAST_WAIT = 1.0  # minimum seconds to wait for the answer to a call
+_START_SHIFT = 40  # the numbers of the pushes of a worker's n-th process begin at n << 40
 _FIRST_CALL_SHARE = 8
 """The first call to a server waits an eighth of `connect_seconds` for its answer; each further call waits twice as long
 as the previous one, up to `connect_seconds`."""
@@ -72,7 +73,11 @@ class ParameterServerWorker:
         self._steps = dict.fromkeys(self._servers, -1)
         # last push to each server, until the next pull: version pulled before the push, its number, its gradient
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
+        self._was_late = False  # a server dropped the last push: its update was made without it (`backup_workers`)
         self._silent = set[int]()  # servers that were lost because no heartbeat came, and may still run
+        # Larger than the numbers of an earlier process with this worker's number: a server that was restored may have
+        # counted those.
+        self._number = rendezvous.count_start(index) << _START_SHIFT
         self._closed_bytes, self._has_left = [0, 0], False
         for server in self._servers:
             self._connect(server, settings.connect_seconds, "")
@@ -95,14 +100,14 @@ class ParameterServerWorker:
     def pull(self) -> int:
         """Receive the parameters into the model, and return their version, as `version` does.
 
-        In synchronous mode this waits for the update with this worker's last gradient; in bounded mode, until the
-        slowest worker is at most `staleness` steps behind.
+        In synchronous mode this waits for the update with this worker's last gradient, unless a server dropped that; in
+        bounded mode, until the slowest worker is at most `staleness` steps behind.
 
         Raises:
             ServerLostError: a server was lost and not replaced.
             CommunicationError: too few workers remain for a synchronous update, or `close` was called.
         """
-        for server in self._servers:
+        for server in reversed(self._servers):  # in bounded mode the last server holds workers; pushes reach it last
             self._with_server(server, lambda server=server: self._pull_from(server))  # type: ignore[misc]
         return self.version
 
@@ -127,8 +132,9 @@ class ParameterServerWorker:
         # Counted even if a server fails below: the servers that have this gradient would treat a next gradient with the
         # same number as a repetition.
         self.pushes += 1
+        self._number += 1
         for server in self._servers:
-            self._last[server] = (self._pulled[server], self.pushes, gradients[server])
+            self._last[server] = (self._pulled[server], self._number, gradients[server])
             results.append(self._with_server(server, lambda server=server: self._push_to(server)))  # type: ignore[misc]
         for tensor in self._layout.tensors:
             tensor.grad = None
@@ -140,7 +146,8 @@ class ParameterServerWorker:
                     f"{self._addresses[server]} has {version}: {version - pulled} updates, "
                     f"where max_age = {self._settings.max_age} are allowed; pull more often, or raise max_age"
                 )
-        was_dropped = any(result is PushResult.DROPPED for result, _ in results)
+        self._was_late = any(result is PushResult.DROPPED for result, _ in results)
+        was_dropped = self._was_late or any(result is PushResult.EXTRA for result, _ in results)
         self.dropped += was_dropped
         return not was_dropped
 
@@ -186,10 +193,12 @@ class ParameterServerWorker:
         while True:
             left = max(0.0, began + seconds - time.time())
             try:
-                address = self._rendezvous.find_server(server, lost, left)
+                address, is_over = self._rendezvous.find_server(server, lost, left), self._rendezvous.is_over(server)
             except StoreLostError as error:  # the lost process may have served the store
                 cause = f"{cause or 'it has not started'}, and {self._silent_store}"
                 raise self._lost(server, since, cause) from error
+            if is_over:
+                raise self._lost(server, since, "the run has ended there, without connected workers")
             if address is None or (calls and not left):
                 raise self._lost(server, since, cause or "it has not started")
             # The first calls wait for a short time, since a server may end while it answers.
@@ -226,12 +235,16 @@ class ParameterServerWorker:
         step = self._steps[server]
         link.idle = timedelta(seconds=self._settings.heartbeat_seconds)
         link.send([MessageKind.HELLO, self.index, pulled, step, layout.fingerprint, self._settings.fingerprint])
-        version, self._steps[server], *_ = self._receive(link, MessageKind.WELCOME)
+        version, self._steps[server], shared, *_ = self._receive(link, MessageKind.WELCOME)
+        if not synchronous:  # `max_age` counts the updates that the new server made after that version
+            self._pulled[server] = min(self._pulled[server], shared)
         # Set only after the answer, so that a server that is too slow for this call can be called again.
         self._addresses[server] = address
         self._links[server] = link
         self._silent.discard(server)
         last = self._last.get(server)
+        if last is not None and not synchronous:
+            self._last[server] = (min(last[0], shared), *last[1:])
         if last is not None and synchronous and version <= last[0]:
             self._push_to(server)  # push again: only the lost server may have received it
 
@@ -260,8 +273,11 @@ class ParameterServerWorker:
         link, layout = self._links[server], self._layout
         synchronous = self._settings.mode == "synchronous"
         last = self._last.get(server)
-        link.send([MessageKind.PULL, last[0] + 1 if last is not None and synchronous else 0])
-        version = self._receive(link, MessageKind.PARAMETERS)[0]
+        # A server that dropped the last gradient may need the next one for an update, for which another worker waits
+        # that another server needs. So this worker waits at no server.
+        wanted = last[0] + 1 if last is not None and synchronous and not self._was_late else 0
+        link.send([MessageKind.PULL, wanted])
+        version = self._receive(link, MessageKind.PARAMETERS, lambda: self._return_to_others(server))[0]
         values = link.receive(torch.empty(layout.numel(server), dtype=layout.dtype))
         begin = 0
         for fragment in layout.fragments[server]:
@@ -279,8 +295,28 @@ class ParameterServerWorker:
             self._steps[server] += 1
         return PushResult(result), version
 
-    def _receive(self, link: PairLink, expected: MessageKind) -> list[int]:
-        kind, *numbers = receive_message(link)
+    def _return_to_others(self, waits_for: int) -> None:
+        """Connect with servers that have replaced lost ones, while a pull from server `waits_for` waits for other
+        workers. A worker for which this one waits may wait for it at such a server.
+        """
+        if len(self._servers) == 1 or not self._rendezvous.has_store(self._settings.heartbeat_seconds):
+            return
+        wait = timedelta(seconds=self._settings.connect_seconds / _FIRST_CALL_SHARE)
+        for server in self._servers:
+            try:
+                address, before = self._rendezvous.record(server).address, self._addresses[server]
+                if server == waits_for or address is None or address.generation == before.generation:
+                    continue
+                if (link := self._links.pop(server, None)) is not None:
+                    self._forget(link)
+                self._greet(server, address, self._rendezvous.call_server(address, wait))
+            except (LinkClosedError, StoreLostError) as error:  # called again at the next heartbeat or exchange
+                logger.warning("worker %d: %s", self.index, error)
+
+    def _receive(
+        self, link: PairLink, expected: MessageKind, on_heartbeat: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        kind, *numbers = receive_message(link, on_heartbeat)
         if kind == MessageKind.PROBLEM:
             raise CommunicationError(f"parameter server: {receive_text(link, numbers[0])}")
         if kind != expected:
@@ -305,12 +341,13 @@ class ParameterServerWorker:
     def _gradient_of(self, server: int) -> ShardGradient:
         layout = self._layout
         dense: list[torch.Tensor | None] = []
-        rows = []
+        rows: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for fragment in layout.fragments[server]:
             parameter, tensor = layout.parameters[fragment.parameter], layout.tensors[fragment.parameter]
             grad = tensor.grad
             if parameter.is_sparse:
-                rows.append(self._rows_of(grad, fragment.begin // parameter.row, fragment.end // parameter.row, tensor))
+                begin, end = fragment.begin // parameter.row, fragment.end // parameter.row
+                rows.append(None if grad is None else self._rows_of(grad, begin, end))
             elif grad is None:
                 dense.append(None)
             else:
@@ -318,12 +355,8 @@ class ParameterServerWorker:
                 dense.append(part.to("cpu", layout.dtype))
         return ShardGradient(dense, rows)
 
-    def _rows_of(
-        self, grad: torch.Tensor | None, begin: int, end: int, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows_of(self, grad: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradient's rows in `[begin, end)`: indices `[k]`, counted from `begin`, and values `[k, row]`."""
-        if grad is None:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, tensor.shape[-1], dtype=self._layout.dtype)
         grad = grad.coalesce() if grad.is_sparse else grad.to_sparse(1).coalesce()
         indices, values = grad.indices()[0].to("cpu"), grad.values().to("cpu", self._layout.dtype)
         inside = (indices >= begin) & (indices < end)
