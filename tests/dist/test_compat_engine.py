@@ -400,6 +400,7 @@ def _engine_configs() -> None:
         known.train_batch_size = 12
     with pytest.raises(NotBuiltError, match="gradient_clipping = 0.5"):
         known.gradient_clipping = 0.5
+    engine.communication_data_type = torch.float16  # some scripts assign the value that is in use
     with pytest.raises(NotBuiltError, match="communication_data_type in the configuration"):
         engine.communication_data_type = torch.float32
     section = known.zero_config

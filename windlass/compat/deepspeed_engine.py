@@ -536,12 +536,15 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Value of `communication_data_type`; if the key is absent: fp16 or bf16 if enabled, else fp32. Read-only."""
+        """Value of `communication_data_type`; if the key is absent: fp16 or bf16 if enabled, else fp32. No other
+        value can be assigned."""
         trained = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
         return parse_dtype(self._config.communication_data_type or trained)
 
     @communication_data_type.setter
     def communication_data_type(self, value: Any) -> None:
+        if value == self.communication_data_type:
+            return
         raise NotBuiltError(
             f"engine.communication_data_type = {value}: the buffers of the reductions exist already; write "
             "communication_data_type in the configuration"
