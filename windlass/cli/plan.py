@@ -24,11 +24,11 @@ from windlass.cli.plan_report import (
 )
 from windlass.config import load_config
 from windlass.parallel.model_checkpointing import enable_checkpointing
-from windlass.plan.choose_config import Choice, choose_config, missing_bytes
+from windlass.plan.choose_config import Choice, choose_config
 from windlass.plan.plan_run import RunShape, plan_memory
 from windlass.plan.planned_layout import Target
 from windlass.plan.planned_model import batch_for, build_from_name, build_from_shape, longest_sample
-from windlass.plan.rank_limits import RankLimits, gpu_bytes
+from windlass.plan.rank_limits import RankLimits, gpu_bytes, missing_bytes
 
 
 def plan(

@@ -8,9 +8,9 @@ from rich.table import Table
 
 from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
-from windlass.plan.choose_config import PLACES, Choice, RefusedRung
+from windlass.plan.choose_config import Choice, RefusedRung
 from windlass.plan.memory_plan import DISK, MemoryPlan
-from windlass.plan.rank_limits import RankLimits
+from windlass.plan.rank_limits import PLACES, RankLimits
 
 
 def format_size(nbytes: int) -> str:

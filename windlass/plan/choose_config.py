@@ -19,11 +19,10 @@ from windlass.base.errors import ConfigError
 from windlass.config import Config, validate_config
 from windlass.config.config_overrides import override_keys, value_at_path
 from windlass.parallel.model_checkpointing import can_checkpoint, disable_checkpointing, enable_checkpointing
-from windlass.plan.memory_plan import DEVICE, DISK, HOST, MemoryPlan
+from windlass.plan.memory_plan import MemoryPlan
 from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
-from windlass.plan.rank_limits import RankLimits
+from windlass.plan.rank_limits import RankLimits, missing_bytes
 
-PLACES = (DEVICE, HOST, DISK)
 STATES, PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
@@ -201,12 +200,6 @@ def load_supported(raw: dict[str, Any]) -> tuple[Config, str]:
     found = validate_config(raw)
     reasons = [*found.problems, *found.config.refusals()]
     return found.config, str(reasons[0]) if reasons else ""
-
-
-def missing_bytes(plan: MemoryPlan, limits: RankLimits) -> dict[str, int]:
-    """Return, by place, the bytes by which a plan exceeds its limits; empty if the plan fits."""
-    pairs = [(place, limits.of(place)) for place in PLACES]
-    return {place: plan.peak(place) - most for place, most in pairs if most is not None and plan.peak(place) > most}
 
 
 def _try(

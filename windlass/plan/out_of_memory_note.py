@@ -26,12 +26,12 @@ from windlass.config.config_overrides import override_keys
 from windlass.engine.out_of_memory import FailedRun
 from windlass.observe.memory_usage import device_memory, peak_resident_bytes, resident_bytes
 from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing, is_checkpointing
-from windlass.plan.choose_config import Rung, choose_config, load_supported, missing_bytes
+from windlass.plan.choose_config import Rung, choose_config, load_supported
 from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
 from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
 from windlass.plan.planned_layout import Target
 from windlass.plan.planned_model import build_on_meta
-from windlass.plan.rank_limits import RankLimits
+from windlass.plan.rank_limits import RankLimits, missing_bytes
 
 _MIB = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup/memory.max")

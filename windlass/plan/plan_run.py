@@ -33,7 +33,7 @@ from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
 from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.planned_layout import PLANNED_RATES, PlannedLayout, Target, plan_layout, stage_ranks
 from windlass.plan.planned_model import language_batch
-from windlass.plan.rank_limits import RankLimits
+from windlass.plan.rank_limits import RankLimits, missing_bytes
 from windlass.zero.setup.tier_choice import TierMemory
 
 _MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after 3 * total_stages micro-batches
@@ -72,8 +72,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of one rank that trains `model`, which may be on the meta device, with `config`.
 
-    For a pipeline, the result is the plan of the rank whose stage needs most. `activation_checkpointing.enabled`
-    switches on the model's activation checkpointing during the call, as `initialize` does for a run.
+    For a pipeline, the result is the plan of the stage that exceeds the limits of `run` most; if none does, of the
+    stage that needs most of the memory in which ranks compute. `activation_checkpointing.enabled` switches on the
+    model's activation checkpointing during the call, as `initialize` does for a run.
 
     Args:
         traces: Traces of earlier calls for the same model and run. A trace with the same key, see `TraceCache`,
@@ -95,10 +96,11 @@ def plan_memory(
         plans = [_plan_rank(model, config, run, rank, traces, variant) for rank in stage_ranks(config, run.world_size)]
     place = DEVICE if run.target.has_own_memory else HOST
     peaks = [plan.peak(place) for plan in plans]
-    largest = plans[peaks.index(max(peaks))]
+    missing = [sum(missing_bytes(plan, run.limits).values()) for plan in plans]
+    shown = max(range(len(plans)), key=lambda stage: (missing[stage], peaks[stage]))
     if len(plans) > 1:
-        largest.notes.append(_stage_note(peaks, place))
-    return largest
+        plans[shown].notes.append(_stage_note(shown, peaks, place, exceeds=missing[shown] > 0))
+    return plans[shown]
 
 
 @contextmanager
@@ -134,11 +136,11 @@ def _plan_rank(
     return plan
 
 
-def _stage_note(peaks: list[int], place: str) -> str:
+def _stage_note(shown: int, peaks: list[int], place: str, *, exceeds: bool) -> str:
     sizes = ", ".join(f"{peak / 2**20:,.1f}" for peak in peaks)
+    reason = "exceeds the limits most" if exceeds else "needs most"
     return (
-        f"the table shows pipeline stage {peaks.index(max(peaks))}, which needs most; peaks of all stages in MiB of "
-        f"{place} memory: {sizes}"
+        f"the table shows pipeline stage {shown}, which {reason}; peaks of all stages in MiB of {place} memory: {sizes}"
     )
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
+from windlass.plan.memory_plan import DEVICE, DISK, HOST, MemoryPlan
 
+PLACES = (DEVICE, HOST, DISK)
 _GIB = 1 << 30
 
 GPUS: dict[str, int] = {
@@ -50,6 +52,12 @@ class RankLimits:
         """Return the limit of `device`, `host` or `disk`."""
         found: int | None = getattr(self, place)
         return found
+
+
+def missing_bytes(plan: MemoryPlan, limits: RankLimits) -> dict[str, int]:
+    """Return, by place, the bytes by which a plan exceeds its limits; empty if the plan fits."""
+    pairs = [(place, limits.of(place)) for place in PLACES]
+    return {place: plan.peak(place) - most for place, most in pairs if most is not None and plan.peak(place) > most}
 
 
 def gpu_bytes(name: str) -> int:

@@ -29,7 +29,7 @@ from windlass.plan.memory_planner import HOLES, MemoryPlanner
 from windlass.plan.plan_run import RunShape, plan_memory, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
 from windlass.plan.planned_model import build_from_shape, build_on_meta
-from windlass.plan.rank_limits import RankLimits, gpu_bytes
+from windlass.plan.rank_limits import RankLimits, gpu_bytes, missing_bytes
 from windlass.storage.slot import Tier
 from windlass.zero.setup.tier_choice import TierMemory
 
@@ -378,6 +378,19 @@ def test_a_pipeline_needs_most_where_its_micro_batches_wait() -> None:
     assert more > 1.7 * saved  # GPipe keeps all six micro-batches
     alone = plan(model, settings(), ranks=1, length=64)
     assert found.moments["step"].host["optimizer states"] < 0.6 * alone.moments["step"].host["optimizer states"]
+
+
+def test_a_pipeline_stage_that_exceeds_a_limit_is_shown() -> None:
+    model = llama(num_hidden_layers=4, vocab_size=32)
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    config = {**settings(1, zero=zero), "gradient_accumulation_steps": 6, "parallel": {"pp": 2}}
+    first = plan(model, config, length=64, target=GPU)
+    host = first.peak(HOST)
+    assert any("pipeline stage 0, which needs most" in note for note in first.notes)  # most device memory
+    last = plan(model, config, length=64, target=GPU, limits=RankLimits(host=host))
+    assert any("pipeline stage 1, which exceeds the limits most" in note for note in last.notes)
+    norm = 32 * 12  # bytes of the last norm: master weight and two states of its 32 elements
+    assert missing_bytes(last, RankLimits(host=host)) == {HOST: last.peak(HOST) - host} == {HOST: norm}
 
 
 def test_experts_over_ranks_need_less_memory() -> None:
