@@ -64,9 +64,9 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
 
     def _partition_layers(self, method: Any = "uniform") -> None:
         """Store the split by `method` in `self.parts`; subclasses may override this."""
-        names = [get_layer_name(layer) for layer in self._layer_specs]
+        names = [get_layer_name(layer) for layer in self.layer_specs]
         self.partition_method = method
-        self.parts = super().split_layers(self.num_stages, names, count_layer_parameters(self._layer_specs))
+        self.parts = super().split_layers(self.num_stages, names, count_layer_parameters(self.layer_specs))
 
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
         """Do nothing: this rank's layers follow from `self.parts`."""

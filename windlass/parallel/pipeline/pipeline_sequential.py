@@ -145,6 +145,11 @@ class PipelineSequential(nn.Module):
         """Set the number of layers in one checkpointed call; 0: no activation checkpointing."""
         self.activation_checkpoint_interval = interval
 
+    @property
+    def layer_specs(self) -> list[Any]:
+        """All layers of the model in order. Once built, modules of other ranks are `nn.Identity`."""
+        return self._layer_specs
+
     def split_layers(self, stages: int, names: list[str], sizes: list[int]) -> list[int]:
         """Return the index of each stage's first layer, and the number of layers at the end.
 
