@@ -1139,8 +1139,9 @@ def test_narrow_embeddings_and_bags_push_rows() -> None:
         torch.optim.SparseAdam,
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, lr_decay=0.5),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     ],
-    ids=["SparseAdam", "Adagrad", "SGD"],
+    ids=["SparseAdam", "Adagrad", "SGD", "Nesterov"],
 )
 def test_a_shard_without_rows_of_a_batch_makes_the_step(make_optimizer: Any, is_lost: bool, tmp_path: Path) -> None:
     """Adam's bias correction, Adagrad's decay of the learning rate and momentum depend on all steps of a parameter."""
