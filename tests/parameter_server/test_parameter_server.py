@@ -506,9 +506,10 @@ def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) ->
     again.finish()
 
 
-def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(tmp_path: Path) -> None:
-    """Server 0 is lost after one worker has received its update 1, and before the other has. That worker then waits for
-    update 2 of server 1. The other one waits for update 1 of the restored server 0, which needs both gradients.
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(lost: int, tmp_path: Path) -> None:
+    """A server is lost after one worker has received its update 1, and before the other has. That worker then waits for
+    update 2 of the other server. The other one waits for update 1 of the restored server, which needs both gradients.
     """
     settings = ParameterServerSettings(snapshot=tmp_path, heartbeat_seconds=4.0, connect_seconds=240)
     job = Job(mlp, sgd, settings, servers=2, workers=2)
@@ -516,9 +517,9 @@ def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(
     (model, ahead), (other, behind) = job.worker(0), job.worker(1)
     train_once(model, ahead, 0), train_once(other, behind, 0)
     train_once(model, ahead, 1)
-    behind._pull_from(1)
-    lose(job, 0)
-    job.start_server(0)
+    behind._pull_from(1 - lost)
+    lose(job, lost)
+    job.start_server(lost)
 
     def finish(model: nn.Module, worker: ParameterServerWorker, step: int) -> None:
         with worker:
