@@ -761,6 +761,47 @@ def test_the_age_of_a_push_counts_the_updates_of_a_server_that_was_restored(tmp_
     job.finish()
 
 
+def test_the_age_of_a_push_counts_the_updates_since_the_first_of_two_losses(tmp_path: Path) -> None:
+    """The parameters are of version 4. The first server that replaces theirs continues from 3, the second one from 6."""
+    settings = ParameterServerSettings(mode="asynchronous", max_age=2, snapshot=tmp_path, snapshot_every=3)
+    job = Job(mlp, sgd, settings, servers=1, workers=2)
+    job.start_servers()
+    (model, one), (old_model, old) = job.worker(0), job.worker(1)
+    for step in range(4):
+        train_once(model, one, step)
+    assert old.pull() == 4
+    loss_of(old_model, 0, 1).backward()
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(4, 7):
+        train_once(model, one, step)
+    lose(job, 0)
+    job.start_server(0)
+    with pytest.raises(StalePushError, match="its parameters are of version 3, and server 0 .* has 6: 3 updates"):
+        old.push()
+    one.close(), old.close()
+    job.finish()
+
+
+def test_a_worker_that_returns_to_a_restored_server_keeps_the_age_of_its_parameters(tmp_path: Path) -> None:
+    settings = ParameterServerSettings(mode="asynchronous", max_age=1, snapshot=tmp_path, snapshot_every=3)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(1, 4):
+        train_once(model, worker, step)
+    version = worker.pull()
+    loss_of(model, 4, 0).backward()
+    worker._links.pop(0).close()  # no heartbeat came in time
+    worker._silent.add(0)
+    assert worker.push() and worker.version == version
+    worker.close()
+    job.finish()
+
+
 def test_a_gradient_that_is_not_finite_is_named_and_not_sent() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
     job.start_servers()

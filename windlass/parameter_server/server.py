@@ -48,7 +48,6 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
 _PAUSE = 0.02
-_NONE_LOST = 1 << 62
 _PLACE_CHECK_S = 0.5
 _RETURN_S = 1.0  # seconds in which a worker may connect again before it counts as lost
 
@@ -111,8 +110,8 @@ class ParameterServer:
         self.dropped = 0
         self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
-        # Later versions that a worker has pulled are of the server that this one replaces, whose updates were lost.
-        self._last_shared = self._clock.version if taken is None and self._here.generation > 1 else _NONE_LOST
+        if self._here.generation > 1 and taken is None:
+            rendezvous.record_restored(self._here, self._clock.version)
         if self._here.generation > 1:
             self._awaited_replicas = 0
             everyone = range(workers + rendezvous.count_joined())
@@ -305,7 +304,7 @@ class ParameterServer:
             if worker < 0:
                 return
             # inside the `try`: if this fails, the worker is removed below
-            link.send([MessageKind.WELCOME, version, step, self._last_shared])
+            link.send([MessageKind.WELCOME, version, step])
             while not said_bye:
                 kind, *numbers = link.receive_header()
                 if kind == MessageKind.PULL:
