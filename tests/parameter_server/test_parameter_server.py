@@ -282,6 +282,22 @@ def test_a_worker_that_joins_a_restored_server_begins_at_the_step_of_the_slowest
     assert begins[0] >= 3
 
 
+def test_a_worker_that_joins_keeps_a_restored_server_that_waits_for_a_lost_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=1, workers=1)
+    job.start_servers()
+    train_once(*job.worker(0), 0)
+    lose(job, 0)  # the first worker ends now, unnoticed
+    job.start_server(0)
+    job.start_worker(job.rendezvous().next_worker(1), train)
+    while 0 not in job.servers or 1 not in job.servers[0]._newcomers:
+        time.sleep(0.01)
+    job.servers[0]._settings = replace(job.settings, connect_seconds=0.1)
+    job.finish()
+    assert "worker 0 did not connect" in caplog.text and "worker 1 did not connect" not in caplog.text
+
+
 def test_a_restored_server_waits_for_a_worker_that_joined_after_the_snapshot(tmp_path: Path) -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=1, workers=1)
     job.start_servers()

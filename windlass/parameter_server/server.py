@@ -265,7 +265,7 @@ class ParameterServer:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if self._live or self._ends:
+            if self._live or self._newcomers or self._ends:
                 return self._ends
             alone, may_be_alone = time.monotonic() - self._idle_since, self._had_worker or self._here.generation > 1
         # A worker that joined the run may be about to connect, after its server was lost.
@@ -477,7 +477,7 @@ class ParameterServer:
         if self._settings.mode == "asynchronous":
             return  # no pull waits for a worker
         with self._changed:
-            absent = sorted(self._clock.absent)
+            absent = sorted(self._clock.absent - self._newcomers)
         # A server that was replaced may record a worker as lost although the worker now connects with this server. In a
         # synchronous run a lost worker ends the run, so there only workers that left by `close` count. In a bounded run
         # the mistake ends when the worker connects.
