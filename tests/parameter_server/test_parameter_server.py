@@ -23,7 +23,7 @@ from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
 from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress, StoreLostError
-from windlass.parameter_server.messages import receive_gradient, receive_text, send_problem
+from windlass.parameter_server.messages import MessageKind, receive_gradient, receive_text, send_problem
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.parameter_partition import Fragment, PartitionedParameter, partition_parameters
 from windlass.parameter_server.server import ParameterServer
@@ -296,6 +296,22 @@ def test_a_worker_that_joins_keeps_a_restored_server_that_waits_for_a_lost_worke
     job.servers[0]._settings = replace(job.settings, connect_seconds=0.1)
     job.finish()
     assert "worker 0 did not connect" in caplog.text and "worker 1 did not connect" not in caplog.text
+
+
+def test_a_call_of_a_worker_that_has_called_again_is_not_answered() -> None:
+    """A call that waits for replicas, or for workers, may be answered after the next one."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    layout, server = layout_of(model, 1), job.servers[0]
+    hello = torch.tensor([MessageKind.HELLO, 0, 0, -1, layout.fingerprint, job.settings.fingerprint, 0, 0])
+    earlier: Any = WrittenLink(hello)
+    with pytest.raises(LinkClosedError, match="worker 0 has connected again"):
+        server._welcome(earlier, 0)
+    train(model, worker)
+    worker.close()
+    job.finish()
+    assert server.version == STEPS
 
 
 def test_a_restored_server_waits_for_a_worker_that_joined_after_the_snapshot(tmp_path: Path) -> None:
@@ -977,6 +993,9 @@ class WrittenLink:
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(self.sent.pop(0)) if tensor.numel() else tensor
+
+    def receive_header(self) -> list[int]:
+        return self.sent.pop(0).tolist()
 
     def close(self) -> None:
         self.is_closed = True

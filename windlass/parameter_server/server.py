@@ -350,6 +350,8 @@ class ParameterServer:
                 self._changed.wait()
             self._await_steps(worker, is_new=step < 0)
             self._require_place()
+            if self._live.get(worker, 0) > ticket:
+                raise LinkClosedError(f"worker {worker} has connected again")
             # a server that is started later would otherwise end without waiting for this worker
             self._rendezvous.come_back(worker)
             self._awaited_replicas = 0
