@@ -380,6 +380,37 @@ def test_workers_whose_gradients_different_servers_dropped_do_not_wait_for_each_
     assert results == [False, False]
 
 
+def test_a_restored_server_keeps_gradients_when_backup_workers_return_with_a_later_version(tmp_path: Path) -> None:
+    """Server 0 continues from version 0. One worker returns with version 0, and waits at server 1 for the next gradient
+    of the other one. That returns with version 1, and waits at server 0 for an update with both gradients.
+    """
+    job = Job(mlp, sgd, ParameterServerSettings(backup_workers=1, snapshot=tmp_path), servers=2, workers=3)
+    job.start_servers()
+    (model, ahead), (late_model, late), (third_model, third) = (job.worker(index) for index in range(3))
+    late.pull()
+    loss_of(late_model, 0, 1).backward()
+    for step in range(2):
+        train_once(model, ahead, step), train_once(third_model, third, step)
+        if step == 0:
+            assert not late.push()
+    ahead._pull_from(1)
+    for link in third._links.values():
+        link.close()
+    lose(job, 0)
+    job.start_server(0)
+    assert late.pull() == 0
+    loss_of(late_model, 1, 1).backward()
+    assert not late.push()  # server 0 has the first gradient again
+
+    def finish(model: nn.Module, worker: ParameterServerWorker) -> None:
+        with worker:
+            train(model, worker, range(2, STEPS))
+
+    job.start(lambda: finish(model, ahead))
+    job.start(lambda: finish(late_model, late))
+    job.finish()
+
+
 @pytest.mark.parametrize("mode", ["asynchronous", "bounded"])
 def test_workers_come_and_go(mode: Any) -> None:
     """A worker that dies silently does not hold up the others; one that joins later begins at their current step."""
@@ -794,7 +825,7 @@ def test_the_age_of_a_push_counts_the_updates_of_a_server_that_was_restored(tmp_
 
 
 def test_the_age_of_a_push_counts_the_updates_since_the_first_of_two_losses(tmp_path: Path) -> None:
-    """The parameters are of version 4. The first server that replaces theirs continues from 3, the second one from 6."""
+    """The parameters are of version 4. The first server that replaces theirs continues from 3, the second from 6."""
     settings = ParameterServerSettings(mode="asynchronous", max_age=2, snapshot=tmp_path, snapshot_every=3)
     job = Job(mlp, sgd, settings, servers=1, workers=2)
     job.start_servers()

@@ -56,8 +56,7 @@ class ParameterServerWorker:
     Attributes:
         index: number of the worker.
         pushes: number of gradients pushed.
-        dropped: number of pushed gradients that a server dropped, because they arrived after their synchronous update
-            (`backup_workers`).
+        dropped: number of pushed gradients that a server dropped (`backup_workers`).
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class ParameterServerWorker:
     def pull(self) -> int:
         """Receive the parameters into the model, and return their version, as `version` does.
 
-        In synchronous mode this waits for the update with this worker's last gradient, unless a server dropped that; in
-        bounded mode, until the slowest worker is at most `staleness` steps behind.
+        In synchronous mode this waits for the update of this worker's last gradient, unless a server had made that
+        already; in bounded mode, until the slowest worker is at most `staleness` steps behind.
 
         Raises:
             ServerLostError: a server was lost and not replaced.
@@ -118,7 +117,8 @@ class ParameterServerWorker:
         servers may have used their parts.
 
         Returns:
-            False if the gradient was dropped because its synchronous update was made without it.
+            False if the gradient was dropped: a server has made its synchronous update already, or has an earlier
+            gradient of this worker for that.
 
         Raises:
             ModelError: a gradient is not finite. Nothing was sent.
