@@ -23,7 +23,7 @@ from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
 from windlass.parameter_server.job_rendezvous import JobRendezvous, ServerAddress, StoreLostError
-from windlass.parameter_server.messages import receive_gradient, receive_text, send_problem
+from windlass.parameter_server.messages import MessageKind, receive_gradient, receive_text, send_problem
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.parameter_partition import Fragment, PartitionedParameter, partition_parameters
 from windlass.parameter_server.server import ParameterServer
@@ -282,6 +282,38 @@ def test_a_worker_that_joins_a_restored_server_begins_at_the_step_of_the_slowest
     assert begins[0] >= 3
 
 
+def test_a_worker_that_joins_keeps_a_restored_server_that_waits_for_a_lost_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=1, workers=1)
+    job.start_servers()
+    train_once(*job.worker(0), 0)
+    lose(job, 0)  # the first worker ends now, unnoticed
+    job.start_server(0)
+    job.start_worker(job.rendezvous().next_worker(1), train)
+    while 0 not in job.servers or 1 not in job.servers[0]._newcomers:
+        time.sleep(0.01)
+    job.servers[0]._settings = replace(job.settings, connect_seconds=0.1)
+    job.finish()
+    assert "worker 0 did not connect" in caplog.text and "worker 1 did not connect" not in caplog.text
+
+
+def test_a_call_of_a_worker_that_has_called_again_is_not_answered() -> None:
+    """A call that waits for replicas, or for workers, may be answered after the next one."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    layout, server = layout_of(model, 1), job.servers[0]
+    hello = torch.tensor([MessageKind.HELLO, 0, 0, -1, layout.fingerprint, job.settings.fingerprint, 0, 0])
+    earlier: Any = WrittenLink(hello)
+    with pytest.raises(LinkClosedError, match="worker 0 has connected again"):
+        server._welcome(earlier, 0)
+    train(model, worker)
+    worker.close()
+    job.finish()
+    assert server.version == STEPS
+
+
 def test_a_restored_server_waits_for_a_worker_that_joined_after_the_snapshot(tmp_path: Path) -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", snapshot=tmp_path), servers=1, workers=1)
     job.start_servers()
@@ -346,6 +378,37 @@ def test_workers_whose_gradients_different_servers_dropped_do_not_wait_for_each_
         job.start(lambda model=model, worker=worker: finish(model, worker))  # type: ignore[misc]
     job.finish()
     assert results == [False, False]
+
+
+def test_a_restored_server_keeps_gradients_when_backup_workers_return_with_a_later_version(tmp_path: Path) -> None:
+    """Server 0 continues from version 0. One worker returns with version 0, and waits at server 1 for the next gradient
+    of the other one. That returns with version 1, and waits at server 0 for an update with both gradients.
+    """
+    job = Job(mlp, sgd, ParameterServerSettings(backup_workers=1, snapshot=tmp_path), servers=2, workers=3)
+    job.start_servers()
+    (model, ahead), (late_model, late), (third_model, third) = (job.worker(index) for index in range(3))
+    late.pull()
+    loss_of(late_model, 0, 1).backward()
+    for step in range(2):
+        train_once(model, ahead, step), train_once(third_model, third, step)
+        if step == 0:
+            assert not late.push()
+    ahead._pull_from(1)
+    for link in third._links.values():
+        link.close()
+    lose(job, 0)
+    job.start_server(0)
+    assert late.pull() == 0
+    loss_of(late_model, 1, 1).backward()
+    assert not late.push()  # server 0 has the first gradient again
+
+    def finish(model: nn.Module, worker: ParameterServerWorker) -> None:
+        with worker:
+            train(model, worker, range(2, STEPS))
+
+    job.start(lambda: finish(model, ahead))
+    job.start(lambda: finish(late_model, late))
+    job.finish()
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "bounded"])
@@ -506,9 +569,10 @@ def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) ->
     again.finish()
 
 
-def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(tmp_path: Path) -> None:
-    """Server 0 is lost after one worker has received its update 1, and before the other has. That worker then waits for
-    update 2 of server 1. The other one waits for update 1 of the restored server 0, which needs both gradients.
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(lost: int, tmp_path: Path) -> None:
+    """A server is lost after one worker has received its update 1, and before the other has. That worker then waits for
+    update 2 of the other server. The other one waits for update 1 of the restored server, which needs both gradients.
     """
     settings = ParameterServerSettings(snapshot=tmp_path, heartbeat_seconds=4.0, connect_seconds=240)
     job = Job(mlp, sgd, settings, servers=2, workers=2)
@@ -516,9 +580,9 @@ def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(
     (model, ahead), (other, behind) = job.worker(0), job.worker(1)
     train_once(model, ahead, 0), train_once(other, behind, 0)
     train_once(model, ahead, 1)
-    behind._pull_from(1)
-    lose(job, 0)
-    job.start_server(0)
+    behind._pull_from(1 - lost)
+    lose(job, lost)
+    job.start_server(lost)
 
     def finish(model: nn.Module, worker: ParameterServerWorker, step: int) -> None:
         with worker:
@@ -760,6 +824,47 @@ def test_the_age_of_a_push_counts_the_updates_of_a_server_that_was_restored(tmp_
     job.finish()
 
 
+def test_the_age_of_a_push_counts_the_updates_since_the_first_of_two_losses(tmp_path: Path) -> None:
+    """The parameters are of version 4. The first server that replaces theirs continues from 3, the second from 6."""
+    settings = ParameterServerSettings(mode="asynchronous", max_age=2, snapshot=tmp_path, snapshot_every=3)
+    job = Job(mlp, sgd, settings, servers=1, workers=2)
+    job.start_servers()
+    (model, one), (old_model, old) = job.worker(0), job.worker(1)
+    for step in range(4):
+        train_once(model, one, step)
+    assert old.pull() == 4
+    loss_of(old_model, 0, 1).backward()
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(4, 7):
+        train_once(model, one, step)
+    lose(job, 0)
+    job.start_server(0)
+    with pytest.raises(StalePushError, match="its parameters are of version 3, and server 0 .* has 6: 3 updates"):
+        old.push()
+    one.close(), old.close()
+    job.finish()
+
+
+def test_a_worker_that_returns_to_a_restored_server_keeps_the_age_of_its_parameters(tmp_path: Path) -> None:
+    settings = ParameterServerSettings(mode="asynchronous", max_age=1, snapshot=tmp_path, snapshot_every=3)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    lose(job, 0)
+    job.start_server(0)
+    for step in range(1, 4):
+        train_once(model, worker, step)
+    version = worker.pull()
+    loss_of(model, 4, 0).backward()
+    worker._links.pop(0).close()  # no heartbeat came in time
+    worker._silent.add(0)
+    assert worker.push() and worker.version == version
+    worker.close()
+    job.finish()
+
+
 def test_a_gradient_that_is_not_finite_is_named_and_not_sent() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
     job.start_servers()
@@ -919,6 +1024,9 @@ class WrittenLink:
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(self.sent.pop(0)) if tensor.numel() else tensor
+
+    def receive_header(self) -> list[int]:
+        return self.sent.pop(0).tolist()
 
     def close(self) -> None:
         self.is_closed = True
@@ -1139,8 +1247,9 @@ def test_narrow_embeddings_and_bags_push_rows() -> None:
         torch.optim.SparseAdam,
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, lr_decay=0.5),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     ],
-    ids=["SparseAdam", "Adagrad", "SGD"],
+    ids=["SparseAdam", "Adagrad", "SGD", "Nesterov"],
 )
 def test_a_shard_without_rows_of_a_batch_makes_the_step(make_optimizer: Any, is_lost: bool, tmp_path: Path) -> None:
     """Adam's bias correction, Adagrad's decay of the learning rate and momentum depend on all steps of a parameter."""

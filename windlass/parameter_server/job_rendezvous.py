@@ -209,6 +209,16 @@ class JobRendezvous:
                 return
             before = self.record(server)
 
+    def record_restored(self, here: ServerAddress, version: int) -> None:
+        """Record that a server continues from a snapshot of `version`: later updates of the lost server are lost."""
+        self._store.set(f"restored {here.server} {here.generation}", str(version))
+
+    def restored_version(self, before: ServerAddress, now: ServerAddress) -> int | None:
+        """Return the lowest version from which a server later than `before`, up to `now`, continued; None if none lost
+        updates."""
+        keys = [f"restored {now.server} {one}" for one in range(before.generation + 1, now.generation + 1)]
+        return min((int(self._store.get(key)) for key in keys if self._store.check(key)), default=None)
+
     def find_server(self, server: int, after: int, seconds: float) -> ServerAddress | None:
         """Return the newest server of a shard, of a later generation than `after`; None if no such server is
         registered in time."""

@@ -34,9 +34,7 @@ class MessageKind(IntEnum):
 
     # worker, version of its last pull, number of its pushes (-1: first connection), fingerprints of model and settings
     HELLO = 1
-    # version, number of the worker's pushes as the server counts them, last version whose updates were not lost with an
-    # earlier server
-    WELCOME = 2
+    WELCOME = 2  # version, number of the worker's pushes as the server counts them
     PULL = 3  # lowest version that the worker accepts, in synchronous mode
     PARAMETERS = 4  # version; then all elements of the shard
     PUSH = 5  # version that was pulled, number of the push; then the gradient

@@ -48,7 +48,6 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
 _PAUSE = 0.02
-_NONE_LOST = 1 << 62
 _PLACE_CHECK_S = 0.5
 _RETURN_S = 1.0  # seconds in which a worker may connect again before it counts as lost
 
@@ -111,8 +110,8 @@ class ParameterServer:
         self.dropped = 0
         self._here = rendezvous.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
-        # Later versions that a worker has pulled are of the server that this one replaces, whose updates were lost.
-        self._last_shared = self._clock.version if taken is None and self._here.generation > 1 else _NONE_LOST
+        if self._here.generation > 1 and taken is None:
+            rendezvous.record_restored(self._here, self._clock.version)
         if self._here.generation > 1:
             self._awaited_replicas = 0
             everyone = range(workers + rendezvous.count_joined())
@@ -266,7 +265,7 @@ class ParameterServer:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if self._live or self._ends:
+            if self._live or self._newcomers or self._ends:
                 return self._ends
             alone, may_be_alone = time.monotonic() - self._idle_since, self._had_worker or self._here.generation > 1
         # A worker that joined the run may be about to connect, after its server was lost.
@@ -305,7 +304,7 @@ class ParameterServer:
             if worker < 0:
                 return
             # inside the `try`: if this fails, the worker is removed below
-            link.send([MessageKind.WELCOME, version, step, self._last_shared])
+            link.send([MessageKind.WELCOME, version, step])
             while not said_bye:
                 kind, *numbers = link.receive_header()
                 if kind == MessageKind.PULL:
@@ -351,6 +350,8 @@ class ParameterServer:
                 self._changed.wait()
             self._await_steps(worker, is_new=step < 0)
             self._require_place()
+            if self._live.get(worker, 0) > ticket:
+                raise LinkClosedError(f"worker {worker} has connected again")
             # a server that is started later would otherwise end without waiting for this worker
             self._rendezvous.come_back(worker)
             self._awaited_replicas = 0
@@ -478,7 +479,7 @@ class ParameterServer:
         if self._settings.mode == "asynchronous":
             return  # no pull waits for a worker
         with self._changed:
-            absent = sorted(self._clock.absent)
+            absent = sorted(self._clock.absent - self._newcomers)
         # A server that was replaced may record a worker as lost although the worker now connects with this server. In a
         # synchronous run a lost worker ends the run, so there only workers that left by `close` count. In a bounded run
         # the mistake ends when the worker connects.

@@ -109,9 +109,12 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
+        if value.layout == torch.sparse_coo:  # SGD's momentum of sparse gradients
+            value = value.coalesce()
+            parts = [value.indices(), value.values(), list(value.shape)]
+            return {"sparse": [_encode(one, place, tensors) for one in parts]}
         name = f"tensor.{len(tensors)}"
-        # SGD's momentum of sparse gradients is sparse; its step is the same with a dense one
-        tensors[name] = value.to_dense() if value.layout != torch.strided else value
+        tensors[name] = value
         return {"tensor": name}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_encode(one, f"{place}[{n}]", tensors) for n, one in enumerate(value)]}
@@ -130,8 +133,16 @@ def _decode(value: Any, tensors: Mapping[str, Tensor | None]) -> Any:
     return _READERS[kind](inner, tensors)
 
 
+def _sparse(indices: Tensor | None, values: Tensor | None, shape: list[int]) -> Tensor | None:
+    """Return the sparse tensor, or None if only the header of the file is read."""
+    if indices is None or values is None:
+        return None
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
+
+
 _READERS: dict[str, Callable[[Any, Mapping[str, Tensor | None]], Any]] = {
     "tensor": lambda inner, tensors: tensors[inner],
+    "sparse": lambda inner, tensors: _sparse(*(_decode(one, tensors) for one in inner)),
     "list": lambda inner, tensors: [_decode(one, tensors) for one in inner],
     "tuple": lambda inner, tensors: tuple(_decode(one, tensors) for one in inner),
     "dict": lambda inner, tensors: {key: _decode(one, tensors) for key, one in inner},

@@ -84,7 +84,10 @@ class UpdateClock:
         """
         if self.settings.mode == "synchronous" and pulled > self.version:
             self.version = pulled
-            self.waiting.clear()
+            # With backup workers, a worker whose gradient waits here may wait at another server for the worker that
+            # joins, which waits here. So the next update takes the gradient.
+            if not self.settings.backup_workers:
+                self.waiting.clear()
         self.absent.discard(worker)
         # a new worker starts at the smallest count, so that no other worker has to wait for it
         self.steps[worker] = step if step >= 0 else min(self.steps.values(), default=0)

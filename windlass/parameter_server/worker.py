@@ -56,8 +56,7 @@ class ParameterServerWorker:
     Attributes:
         index: number of the worker.
         pushes: number of gradients pushed.
-        dropped: number of pushed gradients that a server dropped, because they arrived after their synchronous update
-            (`backup_workers`).
+        dropped: number of pushed gradients that a server dropped (`backup_workers`).
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class ParameterServerWorker:
     def pull(self) -> int:
         """Receive the parameters into the model, and return their version, as `version` does.
 
-        In synchronous mode this waits for the update with this worker's last gradient, unless a server dropped that; in
-        bounded mode, until the slowest worker is at most `staleness` steps behind.
+        In synchronous mode this waits for the update of this worker's last gradient, unless a server had made that
+        already; in bounded mode, until the slowest worker is at most `staleness` steps behind.
 
         Raises:
             ServerLostError: a server was lost and not replaced.
@@ -118,7 +117,8 @@ class ParameterServerWorker:
         servers may have used their parts.
 
         Returns:
-            False if the gradient was dropped because its synchronous update was made without it.
+            False if the gradient was dropped: a server has made its synchronous update already, or has an earlier
+            gradient of this worker for that.
 
         Raises:
             ModelError: a gradient is not finite. Nothing was sent.
@@ -207,7 +207,7 @@ class ParameterServerWorker:
                 wait = min(wait, max(_LEAST_WAIT, left))
             try:
                 self._greet(server, address, self._rendezvous.call_server(address, timedelta(seconds=wait)))
-            except LinkClosedError as error:
+            except (LinkClosedError, StoreLostError) as error:
                 cause, calls = cause if address == before else str(error), calls + 1
                 time.sleep(_PAUSE)
                 continue
@@ -235,16 +235,17 @@ class ParameterServerWorker:
         step = self._steps[server]
         link.idle = timedelta(seconds=self._settings.heartbeat_seconds)
         link.send([MessageKind.HELLO, self.index, pulled, step, layout.fingerprint, self._settings.fingerprint])
-        version, self._steps[server], shared, *_ = self._receive(link, MessageKind.WELCOME)
-        if not synchronous:  # `max_age` counts the updates that the new server made after that version
-            self._pulled[server] = min(self._pulled[server], shared)
+        version, self._steps[server], *_ = self._receive(link, MessageKind.WELCOME)
+        before, last = self._addresses.get(server), self._last.get(server)
+        restored = None if before is None or synchronous else self._rendezvous.restored_version(before, address)
+        if restored is not None:  # `max_age` counts the updates that were made after that version
+            self._pulled[server] = min(self._pulled[server], restored)
+            if last is not None:
+                self._last[server] = (min(last[0], restored), *last[1:])
         # Set only after the answer, so that a server that is too slow for this call can be called again.
         self._addresses[server] = address
         self._links[server] = link
         self._silent.discard(server)
-        last = self._last.get(server)
-        if last is not None and not synchronous:
-            self._last[server] = (min(last[0], shared), *last[1:])
         if last is not None and synchronous and version <= last[0]:
             self._push_to(server)  # push again: only the lost server may have received it
 
