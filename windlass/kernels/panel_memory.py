@@ -74,7 +74,7 @@ class PanelChunks:
     """
 
     def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)  # of the current chunk
+        self._rest = torch.empty(0, dtype=torch.uint8)  # free end of the current chunk
 
     def take(self, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Return the next `nbytes` bytes, filled by `fill`."""
