@@ -73,7 +73,8 @@ class SharedWeights:
         """Map these bytes of the file for this and the next regions."""
         if os.fstat(self._file).st_size < end:
             os.ftruncate(self._file, end)  # pages that were never written take no memory
-        # a private mapping: the pages are those of the file, and a write would not reach the other processes
+        # A private mapping: its pages are those of the file, also if these are filled later, and a write to it would
+        # not reach the other processes.
         self._memory = mmap.mmap(self._file, end - begin, access=mmap.ACCESS_COPY, offset=begin)
         self._mapped = (begin, end)
 
