@@ -595,52 +595,76 @@ def test_a_pipeline_script_trains_as_one_process(stage: int, kind: str, ranks: i
     check(seen[0][1], {name: value.detach() for name, value in model.state_dict().items()})
 
 
-def own_split(bounds: list[int] | None) -> tuple[list[int], float]:
-    """Train stages of a subclass that splits the layers itself, at `bounds`; None: by DeepSpeed's rule."""
+def own_split(bounds: list[int] | None, late: bool, virtual_stages: int) -> tuple[list[int], float]:
+    """Train stages of a subclass that splits the layers itself, at `bounds`; None: by DeepSpeed's functions.
+
+    Args:
+        late: the configuration gives the number of stages, not the constructor.
+    """
+    from windlass.compat.balanced_partition import partition_balanced
 
     class Split(ds("pipe.PipelineModule")):  # type: ignore[misc]
         def _partition_layers(self, method: str = "uniform") -> None:
-            assert (self._topo.get_dim("pipe"), self.num_stages, method) == (2, 2, "own")
-            if bounds is None:
-                super()._partition_layers("uniform")
+            stages, stage = self._topo.get_dim("pipe"), self._topo.get_coord(self.global_rank).pipe
+            assert (self.num_stages, method) == (stages, "own")
+            if stages == 1 or virtual_stages > 1:
+                super()._partition_layers("parameters")
                 return
-            self.parts = bounds
-            stage = self._topo.get_coord(self.global_rank).pipe
-            self._set_bounds(start=bounds[stage], stop=bounds[stage + 1])
+            self.parts = bounds or partition_balanced(self._count_layer_params(), stages)
+            assert self._find_layer_type("^linear$") == [0, 1, 3, 4]
+            self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     torch.manual_seed(7)
-    model = Split(layers(), num_stages=2, loss_fn=functional.mse_loss, partition_method="own")
-    engine = ds("initialize")(model=model, config=config(0, gradient_accumulation_steps=MICROS))[0]
+    number: dict[str, Any] = {} if late else {"num_stages": 2, "virtual_stages": virtual_stages}
+    model = Split(layers(), loss_fn=functional.mse_loss, partition_method="own", **number)
+    more = {"parallel": {"pp": 2}} if late else {}
+    if virtual_stages > 1:
+        more["pipeline"] = {"schedule": "interleaved", "virtual_stages": virtual_stages}
+    engine = ds("initialize")(model=model, config=config(0, gradient_accumulation_steps=MICROS, **more))[0]
     loss = engine.train_batch(data_iter=micro_batches(0)).item()
+    assert model.topology().get_dim("pipe") == 2
     engine.destroy()
     return list(model.parts), loss
 
 
-@pytest.mark.parametrize("bounds", [[0, 1, 5], [0, 4, 5], None])
-def test_a_subclass_splits_the_layers_of_a_pipeline(bounds: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "late", "virtual_stages"),
+    [([0, 1, 5], False, 1), ([0, 4, 5], True, 1), (None, False, 1), (None, True, 1), (None, False, 2)],
+)
+def test_a_subclass_splits_the_layers_of_a_pipeline(bounds: list[int] | None, late: bool, virtual_stages: int) -> None:
     """Stages follow the `_partition_layers` of a subclass, as in DeepSpeed."""
     model = row()
     with torch.no_grad():
         losses = [functional.mse_loss(model(x), y).item() for x, y in (batch(0, micro) for micro in range(MICROS))]
-    for parts, loss in run_ranks(own_split, 2, bounds):
+    for parts, loss in run_ranks(own_split, 2, bounds, late, virtual_stages):
         assert bounds is None or parts == bounds
+        assert len(parts) == 2 * virtual_stages + 1
         assert loss == pytest.approx(sum(losses) / MICROS, rel=BOUND)
 
 
-def bad_split() -> str:
-    class Split(ds("pipe.PipelineModule")):  # type: ignore[misc]
+def bad_split() -> list[str]:
+    class Short(ds("pipe.PipelineModule")):  # type: ignore[misc]
         def _partition_layers(self, method: str = "uniform") -> None:
             self.parts = [0, 3]
 
-    with pytest.raises(ModelError) as raised:
-        Split(layers(), num_stages=2, loss_fn=functional.mse_loss)
-    return str(raised.value)
+    class Own(ds("pipe.PipelineModule")):  # type: ignore[misc]
+        def _partition_layers(self, method: str = "uniform") -> None:
+            super()._partition_layers("uniform")
+            self._set_bounds(*[(0, 1), (1, None)][self.global_rank])
+
+    messages = []
+    for kind in (Short, Own):
+        with pytest.raises(ModelError) as raised:
+            kind(layers(), num_stages=2, loss_fn=functional.mse_loss)
+        messages.append(str(raised.value))
+    return messages
 
 
 def test_bounds_that_do_not_fit_the_stages_are_refused() -> None:
-    """The error names the subclass, its bounds and the right number of them."""
-    for message in run_ranks(bad_split, 2):
-        assert "Split._partition_layers left [0, 3]" in message and "3 increasing numbers from 0 to 5" in message
+    """The error names the subclass, its bounds and the right ones."""
+    for rank, (short, own) in enumerate(run_ranks(bad_split, 2)):
+        assert "Short._partition_layers left [0, 3]" in short and "3 increasing numbers from 0 to 5" in short
+        assert f"Own._partition_layers called _set_bounds{[(0, 1), (1, 5)][rank]} for stage {rank}" in own
 
 
 class Pair(nn.Module):

@@ -10,6 +10,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -682,13 +683,25 @@ def _saved_and_loaded(value: Any) -> Any:
 
 
 def _copied_optimizer(offload: str) -> None:
+    from transformers.optimization import Adafactor
+
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.optimizers.fused_optimizers import FusedAdam
 
     x = torch.ones(2, 6)
-    rules: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adafactor": torch.optim.Adafactor, "named": None}
-    for name, rule in rules.items():
-        model, section = _net(), {"stage": 0, "offload_optimizer": {"device": offload}}
+    rules: dict[str, Any] = {
+        "AdamW": torch.optim.AdamW,
+        "Adafactor": torch.optim.Adafactor,
+        "rows": partial(Adafactor, relative_step=False, scale_parameter=False),
+        "named": None,
+    }
+
+    def net() -> nn.Module:
+        # A state of shape [6] belongs to the weight [1, 6].
+        return nn.Sequential(_net(), nn.Linear(1, 6, bias=False), nn.Linear(6, 1))
+
+    for rule in rules.values():
+        model, section = net(), {"stage": 0, "offload_optimizer": {"device": offload}}
         config = _config(0, gradient_clipping=0.0, zero_optimization=section, zero_force_ds_cpu_optimizer=False)
         own = rule(model.parameters(), lr=0.1) if rule is not None else None
         if own is not None:
@@ -703,10 +716,10 @@ def _copied_optimizer(offload: str) -> None:
         engine.backward(engine(x).square().mean())
         engine.step()
         for copied in made:
-            assert type(copied) is type(shallow) is (rule or FusedAdam)
+            assert type(copied) is type(shallow) is (FusedAdam if own is None else type(own))
             parameters = copied.param_groups[0]["params"]
             names = [name for name, _ in model.named_parameters()]
-            output = torch.func.functional_call(_net(), dict(zip(names, parameters, strict=True)), (x,))
+            output = torch.func.functional_call(net(), dict(zip(names, parameters, strict=True)), (x,))
             output.square().mean().backward()
             copied.step()
             torch.testing.assert_close(parameters, list(engine.module.parameters()))

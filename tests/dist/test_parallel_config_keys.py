@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import llama
+from windlass.base.errors import ModelError
 from windlass.parallel.pipeline.layer_specs import LayerSpec
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.placement import get_placement
@@ -142,7 +144,27 @@ def test_a_key_that_applies_to_no_stage_is_refused_on_all_ranks() -> None:
 def test_a_stage_that_cannot_be_divided_raises_on_all_ranks() -> None:
     texts = run_ranks(initialize_stages, 4, {"1": "vocabulary"}, nn.Linear, 6, 1, timeout=120)
     assert all("can't shard 1: 1 tokens are too few for 2 ranks" in text for text in texts)
-    assert ["raised on rank 2, whose pipeline stage has other" in text for text in texts] == [True, True, False, False]
+    assert [text.endswith(" (raised on rank 2)") for text in texts] == [True, True, False, False]
+
+
+def time_layers() -> str:
+    """Return the error of `initialize` if layers cannot be timed, on rank 0 alone."""
+    import windlass
+    from tests.causal_models import build
+    from windlass.engine import parallelize
+
+    error = ModelError("no memory")
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"pp": 2}, "pipeline": {"partition": "time"}}
+    with (
+        mock.patch.object(parallelize, "measure_model_layer_times", side_effect=error),
+        pytest.raises(ModelError) as raised,
+    ):
+        windlass.initialize(model=build("llama"), config={**config, "optimizer": {"type": "AdamW"}})
+    return str(raised.value)
+
+
+def test_layers_that_cannot_be_timed_raise_on_all_ranks() -> None:
+    assert run_ranks(time_layers, 2, timeout=120) == ["no memory", "no memory (raised on rank 0)"]
 
 
 def along(parallel: dict[str, Any], axis: str) -> tuple[list[float], dict[str, int]]:

@@ -19,14 +19,18 @@ from windlass.compat.process_topology import PipeDataParallelTopology, topology_
 from windlass.engine.pipeline_engine import PipelineEngine
 from windlass.parallel.activation_checkpoint_api import checkpoint
 from windlass.parallel.pipeline import pipeline_sequential
+from windlass.parallel.pipeline.layer_partition import compute_layer_weights
 from windlass.parallel.pipeline.layer_sequence import is_checkpointed
-from windlass.parallel.pipeline.layer_specs import count_layer_parameters, get_layer_name
+from windlass.parallel.pipeline.layer_specs import LayerLike, count_layer_parameters, get_layer_name
 
 
 class PipelineModule(pipeline_sequential.PipelineSequential):
     """Pipeline module like `windlass.PipelineModule`, with the groups and queries of DeepSpeed's class."""
 
+    _layer_specs: list[LayerLike]  # attribute of the base class, as is `_topology`
+    _topology: Any
     _grid: PipelineParallelGrid | None = None
+    _stage_bounds: tuple[int, int] | None = None  # layers of this rank's stage, as `_partition_layers` has set them
 
     @wraps(pipeline_sequential.PipelineSequential.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,39 +48,67 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
         """Rank of this process in the world."""
         return dist.get_rank()
 
-    def split_layers(self, stages: int, names: list[str], sizes: list[int]) -> list[int]:
+    def split_layers(self, ranks: int, virtual_stages: int, names: list[str], sizes: list[int]) -> list[int]:
         """Split by `_partition_layers`, if a subclass overrides it.
 
         Raises:
-            ModelError: the override left no bounds of `stages` stages in `self.parts`.
+            ModelError: the override left no bounds of all stages in `self.parts`.
         """
         if type(self)._partition_layers is PipelineModule._partition_layers:
-            return super().split_layers(stages, names, sizes)
-        self.num_stages, self.parts = stages, []  # the override may read both
-        self._partition_layers(method=self.partition_method)
-        bounds, count = list(self.parts), len(names)
+            return super().split_layers(ranks, virtual_stages, names, sizes)
+        own = ("num_stages", "virtual_stages", "partition_method", "parts")
+        held = {name: value for name, value in vars(self).items() if name in own}
+        self.num_stages, self.virtual_stages, self.parts, self._stage_bounds = ranks, virtual_stages, [], None
+        try:
+            self._partition_layers(method=self.partition_method)
+            bounds, requested = list(self.parts), self._stage_bounds
+            stage = 0 if requested is None else self._topo.get_coord(self.global_rank).pipe
+        finally:
+            vars(self).update(held)  # the caller sets them if it accepts the split
+        stages, count, name = ranks * virtual_stages, len(names), f"{type(self).__name__}._partition_layers"
         if len(bounds) != stages + 1 or (bounds[0], bounds[-1]) != (0, count) or bounds != sorted(set(bounds)):
             raise ModelError(
-                f"{type(self).__name__}._partition_layers left {bounds} in self.parts; for {stages} stages of {count} "
-                f"layers it has {stages + 1} increasing numbers from 0 to {count}"
+                f"{name} left {bounds} in self.parts; for {stages} stages of {count} layers it has {stages + 1} "
+                f"increasing numbers from 0 to {count}"
+            )
+        if virtual_stages == 1 and requested not in (None, (bounds[stage], bounds[stage + 1])):
+            raise ModelError(
+                f"{name} called _set_bounds{requested} for stage {stage}, to which self.parts gives the layers "
+                f"{bounds[stage]} to {bounds[stage + 1] - 1}; set self.parts to the bounds of all stages, which all "
+                "ranks follow"
             )
         return bounds
 
     def _partition_layers(self, method: Any = "uniform") -> None:
         """Store the split by `method` in `self.parts`; subclasses may override this."""
-        names = [get_layer_name(layer) for layer in self.layer_specs]
+        names, sizes = [get_layer_name(layer) for layer in self._layer_specs], count_layer_parameters(self._layer_specs)
         self.partition_method = method
-        self.parts = super().split_layers(self.num_stages, names, count_layer_parameters(self.layer_specs))
+        self.parts = super().split_layers(self.num_stages, self.virtual_stages, names, sizes)
 
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
-        """Do nothing: this rank's layers follow from `self.parts`."""
+        """Record the layers of this rank's stage, which `split_layers` compares with `self.parts`."""
+        self._stage_bounds = (start or 0, len(self._layer_specs) if stop is None else stop)
+
+    def _count_layer_params(self) -> list[int]:
+        """Return the number of parameter elements of each layer; subclasses of DeepSpeed's class read it."""
+        return count_layer_parameters(self._layer_specs)
+
+    def _find_layer_type(self, layername: str) -> list[int]:
+        """Return the indices of the layers with a class name in which the regular expression `layername` matches.
+
+        Raises:
+            ConfigError: no layer matches, or the expression is invalid.
+        """
+        names = [get_layer_name(layer) for layer in self._layer_specs]
+        weights = compute_layer_weights(f"type:{layername}", names, list)
+        return [number for number, weight in enumerate(weights) if weight]
 
     def topology(self) -> Any:
         """Return the configured topology; by default, one of stages and data-parallel replicas."""
-        if self._topology is None:
-            stages = self.num_stages
-            self._topology = PipeDataParallelTopology(num_pp=stages, num_dp=dist.get_world_size() // stages)
-        return self._topology
+        if self._topology is not None:
+            return self._topology
+        # Made at each call, because `keep_stages` may change the number of stages.
+        return PipeDataParallelTopology(num_pp=self.num_stages, num_dp=dist.get_world_size() // self.num_stages)
 
     def mpu(self) -> PipelineParallelGrid:
         """Return the groups of the topology. The first call is collective over all ranks."""

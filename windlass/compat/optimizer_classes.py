@@ -14,9 +14,8 @@ import torch
 from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLamb, FusedLion
 from windlass.config import Config
 from windlass.engine.sharded_optimizer import ShardedOptimizer
-from windlass.optim.elementwise_optimizers import SCALAR_STATES
 from windlass.zero import parameter_registry
-from windlass.zero.access.shard_values import local_state, local_state_names
+from windlass.zero.access.shard_values import replica_states
 from windlass.zero.update.elementwise_update import clone_optimizer
 
 KIND_ATTRIBUTE = "deepspeed_kind"
@@ -88,15 +87,20 @@ class BasicOptimizer(ShardedOptimizer):
         """Reduce a plain optimizer with copies of the states, of which every rank has all at stage 0. Not collective.
 
         Raises:
-            ModelError: the states are offloaded, or a state is neither a tensor nor numbers.
+            ModelError: the states are offloaded.
         """
         plain = clone_optimizer(self.optimizer)
         plain.__class__ = self.passes_for
         plain.param_groups = self.param_groups
         plain.state.update(self.optimizer.state)
-        for parameter in (one for group in self.param_groups for one in group["params"]):
-            if parameter_registry.find(parameter) is not None and (states := _copied_states(parameter)):
-                plain.state[parameter] = states
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                states = replica_states(parameter) if parameter_registry.find(parameter) is not None else {}
+                step = states.get("step")
+                if isinstance(step, torch.Tensor) and (group.get("fused") or group.get("capturable")):
+                    states["step"] = step.to(parameter.device)  # such steps read the count on the device
+                if states:
+                    plain.state[parameter] = states
         return plain.__reduce_ex__(protocol)
 
 
@@ -116,20 +120,6 @@ def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) 
     for name, value in vars(optimizer.optimizer).items():
         if _is_own_attribute(optimizer.optimizer, name) and optimizer.__dict__.get(name) is value:
             del optimizer.__dict__[name]
-
-
-def _copied_states(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return copies of a parameter's optimizer states, as a plain torch optimizer keeps them."""
-    found = {}
-    for name in local_state_names(parameter):
-        value = local_state(parameter, name)
-        if value is not None and value.dim() and name not in SCALAR_STATES:
-            # A state with one value for each element is flat here.
-            shape = parameter.shape if value.numel() == parameter.numel() else value.shape
-            found[name] = value.detach().to(parameter.device, copy=True).view(shape)
-        elif value is not None:
-            found[name] = value.detach().clone()
-    return found
 
 
 def _is_own_attribute(wrapped: Any, name: str) -> bool:

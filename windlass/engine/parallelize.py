@@ -120,7 +120,7 @@ def _on_all_stages(mesh: Mesh, function: Callable[[], _Result]) -> _Result:
     for rank, failure in enumerate(of_ranks):
         if failure is not None:
             kind = ConfigError if failure[0] else ModelError
-            raise kind(f"{failure[1]} (raised on rank {rank}, whose pipeline stage has other modules than this rank's)")
+            raise kind(f"{failure[1]} (raised on rank {rank})")
     return result
 
 

@@ -26,6 +26,7 @@ from windlass.kernels.huge_pages import HUGE_PAGE, empty_on_huge_pages
 _PAGE = 4096
 _LINE = 64  # bytes of a cache line, to which panels are aligned
 _CHUNK_BYTES = 64 << 20
+_MAPPED_BYTES = 1 << 30  # least size of a mapping of shared weights, because each of them holds a file descriptor
 
 
 class SharedWeights:
@@ -40,6 +41,8 @@ class SharedWeights:
         # locks belong to an open file description, which inherited descriptors share, so open the file again
         self._lock = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
         self._end = _PAGE  # end of the regions that this process has taken
+        self._memory: mmap.mmap | None = None
+        self._mapped = (0, 0)  # begin and end in the file of `_memory`
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -57,14 +60,23 @@ class SharedWeights:
         begin, end = self._end, self._end + -(-nbytes // _PAGE) * _PAGE
         filled = int.from_bytes(os.pread(self._file, 8, 0), "little")
         self._end = end
+        if end > self._mapped[1]:
+            self._map(begin, max(end, begin + _MAPPED_BYTES))
         if filled < end:
-            os.ftruncate(self._file, end)
             target = mmap.mmap(self._file, nbytes, access=mmap.ACCESS_WRITE, offset=begin)
             fill(torch.frombuffer(target, dtype=torch.uint8))
             os.pwrite(self._file, end.to_bytes(8, "little"), 0)
-        # a private mapping: the pages are those of the file, and a write would not reach the other processes
-        memory = mmap.mmap(self._file, nbytes, access=mmap.ACCESS_COPY, offset=begin)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        assert self._memory is not None
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=begin - self._mapped[0])
+
+    def _map(self, begin: int, end: int) -> None:
+        """Map these bytes of the file for this and the next regions."""
+        if os.fstat(self._file).st_size < end:
+            os.ftruncate(self._file, end)  # pages that were never written take no memory
+        # A private mapping: its pages are those of the file, also if these are filled later, and a write to it would
+        # not reach the other processes.
+        self._memory = mmap.mmap(self._file, end - begin, access=mmap.ACCESS_COPY, offset=begin)
+        self._mapped = (begin, end)
 
 
 class PanelChunks:
@@ -74,7 +86,7 @@ class PanelChunks:
     """
 
     def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)  # free memory of the current chunk
+        self._rest = torch.empty(0, dtype=torch.uint8)  # free end of the current chunk
 
     def take(self, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Return the next `nbytes` bytes, filled by `fill`."""

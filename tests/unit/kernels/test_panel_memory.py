@@ -16,6 +16,7 @@ from windlass.base.shared_weights_file import (
     shared_descriptors,
     shared_weights_environment,
 )
+from windlass.kernels import panel_memory
 from windlass.kernels.huge_pages import HUGE_PAGE
 from windlass.kernels.packed_gemm import pack_weight, packed_linear
 from windlass.kernels.panel_memory import SharedWeights, joined_panels, share_parameters, take_panels
@@ -61,6 +62,27 @@ def test_a_region_that_was_not_finished_is_filled_again() -> None:
     with SharedWeights(file).active():
         kept, again = take_panels(100, fail), take_panels(100, lambda target: target.fill_(2))
     assert kept.eq(1).all() and again.eq(2).all()
+    os.close(file)
+
+
+@pytest.mark.parametrize("mapped", [1 << 30, 4096, 3 * 4096])
+def test_regions_share_file_descriptors(mapped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mapping holds a descriptor, of which a process often may have 1024."""
+    monkeypatch.setattr(panel_memory, "_MAPPED_BYTES", mapped)
+    file = create_shared_weights()
+    assert file is not None
+    sizes = [300, 5000, 1, 4096] * 10
+    before = len(os.listdir("/proc/self/fd"))
+    for first in (0, 100):  # the second pass fills nothing
+        with SharedWeights(file).active():
+            regions = [
+                take_panels(size, lambda target, value=first + number: target.fill_(value))
+                for number, size in enumerate(sizes)
+            ]
+        if mapped == 1 << 30:
+            assert len(os.listdir("/proc/self/fd")) - before < 10
+        for number, (region, size) in enumerate(zip(regions, sizes, strict=True)):
+            assert region.untyped_storage().nbytes() == size and region.eq(number).all()
     os.close(file)
 
 

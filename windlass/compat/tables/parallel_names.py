@@ -107,7 +107,8 @@ _TENSORS = {
 _MODULE = differs(
     "windlass.compat.deepspeed_pipeline:PipelineModule",
     "micro-batches may be dicts or tuples of any tensors; every rank of a pipeline reads them, not only the first and "
-    "last stage; without num_stages and topology `initialize` splits it by the configuration",
+    "last stage; without num_stages and topology `initialize` splits it by the configuration; `_partition_layers` of a "
+    "subclass sets the bounds of all stages in `self.parts`",
 )
 _ENGINE = differs(
     "windlass.engine.pipeline_engine:PipelineEngine",

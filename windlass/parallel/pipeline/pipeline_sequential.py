@@ -145,19 +145,17 @@ class PipelineSequential(nn.Module):
         """Set the number of layers in one checkpointed call; 0: no activation checkpointing."""
         self.activation_checkpoint_interval = interval
 
-    @property
-    def layer_specs(self) -> list[Any]:
-        """All layers of the model in order. Once built, modules of other ranks are `nn.Identity`."""
-        return self._layer_specs
-
-    def split_layers(self, stages: int, names: list[str], sizes: list[int]) -> list[int]:
+    def split_layers(self, ranks: int, virtual_stages: int, names: list[str], sizes: list[int]) -> list[int]:
         """Return the index of each stage's first layer, and the number of layers at the end.
 
         Args:
+            ranks: ranks of the pipeline.
+            virtual_stages: stages on each rank.
             names: name of each layer.
             sizes: number of parameters of each layer.
         """
-        return partition_layers(compute_layer_weights(self.partition_method, names, lambda: sizes), stages)
+        weights = compute_layer_weights(self.partition_method, names, lambda: sizes)
+        return partition_layers(weights, ranks * virtual_stages)
 
     def _partition(self, stage: int, stages: int, virtual_stages: int) -> None:
         names = [get_layer_name(layer) for layer in self._layer_specs]
@@ -167,7 +165,7 @@ class PipelineSequential(nn.Module):
                 f"{virtual_stages} on each) of at least one layer; use fewer stages"
             )
         sizes = count_layer_parameters(self._layer_specs)
-        bounds = self.split_layers(stages * virtual_stages, names, sizes)
+        bounds = self.split_layers(stages, virtual_stages, names, sizes)
         for number, (start, stop) in enumerate(pairwise(bounds)):
             if not sum(sizes[start:stop]):
                 raise ModelError(

@@ -119,9 +119,22 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
     with place.model.masters.resident([place.unit], among=_ranks_with_parameter(place)):
         kept = _coded(place)
         local = [(start, _checked_state(kept, state, wanted)) for start, _, state in _state(place)]
-    of_ranks = place.unit.dp_group.group.all_gather_object(local)
-    keys = dict.fromkeys(key for entry in of_ranks for _, values in entry for key in values)
-    return {key: _assemble_state(place, key, of_ranks) for key in keys}
+    return _assemble_states(place, place.unit.dp_group.group.all_gather_object(local))
+
+
+def replica_states(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the same as `part_states` where this rank has all states of the parameter, as at stage 0. Not collective.
+
+    Raises:
+        ModelError: the states are offloaded, or the parameter belongs to no engine.
+    """
+    place = _updated(parameter)
+    _require_states(place)
+    with place.model.masters.resident([place.unit], alone=True):
+        kept = _coded(place)
+        return _assemble_states(
+            place, [[(start, _checked_state(kept, state, ())) for start, _, state in _state(place)]]
+        )
 
 
 def _checked_state(kept: dict[str, StateFormat], state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
@@ -132,6 +145,12 @@ def _checked_state(kept: dict[str, StateFormat], state: dict[str, Any], wanted: 
     scales = [f"{key}_scale" for key in kept]
     read = {key: _read(kept, state, key) for key in wanted or state if key in state and (wanted or key not in scales)}
     return {key: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one for key, one in read.items()}
+
+
+def _assemble_states(place: ParameterLocation, found: list[list[tuple[int, dict[str, Any]]]]) -> dict[str, Any]:
+    """Return all states in `found`, by name; see `_assemble_state`."""
+    keys = dict.fromkeys(key for entry in found for _, values in entry for key in values)
+    return {key: _assemble_state(place, key, found) for key in keys}
 
 
 def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[int, dict[str, Any]]]]) -> Any:
