@@ -41,7 +41,9 @@ class Job:
         bind_gloo_to_loopback()
         self.build, self.make_optimizer, self.settings = build, make_optimizer, settings
         self.server_count, self.worker_count, self.port = servers, workers, free_port()
-        self._store = JobRendezvous("127.0.0.1", self.port, serve=True, connect=CONNECT)
+        # Serves the store; tests also read through it. For each new client torch looks up the name of an address, and a
+        # name server that limits its rate delays a test that polls with new clients by 5 seconds.
+        self.observer = JobRendezvous("127.0.0.1", self.port, serve=True, connect=CONNECT)
         self.servers: dict[int, ParameterServer] = {}
         self.processes: dict[tuple[int, int], ShardProcess] = {}
         self.failures: list[BaseException] = []
@@ -79,7 +81,7 @@ class Job:
 
     def serving(self, server: int) -> ParameterServer:
         """Return the server that serves a shard with replicas."""
-        address = self.rendezvous().record(server).address
+        address = self.observer.record(server).address
         assert address is not None
         found = self.processes[server, address.replica].serving
         assert found is not None
@@ -121,7 +123,7 @@ class Job:
 
     def end_store(self) -> None:
         """End the store, as when its process is lost."""
-        del self._store
+        del self.observer
         gc.collect()
 
     def finish(self) -> None:

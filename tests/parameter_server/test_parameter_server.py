@@ -516,7 +516,7 @@ def test_a_worker_that_closes_without_a_connection_retires() -> None:
     worker.close()
     worker.close()
     other = ParameterServer(layout_of(mlp(), 1), 0, 2, ParameterServerSettings(), sgd, _Left({1}))  # type: ignore[arg-type]
-    assert job.rendezvous().has_left(1, retired=True)
+    assert job.observer.has_left(1, retired=True)
     other._clock.join(0, 0, -1)
     assert other._clock.needed == 2
     other._count_absent(is_late=False)

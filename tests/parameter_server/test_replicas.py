@@ -46,14 +46,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def has_replicas(job: Job, server: int, count: int) -> bool:
-    return len(job.rendezvous().record(server).replicas) == count
+    return len(job.observer.record(server).replicas) == count
 
 
 def lose(job: Job, server: int) -> None:
     """End the server of a shard as a kill does, and wait until its process is a replica, as after a new start."""
-    before = job.rendezvous().record(server).generation
+    before = job.observer.record(server).generation
     job.serving(server).abandon()
-    wait_for(lambda: job.rendezvous().record(server).generation > before and has_replicas(job, server, 1))
+    wait_for(lambda: job.observer.record(server).generation > before and has_replicas(job, server, 1))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_replica_waits_for_a_worker_that_joined() -> None:
     _, first = job.worker(0)
     model, joined = job.worker(job.rendezvous().next_worker(1))
     first.close()
-    wait_for(lambda: job.rendezvous().has_left(0))
+    wait_for(lambda: job.observer.has_left(0))
     train_once(model, joined, 0)
     job.serving(0).abandon()
     train_once(model, joined, 1)
@@ -165,7 +165,7 @@ def test_a_server_that_was_replaced_while_it_ran_makes_no_update(caplog: pytest.
     train_once(model, worker, 0)
     old = job.serving(0)
     old._replicas[1].close()  # as if the connection broke: the replica takes over
-    wait_for(lambda: job.rendezvous().record(0).generation == 2)
+    wait_for(lambda: job.observer.record(0).generation == 2)
     for step in range(1, STEPS):
         assert train_once(model, worker, step)
     worker.pull()
@@ -183,8 +183,8 @@ def test_a_server_that_was_replaced_becomes_a_replica_without_a_request() -> Non
     model, worker = job.worker(0)
     train_once(model, worker, 0)
     job.serving(0)._replicas[1].close()  # as if the connection broke: the replica takes over
-    wait_for(lambda: job.rendezvous().record(0).generation == 2)
-    wait_for(lambda: job.rendezvous().record(0).replicas == {0})
+    wait_for(lambda: job.observer.record(0).generation == 2)
+    wait_for(lambda: job.observer.record(0).replicas == {0})
     for step in range(1, STEPS):
         assert train_once(model, worker, step)
     worker.pull()
@@ -205,7 +205,7 @@ def test_a_server_that_was_replaced_does_not_end_the_run(monkeypatch: pytest.Mon
     job.rendezvous().register_server(0, replica=1)
     is_late.set()
     job.finish()
-    assert not job.rendezvous().is_over(0)
+    assert not job.observer.is_over(0)
 
 
 def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
             job.serving(0).abandon()
     worker.pull()
     close(dict(model.named_parameters()), wanted)
-    assert job.rendezvous().record(0).generation == 2
+    assert job.observer.record(0).generation == 2
     worker.close()
     job.finish()
 
@@ -358,7 +358,7 @@ def test_a_server_that_waits_is_not_lost() -> None:
     job = Job(mlp, adamw, ParameterServerSettings(heartbeat_seconds=1.5), servers=1, workers=2)
     job.start_processes(replicas=1)
     (model, worker), (other_model, other) = job.worker(0), job.worker(1)
-    link, generation = worker._links[0], job.rendezvous().record(0).generation
+    link, generation = worker._links[0], job.observer.record(0).generation
     train_once(model, worker, 0)
     job.start(lambda: train_once(model, worker, 1))
     time.sleep(1.0)
@@ -367,7 +367,7 @@ def test_a_server_that_waits_is_not_lost() -> None:
     train_once(other_model, other, 0)
     train_once(other_model, other, 1)
     worker.pull()
-    assert worker._links[0] is link and job.rendezvous().record(0).generation == generation
+    assert worker._links[0] is link and job.observer.record(0).generation == generation
     worker.close(), other.close()
     job.finish()
 
@@ -401,6 +401,6 @@ def test_a_server_without_heartbeats_is_called_again(continues: bool, monkeypatc
             wait_for(lambda: worker._links.get(0) is not link)
     if continues:  # the gradient counts once, and the worker has not left meanwhile
         wait_for(lambda: job.servers[0]._clock.steps == {0: 2} and 0 in worker._links)
-        assert worker.pull() == 2 and not job.rendezvous().has_left(0)
+        assert worker.pull() == 2 and not job.observer.has_left(0)
     worker.close()
     job.finish()
