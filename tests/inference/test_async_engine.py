@@ -375,7 +375,7 @@ def test_a_forward_that_fails_with_the_models_own_cache_ends_its_request_alone()
             return last
 
         first = engine.stream([3, 4, 5], GREEDY.replace(logit_bias={bad: -100.0}))
-        await anext(first)
+        last = await anext(first)  # the only output, if the others come before it is read
         later = asyncio.gather(*(one(prompt) for prompt in ([6, 7, 8, 9], [9, 4], [11, bad, 5])))
         async for output in first:
             last = output
