@@ -804,9 +804,18 @@ def test_an_old_push_is_refused() -> None:
     job.finish()
 
 
-def test_the_age_of_a_push_counts_the_updates_of_a_server_that_was_restored(tmp_path: Path) -> None:
-    """The parameters are of version 4, the snapshot is of version 3, and two other updates follow that."""
-    settings = ParameterServerSettings(mode="asynchronous", max_age=1, snapshot=tmp_path, snapshot_every=3)
+@pytest.mark.parametrize(
+    ("max_age", "steps", "losses", "says"),
+    [
+        (1, 2, 1, "server 0 .* has 5: 2 updates"),  # the snapshot is of version 3, and two other updates follow that
+        (2, 3, 2, "server 0 .* has 6: 3 updates"),  # the second server continues from version 6
+    ],
+)
+def test_the_age_of_a_push_counts_the_updates_since_the_first_loss(
+    tmp_path: Path, max_age: int, steps: int, losses: int, says: str
+) -> None:
+    """The parameters are of version 4, of which the first server that replaces theirs does not know."""
+    settings = ParameterServerSettings(mode="asynchronous", max_age=max_age, snapshot=tmp_path, snapshot_every=3)
     job = Job(mlp, sgd, settings, servers=1, workers=2)
     job.start_servers()
     (model, one), (old_model, old) = job.worker(0), job.worker(1)
@@ -814,33 +823,13 @@ def test_the_age_of_a_push_counts_the_updates_of_a_server_that_was_restored(tmp_
         train_once(model, one, step)
     assert old.pull() == 4
     loss_of(old_model, 0, 1).backward()
-    lose(job, 0)
-    job.start_server(0)
-    for step in range(4, 6):
-        train_once(model, one, step)
-    with pytest.raises(StalePushError, match="its parameters are of version 3, and server 0 .* has 5: 2 updates"):
-        old.push()
-    one.close(), old.close()
-    job.finish()
-
-
-def test_the_age_of_a_push_counts_the_updates_since_the_first_of_two_losses(tmp_path: Path) -> None:
-    """The parameters are of version 4. The first server that replaces theirs continues from 3, the second from 6."""
-    settings = ParameterServerSettings(mode="asynchronous", max_age=2, snapshot=tmp_path, snapshot_every=3)
-    job = Job(mlp, sgd, settings, servers=1, workers=2)
-    job.start_servers()
-    (model, one), (old_model, old) = job.worker(0), job.worker(1)
-    for step in range(4):
-        train_once(model, one, step)
-    assert old.pull() == 4
-    loss_of(old_model, 0, 1).backward()
-    lose(job, 0)
-    job.start_server(0)
-    for step in range(4, 7):
-        train_once(model, one, step)
-    lose(job, 0)
-    job.start_server(0)
-    with pytest.raises(StalePushError, match="its parameters are of version 3, and server 0 .* has 6: 3 updates"):
+    for loss in range(losses):
+        lose(job, 0)
+        job.start_server(0)
+        if not loss:
+            for step in range(4, 4 + steps):
+                train_once(model, one, step)
+    with pytest.raises(StalePushError, match=f"its parameters are of version 3, and {says}"):
         old.push()
     one.close(), old.close()
     job.finish()
