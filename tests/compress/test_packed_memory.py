@@ -27,6 +27,7 @@ from windlass.kernels.packed_linear import PackedLinear
 
 FORMATS = ["int4_g128", "int8", "binary_g128"]
 IDS = torch.arange(12)[None]
+_M_MMAP_THRESHOLD = -3  # constant of <malloc.h>
 OVERHEAD = 10 << 20  # activations, KV cache, and the layer that is being packed
 
 native = pytest.mark.skipif(get_inference_path().module is None, reason="there are no native kernels here")
@@ -93,7 +94,9 @@ def peak_of(work: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # so that memory freed earlier counts when it is allocated again
+            libc = ctypes.CDLL(None)
+            libc.malloc_trim(0)  # so that memory freed earlier counts when it is allocated again
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)  # glibc raises it after large frees, and keeps freed memory then
             Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present memory
             before = peak()
             work()
