@@ -359,8 +359,9 @@ def compute_while_parked(stage: int) -> list[str]:
     engine.backward(loss())
     first = windlass.zero.full_grad(parameter)
     assert first is not None
-    losses = [loss() for _ in range(3)]
+    losses = [loss() for _ in range(2)]
     calls: dict[str, Callable[[], Any]] = {
+        "engine": lambda: engine(input_ids=ids).logits,
         "module": lambda: engine.module(input_ids=ids).logits,
         "inner module": lambda: engine.module.model(input_ids=ids).last_hidden_state,
         "generate": lambda: engine.generate(ids, max_new_tokens=4, eos_token_id=None),
@@ -397,7 +398,12 @@ def compute_while_parked(stage: int) -> list[str]:
     second = windlass.zero.full_grad(parameter)
     if second is None or not torch.equal(first, second):
         wrong.append("the gradient changed")
-    engine.backward(losses[2])
+    engine.offload_states(include=["optimizer_states"])
+    engine.backward(loss())  # the same micro-batch again
+    engine.reload_states()
+    third = windlass.zero.full_grad(parameter)
+    if third is None or not torch.equal(third, first * 2):
+        wrong.append("a backward without optimizer states")
     engine.destroy()
     return wrong
 

@@ -66,10 +66,14 @@ class EngineParts:
 
     def _require_ready(self, what: str) -> None:
         """Raise ModelError if the engine was destroyed or its states are offloaded; `what` names the call."""
-        if self._sharded.destroyed:
-            raise ModelError(f"{what}: this engine was destroyed; use the model itself, or initialize a new engine")
+        _require_intact(self._sharded, what)
         if self._sharded.state_offloader.has_offloaded:
             raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
+
+    def _require_parameters(self, what: str) -> None:
+        """Raise ModelError if the engine was destroyed or its parameters are offloaded; `what` names the call."""
+        _require_intact(self._sharded, what)
+        self._sharded.state_offloader.require_for_compute(self._sharded.units, "parameters")
 
     def _attach(self, sharded: ShardedModel) -> None:
         """Connect the engine to a sharded model that it has built."""
@@ -138,3 +142,8 @@ class EngineParts:
     def _report_external_gradients(self, names: list[str]) -> None:
         """Report that the step drops the gradients that the script set on the parameters `names`."""
         raise NotImplementedError
+
+
+def _require_intact(sharded: ShardedModel, what: str) -> None:
+    if sharded.destroyed:
+        raise ModelError(f"{what}: this engine was destroyed; use the model itself, or initialize a new engine")
