@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from gguf_model import require_programs
 from rich.table import Table
 
 from windlass.cli.benches.bench_console import bench_console
@@ -43,6 +44,8 @@ def main(
     results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS,
 ) -> None:
     """Measure every format in turn, print the table, and write the JSON."""
+    if llama_bin is not None:
+        require_programs(llama_bin, "llama-batched-bench")
     folder = work or Path(tempfile.mkdtemp())
     try:
         rows = _measure(folder, formats.split(","), layers, hidden, rounds, llama_bin)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
+
+import typer
 
 _NAMES = {
     "embed_tokens": "token_embd",
@@ -19,6 +22,20 @@ _NAMES = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+
+
+def require_programs(folder: Path, *names: str) -> None:
+    """Check that the folder has these programs of llama.cpp, before anything is measured.
+
+    Raises:
+        typer.BadParameter: a program is missing.
+    """
+    missing = [name for name in names if not os.access(folder / name, os.X_OK)]
+    if missing:
+        raise typer.BadParameter(
+            f"{folder} lacks {', '.join(missing)}; build llama.cpp and give the folder of its programs, build/bin",
+            param_hint="--llama-bin",
+        )
 
 
 def write_gguf(folder: Path, config: Any, weights: dict[str, Any]) -> Path:

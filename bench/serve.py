@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from gguf_model import quantize, write_gguf
+from gguf_model import quantize, require_programs, write_gguf
 from http_load import Server, run_clients
 from rich.table import Table
 
@@ -76,6 +76,8 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "serve",
 ) -> None:
     """Measure all contenders alternately."""
+    if llama_bin:
+        require_programs(Path(llama_bin), "llama-quantize", "llama-batched-bench", *["llama-server"] * servers)
     console = bench_console()
     path = get_inference_path()
     counts = [int(count) for count in requests.split(",")]
