@@ -72,7 +72,7 @@ lint-style:
 	$(BIN)/python tools/prose.py
 
 parity: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow; slow=$$?; \
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal; slow=$$?; \
 	$(MAKE) clients-matrix && exit $$slow
 
 # `make test` does the same for some seconds. A failing case is stored, and its seed is printed.
