@@ -414,6 +414,32 @@ def test_offloaded_values_are_not_computed_with(stage: int) -> None:
         assert not wrong
 
 
+def forward_with_local_weights(optimizer: str, params: dict[str, Any]) -> str:
+    """Call an engine whose ranks take local steps while its optimizer states are offloaded. Return the error."""
+    engine = training_engine(0, optimizer={"type": optimizer, "params": {"lr": 0.01, **params}}, bf16={"enabled": True})
+    ids = torch.tensor([PROMPT])
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.offload_states(include=["optimizer_states"])
+    with pytest.raises(ModelError) as raised:
+        engine(input_ids=ids)
+    engine.reload_states()
+    assert engine(input_ids=ids).logits.isfinite().all()
+    engine.destroy()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "params"),
+    [("DiLoCo", {"inner_steps": 4}), ("ZeroOneAdam", {"var_freeze_step": 1, "local_step_scaler": 4})],
+)
+def test_local_weights_need_offloaded_states(optimizer: str, params: dict[str, Any]) -> None:
+    """A forward changes them from master weights and optimizer states."""
+    for text in run_ranks(forward_with_local_weights, 2, optimizer, params, env=EMULATED, transport="gloo"):
+        assert text == "forward: states are offloaded; call engine.reload_states() first"
+
+
 def read_gradient_of_host() -> tuple[float, float]:
     """Return the norm of a gradient in host memory before and after `offload_states`."""
     from windlass import zero

@@ -70,8 +70,10 @@ class EngineParts:
         if self._sharded.state_offloader.has_offloaded:
             raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
 
-    def _require_parameters(self, what: str) -> None:
-        """Raise ModelError if the engine was destroyed or its parameters are offloaded; `what` names the call."""
+    def _require_ready_to_compute(self, what: str) -> None:
+        """Raise ModelError if the engine was destroyed or a forward needs offloaded values; `what` names the call."""
+        if self._sharded.replicas.keeps_local_weights:  # a forward makes them from master weights and optimizer states
+            self._require_ready(what)
         _require_intact(self._sharded, what)
         self._sharded.state_offloader.require_for_compute(self._sharded.units, "parameters")
 

@@ -188,7 +188,7 @@ class PipelineEngine(Engine):
             StopIteration, DataError, PeerError: as `train_batch`.
             StorageError: parameters were lost earlier, e.g. by a step that was applied in part.
         """
-        self._require_parameters("eval_batch")
+        self._require_ready_to_compute("eval_batch")
         self._sharded.disk_health.require_intact("a batch")
         if reduce_output not in ("avg", None):
             raise ModelError(f'eval_batch: reduce_output is {reduce_output!r}; write "avg", or None')

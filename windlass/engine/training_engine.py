@@ -243,7 +243,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        self._require_parameters("forward")
+        self._require_ready_to_compute("forward")
         # A backward that ended with an exception leaves `_scaling_engine` set.
         if Engine._scaling_engine is not None and current_backward_id() < 0:
             _clear_scaling_engine()

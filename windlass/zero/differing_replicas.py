@@ -83,7 +83,7 @@ class DifferingReplicas:
         Raises:
             ModelError: a parameter was changed in place while replicas differed. The change was undone.
         """
-        if self.differ and not self._has_common_weights and self._keeps_local_weights:
+        if self.differ and not self._has_common_weights and self.keeps_local_weights:
             edited = self.refused_edit()
             self._write_master_weights()
             self._has_common_weights = True
@@ -98,7 +98,7 @@ class DifferingReplicas:
         """
         if self.differ:
             self.restore_local_weights()
-        elif self._keeps_local_weights:  # after `finish_update` or a load, a script may change parameters
+        elif self.keeps_local_weights:  # after `finish_update` or a load, a script may change parameters
             self._callbacks.recapture()
             self._masters.copy_all_edits(self._units)
             self.publish(self._units)
@@ -132,7 +132,8 @@ class DifferingReplicas:
         return [slot.unit for slot in self._slots]
 
     @property
-    def _keeps_local_weights(self) -> bool:
+    def keeps_local_weights(self) -> bool:
+        """True if ranks may train with weights of their own between two synchronizations."""
         return self._update is not None and self._update.keeps_local_weights
 
     def _write_master_weights(self) -> None:
