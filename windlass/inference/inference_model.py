@@ -261,14 +261,13 @@ class InferenceModel(nn.Module):
         changed = versions != self._versions
         if self._ranks is not None:
             with self._ranks.guard():
-                # The reset is collective, so the leader decides; its samples change with those of the others.
+                # A leader that closes the engine sends CLOSE, and does not take part in the reduction below.
                 if self._ranks.is_leader:
-                    self._ranks.send(RankCommand.RESULT, (changed, None))
-                else:
-                    command, value = self._ranks.receive()
-                    if command is not RankCommand.RESULT:
-                        raise CommunicationError("the first rank has closed the inference engine; load the model anew")
-                    changed, _ = value
+                    self._ranks.send(RankCommand.RESULT, (None, None))
+                elif self._ranks.receive()[0] is not RankCommand.RESULT:
+                    raise CommunicationError("the first rank has closed the inference engine; load the model anew")
+                # The reset is collective, and a write may change the samples of one rank alone.
+                changed = not self._ranks.minimum(not changed)
         if changed:
             llm.reset_prefix_cache()
             self._versions = versions
