@@ -273,7 +273,7 @@ class Blended(nn.Module):
 
 
 class Triple(nn.Module):
-    """Attention to keys and values that are arguments of their own. It returns a tuple."""
+    """Attention with separate arguments for queries, keys and values. It returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ def replace_directory(source: Path, target: Path) -> None:
     Raises:
         OSError: a directory cannot be renamed, or what a stopped process left cannot be removed.
     """
-    # Not `.NAME.replaced`, which may be the only copy of a checkpoint that is being replaced.
+    # Avoid the name `.NAME.replaced`, which may be the only copy of a checkpoint that is being replaced.
     old = target.absolute().with_name(f".{target.name}.previous")
     if os.path.lexists(target):
         _remove(old)  # left by a process that was stopped

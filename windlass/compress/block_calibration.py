@@ -488,7 +488,7 @@ class _BlockRecorder(nn.Module):
 
     def __init__(self, block: nn.Module, log: _CallLog) -> None:
         super().__init__()
-        # not a submodule, so that parameter names do not change
+        # do not register a submodule, so that parameter names do not change
         self.__dict__["_block"], self.__dict__["_log"] = block, log
 
     def __getattr__(self, name: str) -> Any:

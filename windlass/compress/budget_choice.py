@@ -352,9 +352,9 @@ class _Solver:
         return self._better_of_uniform(best, limits)
 
     def _least_measured(self, measured: Sequence[_Solution], limits: FormatLimits) -> _Solution:
-        """Return the choice of the least measured loss among `measured` and the uniform formats within the limits of
-        bytes and time. The losses of groups add up only approximately, so a budget is refused only after a
-        measurement."""
+        """Return the choice with the least measured loss, among `measured` and the choices of one format for all layers
+        that are within the limits of bytes and time. The sum of the losses of groups is only an estimate of the
+        model's loss, so a budget is refused only after a measurement."""
         tried = list(measured)
         if not tried:  # no choice within the other limits has a small enough sum of losses
             tried.append(self._measure(choose_formats(self.options, replace(limits, loss=None)).places))

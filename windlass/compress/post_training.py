@@ -172,7 +172,8 @@ class PostTraining:
     def _round_shared(
         self, place: int, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
     ) -> PackedWeight:
-        """Round a layer on one rank, which depends on `place`, and send the result to all other ranks."""
+        """Round a layer on one rank and broadcast the result. The number of the rank is `place` modulo the group's
+        size."""
         if self.group is None:
             return self._round_layer(layer, linear, form, statistics)
         source = place % self.group.size

@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the saved groups have {[len(g['params']) for g in given]} parameters, this optimizer's have "
                 f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
             )
-        # Checked before anything changes, so that an error leaves groups and states as they were.
+        # Check before anything changes, so that an error leaves groups and states as they were.
         of_parameter = state_dict["state"]
         for parameter in (one for group in self.param_groups for one in group["params"]):
             require_states_on_device(parameter)

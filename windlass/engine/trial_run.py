@@ -133,7 +133,7 @@ class TrialSteps(EngineObserver):
         self._device = model.device
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._fed is None and torch.is_grad_enabled():  # not of an evaluation before the training
+        if self._fed is None and torch.is_grad_enabled():  # skip the batches of an evaluation before the training
             first = next((t for t in iterate_tensors((args, kwargs)) if t.dim()), None)
             self._fed = list(first.shape) if first is not None else []
             if self._forecast is not None:

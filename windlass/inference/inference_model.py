@@ -261,7 +261,7 @@ class InferenceModel(nn.Module):
         changed = versions != self._versions
         if self._ranks is not None:
             with self._ranks.guard():
-                # The reset is collective, so the leader decides; its samples change with those of the others.
+                # The reset is collective, so the leader decides: new weights change the samples of all ranks.
                 if self._ranks.is_leader:
                     self._ranks.send(RankCommand.RESULT, (changed, None))
                 else:

@@ -315,8 +315,8 @@ class PlainLogits:
         self._has_room = False
 
     def find_last_difference(self, own: OwnCacheModelRunner, options: EngineOptions) -> str | None:
-        """Compare the logits of each sequence's last token, which attends to the full sequence even if attention is not
-        causal. Return the difference as `find_difference` does.
+        """Compare the runner's logits of each sequence's last token with the plain model's. The last token attends to
+        the full sequence even if attention is not causal. Return the difference as `find_difference` does.
         """
         if not self._sequences:
             return None

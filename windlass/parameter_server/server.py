@@ -371,7 +371,7 @@ class ParameterServer:
         if not is_new or self._settings.mode != "bounded" or not self._holds_workers or self._here.generation == 1:
             return
         self._newcomers.add(worker)
-        self._clock.steps.pop(worker, None)  # assumed, or of an earlier process: no measure for this one or the others
+        self._clock.steps.pop(worker, None)  # an assumed count, or one of an earlier process: no worker may wait for it
         self._changed.notify_all()
         while self._clock.absent - self._newcomers and not self._ends:
             self._changed.wait()
@@ -508,7 +508,7 @@ class ParameterServer:
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
         reason, began, waited = "", time.monotonic(), 0.0
         with self._changed:
-            # Computed anew each time: a worker that connects later may make updates possible again.
+            # Compute this anew each time: a worker that connects later may make updates possible again.
             while not (possible := self._may_pull(worker, wanted)) and not self._ends:
                 if reason := self._clock.stuck_because():
                     break
@@ -562,7 +562,7 @@ class ParameterServer:
 
     def _make_update(self) -> None:
         """Make one update, on the replicas too."""
-        # Added in the order of worker numbers, so that the sum does not depend on the order of arrival.
+        # Add in the order of worker numbers, so that the sum does not depend on the order of arrival.
         gradient = mean_gradient([self._pending[number] for number in sorted(self._pending)])
         counted, lost = dict(self._clock.waiting), set()
         for replica, link in self._replicas.items():

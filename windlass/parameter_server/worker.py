@@ -129,7 +129,7 @@ class ParameterServerWorker:
         self._check_gradients()
         gradients = [self._gradient_of(server) for server in self._servers]
         results = []
-        # Counted even if a server fails below: the servers that have this gradient would treat a next gradient with the
+        # Count the push even if a server fails below: servers that have this gradient would treat a next one with the
         # same number as a repetition.
         self.pushes += 1
         self._number += 1
@@ -155,7 +155,7 @@ class ParameterServerWorker:
         """Leave the run. The servers end when all workers have left. A second call does nothing."""
         if self._has_left:
             return
-        # recorded in the store too, for servers that do not receive BYE, e.g. a replica that takes over later
+        # record the end in the store too, for servers that do not receive BYE, e.g. a replica that takes over later
         try:
             self._rendezvous.leave(self.index, retires=True)
         except StoreLostError as error:  # no process reads the record
@@ -242,7 +242,7 @@ class ParameterServerWorker:
             self._pulled[server] = min(self._pulled[server], restored)
             if last is not None:
                 self._last[server] = (min(last[0], restored), *last[1:])
-        # Set only after the answer, so that a server that is too slow for this call can be called again.
+        # Set the address only after the answer, so that a server that is too slow now can be called again.
         self._addresses[server] = address
         self._links[server] = link
         self._silent.discard(server)
@@ -274,8 +274,8 @@ class ParameterServerWorker:
         link, layout = self._links[server], self._layout
         synchronous = self._settings.mode == "synchronous"
         last = self._last.get(server)
-        # A server that dropped the last gradient may need the next one for an update, for which another worker waits
-        # that another server needs. So this worker waits at no server.
+        # If a server dropped the last gradient, this worker waits at no server. Else it could wait at one server for
+        # another worker, which waits at the server whose update needs the next gradient of this worker.
         wanted = last[0] + 1 if last is not None and synchronous and not self._was_late else 0
         link.send([MessageKind.PULL, wanted])
         version = self._receive(link, MessageKind.PARAMETERS, lambda: self._return_to_others(server))[0]

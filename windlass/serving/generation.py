@@ -38,13 +38,13 @@ class AnswerPiece:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities: many if the client has read slowly, since a piece has all that is new."""
+        """Number of log-probabilities. A piece has all tokens since the previous piece, so a slow client gets many."""
         return sum(map(len, self.logprobs or ()))
 
 
 @dataclass
 class AnswerProgress:
-    """Part of one answer that was sent already."""
+    """Progress of one answer: the part that was already sent."""
 
     characters: int = 0
     tokens: int = 0

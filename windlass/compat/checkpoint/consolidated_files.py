@@ -146,7 +146,7 @@ def _write_torch(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dty
 def _iter_parts(weight: StoredWeight) -> Iterator[torch.Tensor]:
     with weight.stored:
         for part in weight.stored.iter_parts(weight.stored_name):
-            # rounded to this dtype first, as by `read_full`; the writer then casts to the dtype of the file
+            # round to this dtype first, as `read_full` does; the writer then casts to the dtype of the file
             yield part.to(weight.dtype)
 
 

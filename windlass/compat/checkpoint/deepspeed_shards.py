@@ -23,7 +23,7 @@ from windlass.compat.checkpoint.torch_file import literal_entry as entry_of_byte
 
 @dataclass
 class DeepSpeedShards:
-    """Collection of tensor records, by name: where in the files the elements of each tensor are.
+    """Tensor records by name. A record has the places of the tensor's elements in the files.
 
     Args:
         path: the directory of the files.

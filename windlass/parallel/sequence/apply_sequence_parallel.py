@@ -127,7 +127,7 @@ class SequenceParallel:
         given = batch.get("shift_labels") if batch.get("shift_labels") is not None else batch.get("labels")
         if not self._accepts_kwargs:
             batch.pop("shift_labels", None)
-        # Set before the contexts are entered: post_forward exits them, also after an error.
+        # Store the call before the contexts are entered: post_forward exits them, also after an error.
         self._active_calls[-1] = call
         call.exit_stack.enter_context(use_shard(share))
         call.exit_stack.enter_context(self.loss.with_labels(given))

@@ -112,7 +112,7 @@ def _shard_head_norm(
     if not _HEAD_NORM.fullmatch(leaf):
         _check_trained_numbers(name, child, head_partition, entries)
         # A module for the features of a head, such as a norm or an embedding of distances, computes with local heads.
-        # Assumed: any other module, such as `q_a_layernorm`, acts before the features are split into heads. Each rank
+        # Assume that other modules, such as `q_a_layernorm`, act before the features are split into heads. Each rank
         # then has its complete gradient.
         each = {parameter.shape[-1] if parameter.dim() else 0 for parameter in child.parameters()}
         return [ModuleShard(name, ShardStyle.PARTIAL, chain=chain)] if each == {head_size} else []

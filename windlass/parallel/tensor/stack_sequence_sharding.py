@@ -150,15 +150,15 @@ class PartArguments:
         fits, is_even = value.shape[:-1] == hidden.shape[:-1], len(set(sizes)) == 1
         if is_even and not (fits and value.numel()):
             return False
-        # The length may be that of the part of one rank alone. If it is that of all parts, and these are equally long,
-        # only the values show whether the ranks have different tokens.
+        # If the ranks have different numbers of tokens, an argument is a part if its length fits on every rank. If the
+        # numbers are equal, a replicated argument may have this length too, so the ranks compare values: parts differ.
         sample = torch.full((_SAMPLES + 1,), float(fits), device=value.device)
         if value.numel():  # the part of a rank may be empty
             sample[1:] = sample_elements(value)
         found = self._sequence_sharding.axis.all_gather(sample).unflatten(0, (-1, _SAMPLES + 1))
         if not is_even:
             return bool(found[:, 0].all())
-        # Values that are computed alike on all ranks may be rounded differently.
+        # Replicated values may be rounded differently on each rank.
         return not torch.allclose(found, found[:1].expand_as(found), rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
@@ -267,7 +267,7 @@ class StackInputHook:
                 if value.grad_fn is None:
                     checked[id(value)] = _FullGradient.apply(axis, name, value)
                 elif current_backward_id() == -1:  # else a recomputation, and the forward has registered the hook
-                    # not the node itself: a hook that holds its own node would never be freed
+                    # refer to the node's inputs, because a hook that holds its own node would never be freed
                     sources = [one for one, _ in value.grad_fn.next_functions if one is not None]
                     value.register_hook(partial(_check_full_gradient, axis, name, sources))
             return checked[id(value)]
