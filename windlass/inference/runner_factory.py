@@ -51,7 +51,7 @@ def make_runner(
     ranks: RankChannel | None = None,
     streamed: StreamedModules | None = None,
 ) -> ModelRunner:
-    """Return the fastest runner that computes what the model computes. Collective over `ranks`.
+    """Return the fastest runner that computes the same logits as the model. Collective over `ranks`.
 
     Args:
         max_model_len: largest number of tokens of a sequence, if `options.max_model_len` is None.

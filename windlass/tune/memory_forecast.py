@@ -117,7 +117,7 @@ def start_forecast(
         order_path: File with the `ForecastOrder`.
         raw: The program's own configuration.
         base: Bytes of the process without the model.
-        own_checkpointing: The program enables activation checkpointing itself, whatever the configuration says.
+        own_checkpointing: The program enables activation checkpointing itself, whatever the configuration requests.
     """
     order = ForecastOrder.read(order_path)
     facts = facts_of(model, base)

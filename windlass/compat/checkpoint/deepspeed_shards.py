@@ -110,7 +110,7 @@ class DeepSpeedShards:
         self.tensors[name] = TensorRecord(shape, dtype_code(tensor.dtype), (chunk,))
 
     def require(self, fits: Any, what: str) -> None:
-        """Raise CheckpointError unless `fits`. The message says that the files disagree about `what`."""
+        """Raise CheckpointError unless `fits`. The message states that the files disagree about `what`."""
         if not fits:
             raise CheckpointError(
                 f"{self.path}: its files disagree about {what}; a file is damaged, missing or of another version of "

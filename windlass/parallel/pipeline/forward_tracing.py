@@ -186,7 +186,7 @@ def _trace_list(
 def _add_modules_of_loss(plan: ForwardTrace, model: nn.Module, layers: nn.Module) -> ForwardTrace:
     """Trace the forward with labels too, and add the modules that only this forward calls.
 
-    Labels have no meaning known here: if the forward fails with zeros of the shape of the ids, `plan` is returned
+    The meaning of the labels is unknown: if the forward fails with zeros of the shape of the ids, `plan` is returned
     unchanged.
     """
     ids = plan.example_kwargs.get("input_ids")
@@ -208,7 +208,7 @@ def _add_modules_of_loss(plan: ForwardTrace, model: nn.Module, layers: nn.Module
 def make_trial_kwargs(model: nn.Module, example_kwargs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
     """Yield keyword arguments for trial forwards: without a mask, with a 4-dimensional mask, with a mask of ones.
 
-    On the meta device a model can't read the values of a mask, and of a 4-dimensional mask models do not read them. If
+    On the meta device a model can't read the values of a mask, and models do not read those of a 4-dimensional mask. If
     `example_kwargs` is not None, only a copy of it is yielded.
     """
     if example_kwargs is not None:

@@ -276,7 +276,8 @@ def sequence_parallel_of(model: Any) -> SequenceParallel | None:
 
 
 def _without_pooled_token(output: Any) -> Any:
-    """Return a model's output without `pooler_output`: it is of this rank's first token, not of the sequence's."""
+    """Return a model's output without `pooler_output`: this rank computed it from its own first token, which may not be
+    the first token of the sequence."""
     if not isinstance(output, Mapping) or output.get("pooler_output") is None:
         return output
     return type(output)(**{name: value for name, value in output.items() if name != "pooler_output"})

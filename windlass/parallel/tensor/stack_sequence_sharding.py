@@ -88,8 +88,8 @@ class StackSequenceSharding:
         return next((name for ref, name in self._results_of_arguments if ref() is tensor), None)
 
     def is_layer_argument(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is an argument of the current layer besides its hidden states, has the memory of one
-        or was computed from one by a module of the layer.
+        """Return True if a tensor is an argument of the current layer other than its hidden states, shares memory with
+        such an argument, or was computed from one by a module of the layer.
         """
         memory = tensor.untyped_storage().data_ptr()
         kept = [one for ref in self._layer_arguments if (one := ref()) is not None and one.layout is torch.strided]
@@ -195,7 +195,7 @@ def _check_full_gradient(axis: MeshAxis, name: str, sources: Sequence[Any] | Non
         ModelError: the gradients differ, and a parameter would be trained with them. Raised on all ranks.
     """
     found = axis.all_gather(sample_elements(gradient).float()).unflatten(0, (-1, _SAMPLES))
-    # Gradients that are computed alike on all ranks may be rounded differently. The comparison is False for NaN.
+    # Equal gradients may be rounded differently on each rank. The comparison is False for NaN.
     if not float((found - found[:1]).abs().max()) > 1e-2 * float(found.abs().max()):
         return
     if sources is None or any(not _has_partial_gradient(one, axis) for one in _trained_parameters(sources)):
@@ -359,8 +359,8 @@ class AttentionGatherHook:
 
 
 class ArgumentResultHook:
-    """Forward hook of a module in a layer: record what it computes from arguments of the layer besides the hidden
-    states (`StackSequenceSharding.record_result`).
+    """Forward hook of a module in a layer: record its output if its input is an argument of the layer other than the
+    hidden states (`StackSequenceSharding.record_result`).
     """
 
     def __init__(self, name: str, sequence_sharding: StackSequenceSharding) -> None:
