@@ -92,7 +92,8 @@ class TensorFileWriter:
         """Start to write the entry `name`, and return its crc32. A CPU tensor must not change before `wait`.
 
         Raises:
-            CheckpointError: the tensor has another shape than the entry or no memory, or the disk fails.
+            CheckpointError: the tensor has another shape than the entry, the tensor's storage was freed, or the disk
+                fails.
         """
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:

@@ -24,7 +24,7 @@ _COLUMNS = 256  # width of a column block of a symmetric product
 
 
 class _Stopped(Exception):  # noqa: N818  ends a forward, and is not an error
-    """Raised to end a forward early."""
+    """Exception that ends a forward early."""
 
 
 def _stop(*_: Any) -> None:

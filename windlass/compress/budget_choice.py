@@ -9,9 +9,9 @@ within the limit of the loss, the uniform formats within the other limits are me
 [Note: measured token] Times of single matrix products do not add up to the time of a token. So the full model is timed
 in the chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is
 corrected by the difference and a new choice is made, until `_TIMINGS` choices were timed: a faster choice if the limit
-was exceeded, a choice of less loss if the model was faster than necessary. Of the choices within the limit, the one of
-the least loss is taken. If there is none, the uniform formats are timed. If none of them is within the limit either,
-the budget is refused with an error that names the least measured time.
+was exceeded, a choice with less loss if the model was faster than necessary. Of the choices within the limit, the one
+with the least loss is taken. If there is none, the uniform formats are timed. If none of them is within the limit
+either, the budget is refused with an error that names the least measured time.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _make_own_cache_runner(
     reason: str,
 ) -> ModelRunner:
     """Return a runner that uses the model's own cache, or no cache if that cache gives other logits or an error. Log
-    `reason`, for which no paged KV cache is used. Collective over `ranks`.
+    `reason`: why no paged KV cache is used. Collective over `ranks`.
 
     Raises:
         ModelError: the packed weights give other logits than the model's own weights.

@@ -88,7 +88,7 @@ class LowBitPanels:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def foreign_weight(self, number: int, bias: torch.Tensor | None, is_bf16: bool, quantize_inputs: bool) -> Any:
-        """Return the weight as an object of the native module; `address` is what `foreign_product` takes.
+        """Return the weight as an object of the native module; `address` is the argument of `foreign_product`.
 
         The object has the addresses of these panels and of `bias`, which must outlive it.
         """

@@ -100,7 +100,7 @@ def decode_content(data: str, tensors: Mapping[str, Tensor | None]) -> dict[str,
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of numpy, such as a learning rate from `np.logspace`, as Python's; any other value as it is."""
+    """Convert a numpy number, e.g. a learning rate from `np.logspace`, to Python's; return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 

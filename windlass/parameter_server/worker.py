@@ -99,8 +99,9 @@ class ParameterServerWorker:
     def pull(self) -> int:
         """Receive the parameters into the model, and return their version, as `version` does.
 
-        In synchronous mode this waits for the update of this worker's last gradient, unless a server had made that
-        already; in bounded mode, until the slowest worker is at most `staleness` steps behind.
+        In synchronous mode the call waits for the update to which this worker's last gradient belongs, unless a server
+        has dropped that gradient because it had made the update before. In bounded mode it waits until the slowest
+        worker is at most `staleness` steps behind.
 
         Raises:
             ServerLostError: a server was lost and not replaced.
@@ -117,8 +118,8 @@ class ParameterServerWorker:
         servers may have used their parts.
 
         Returns:
-            False if the gradient was dropped: a server has made its synchronous update already, or has an earlier
-            gradient of this worker for that.
+            False if the gradient was dropped: a server has made the synchronous update already, or has an earlier
+            gradient of this worker for the same update.
 
         Raises:
             ModelError: a gradient is not finite. Nothing was sent.
@@ -298,7 +299,7 @@ class ParameterServerWorker:
 
     def _return_to_others(self, waits_for: int) -> None:
         """Connect with servers that have replaced lost ones, while a pull from server `waits_for` waits for other
-        workers. A worker for which this one waits may wait for it at such a server.
+        workers. One of those workers may itself wait at such a server, until this worker has connected with it.
         """
         if len(self._servers) == 1 or not self._rendezvous.has_store(self._settings.heartbeat_seconds):
             return
