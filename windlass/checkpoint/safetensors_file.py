@@ -320,7 +320,7 @@ class TensorFile:
 
 def lay_out_entries(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, int], int]:
     """Return the header of a file of these entries, the byte offset of each entry, and the file size in bytes."""
-    # wide dtypes first, so that every entry is aligned
+    # put wide dtypes first, so that every entry is aligned
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
     at: dict[str, int] = {}
     position = 0

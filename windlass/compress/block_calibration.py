@@ -69,7 +69,7 @@ class InputStatistics:
         group.all_reduce(self.largest, dist.ReduceOp.MAX)
         rows = group.all_reduce(torch.tensor([self.rows]))
         self.rows = int(rows)
-        # removes differences in the last bits that come from the order of the sum over ranks
+        # remove differences in the last bits that come from the order of the sum over ranks
         self.hessian = self.hessian.float().double()
 
     @property

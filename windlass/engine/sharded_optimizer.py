@@ -183,4 +183,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{dropped[0]!r} first; to train them with these states later, set requires_grad, call "
                 "engine.refresh() and load again, then freeze them if they should not be trained yet"
             )
-        self._model.choose_gradient_mode()  # the number of applied steps may be on the other side of a freeze
+        self._model.choose_gradient_mode()  # loaded step counts may cross a freeze

@@ -303,7 +303,7 @@ class ParameterServer:
             worker, version, step = self._welcome(link, ticket)
             if worker < 0:
                 return
-            # inside the `try`: if this fails, the worker is removed below
+            # send inside the `try`: if this fails, the worker is removed below
             link.send([MessageKind.WELCOME, version, step])
             while not said_bye:
                 kind, *numbers = link.receive_header()

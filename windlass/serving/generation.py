@@ -287,7 +287,7 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
             await context.in_tokenizer_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
         )
     except (TypeError, UnicodeError) as error:
-        # e.g. a lone surrogate that a template decoded from a nested escape sequence
+        # the text has e.g. a lone surrogate that a template decoded from a nested escape sequence
         raise ApiError(400, f"the text of the prompt is not valid Unicode: {error}", code="invalid_text") from error
     if None in ids:
         raise ApiError(

@@ -184,7 +184,7 @@ class _ScheduleRunner:
             case ActionKind.RECEIVE_GRADIENT:
                 passing.receive_gradient(stage, micro)
             case ActionKind.SEND_GRADIENT:
-                # Last use of the state: this stage's backward has stored the gradients in the input leaves.
+                # This is the last use of the state: this stage's backward has stored the gradients in the input leaves.
                 passing.send_gradient(stage, micro, self._backward_states.pop((stage, micro)).input_leaves)
             case ActionKind.FORWARD:
                 self._forward(stage, micro)

@@ -52,10 +52,10 @@ class StackSequenceSharding:
         self.axis, self.modules_with_partial_gradients = axis, modules_with_partial_gradients
         self._rank_sizes: list[int] = []  # tokens of each rank in the current forward
         self._num_samples = 0  # samples in the current forward
-        # flags: the first layer ran on this rank; it received a length that does not divide evenly
+        # flags: the first layer ran on this rank; its sequence length is not a multiple of the number of ranks
         self._has_first_layer, self._is_uneven = (False, False)
-        self._layer_arguments: list[weakref.ref[torch.Tensor]] = []  # those of the last layer but its hidden states
-        # results of modules of the layer for these arguments, and the names of the modules
+        self._layer_arguments: list[weakref.ref[torch.Tensor]] = []  # last layer's arguments except hidden states
+        # results of that layer's modules for these arguments, and the names of the modules
         self._results_of_arguments: list[tuple[weakref.ref[torch.Tensor], str]] = []
 
     def shard_input(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class PartArguments:
 
 def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return `_SAMPLES` elements at equal distances, from the first to the last, of a tensor that has elements."""
-    # in integers: a float32 does not hold every index above 2^24
+    # compute with integers: a float32 does not hold every index above 2^24
     at = torch.arange(_SAMPLES, device=tensor.device) * (tensor.numel() - 1) // (_SAMPLES - 1)
     return tensor.detach().take(at)
 
