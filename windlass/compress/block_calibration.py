@@ -312,7 +312,7 @@ class BlockCalibration:
                 loaded += users
             self._load_block(0, self.directory.read)
             self._record_calls()
-            for name in loaded:  # not needed again
+            for name in loaded:  # the blocks do not need these parameters
                 _free(self.model, name)
 
     def block(self, number: int, read: ReadTensor) -> CalibratedBlock:

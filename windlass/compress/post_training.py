@@ -328,7 +328,8 @@ def _fold_if_preserved(
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)
-    elements: list[int] = []  # in the inputs; without any (an expert without tokens), an equal output proves nothing
+    # sizes of the inputs; if all are 0 (an expert without tokens), an equal output proves nothing
+    elements: list[int] = []
     handle = consumers[0].register_forward_pre_hook(lambda module, inputs: elements.append(inputs[0].numel()))
     try:
         change = (block.run(0) - before).abs().amax(-1)
