@@ -244,7 +244,7 @@ def test_a_choice_stays_within_the_limit_of_loss(wide: Any) -> None:
 def test_choice_within_a_loss_limit_has_the_fewest_bytes(
     wide: Any, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the loss of a choice is not the sum of its groups' losses, but `factor` times that."""
+    """The loss of a choice is not the sum of its groups' losses, but `factor` times that sum."""
     losses: dict[str, float] = {}
 
     def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Tests that public configurations train under `deepspeed.initialize`, or raise one sentence with what is missing."""
+"""Tests that public configurations train under `deepspeed.initialize`, or raise an error that names the missing key."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_trained_factors_around_sharded_layers_get_full_gradients(shape: tuple[i
 
 
 class Blended(nn.Module):
-    """Layer whose attention gets the same hidden states as queries, keys and values, in a list of modules if stated."""
+    """Layer whose attention gets the same hidden states as queries, keys and values. It is in a list for one `kind`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Blended(nn.Module):
 
 
 class Triple(nn.Module):
-    """Attention to keys and values that are arguments of their own. It returns a tuple."""
+    """Attention with separate arguments for queries, keys and values. It returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,8 +403,8 @@ def test_a_state_for_all_tokens_is_refused_where_a_layer_combines_it_with_its_pa
 
 
 class GatedLayers(nn.Module):
-    """Layers beside an argument whose gradient is partial on each rank and trains nothing, or is added up; or that the
-    first layer changes in place.
+    """Layers that also get an argument. For the kind "frozen", its gradient is partial on each rank and trains nothing;
+    for the kind "in place", the first layer changes the argument in place.
     """
 
     def __init__(self, kind: str) -> None:
@@ -493,7 +493,7 @@ def test_a_replicated_matrix_gets_the_part_that_an_earlier_layer_returned() -> N
 
 
 class Shifted(Apart):
-    """Layer that adds to its tokens what a replicated matrix computes from one state for all of them."""
+    """Layer that adds the product of a replicated matrix and one state to all of its tokens."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -624,7 +624,7 @@ class Added(PerHead):
 
 
 class Alternating(nn.Module):
-    """List of attention and feed-forward layers, with residual connections inside or, if stated, outside of them."""
+    """List of attention and feed-forward layers. Residual connections are inside of them only for the kind "inside"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -732,7 +732,7 @@ def test_an_empty_list_of_calls_is_no_call() -> None:
 
 
 def test_a_template_may_write_arguments_of_calls() -> None:
-    """As templates of DeepSeek do."""
+    """Templates of DeepSeek join the arguments to other text, so they need a text."""
     tokenizer = byte_level_tokenizer()
     template = (
         "{% for m in messages %}{% for tool in m['tool_calls'] %}{{ 'the ' + tool['function']['arguments'] }}"
@@ -842,7 +842,7 @@ def test_prompts_that_are_no_text_and_no_tokens_are_refused(prompt: Any) -> None
 
 
 def test_a_text_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
-    """E.g. of a token that was added for training, before the model's embeddings are resized."""
+    """Such a token may have been added for training, and the model's embeddings are not resized yet."""
     tokenizer = byte_level_tokenizer()
     model = text_model(tokenizer, extra=0)
     tokenizer.add_tokens(["<new>"])
@@ -997,7 +997,7 @@ def test_the_text_of_a_stop_token_is_kept_if_asked_for(include: bool) -> None:
 
 @pytest.mark.parametrize("stops", [None, [], [0]])
 def test_the_end_token_is_not_drawn_before_the_least_number_of_tokens(stops: list[int] | None) -> None:
-    """Also where it does not end the answer, as in vLLM."""
+    """As in vLLM, this holds even if the end token does not end the answer."""
     model = llama()
     with serve(model) as llm:
         free = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids

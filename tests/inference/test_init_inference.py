@@ -207,7 +207,7 @@ def test_tokens_and_padding_are_those_of_transformers(settings: dict[str, Any]) 
 
 @pytest.mark.parametrize("ends", [-1, None, VOCABULARY - 1])
 def test_the_models_own_end_may_be_drawn_where_another_ends_the_answer(ends: int | None) -> None:
-    """Also among the first `min_new_tokens` tokens."""
+    """The model's own end token may also be one of the first `min_new_tokens` tokens."""
     model = small_model()
     ids, mask = padded()
     settings = {"max_new_tokens": 9, "min_new_tokens": 6, "eos_token_id": ends, "pad_token_id": 0}

@@ -152,7 +152,7 @@ def test_a_batch_size_may_occur_first_in_inference_mode(tmp_path: Path) -> None:
 
 
 def test_biases_of_joined_layers_are_float32_whatever_the_default_dtype_is() -> None:
-    """Recorded steps pass them to native code by their address."""
+    """Recorded steps pass the biases to native code by their address."""
     layers = [torch.nn.Linear(16, 16, bias=bias) for bias in (True, False)]
     torch.set_default_dtype(torch.float64)
     try:

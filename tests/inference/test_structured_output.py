@@ -197,7 +197,7 @@ def test_branches_of_all_of_stay_open_together() -> None:
 
 
 def test_an_end_token_beyond_the_tokenizer_is_left_out() -> None:
-    """E.g. the default of GPT-2's configuration, 50256, with a smaller tokenizer."""
+    """The default end token of GPT-2's configuration, 50256, is such a token if the tokenizer is smaller."""
     tokenizer = byte_level_tokenizer()
     params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="a{3}"))
     for token in (len(tokenizer) + 1, 50256):

@@ -351,7 +351,7 @@ def test_backup_workers_do_not_hold_up_an_update() -> None:
 
 
 def test_workers_whose_gradients_different_servers_dropped_do_not_wait_for_each_other() -> None:
-    """Each server has made its first update with the worker that is killed then and with another one of two others."""
+    """Server 0 makes its first update with workers 0 and 2, server 1 with workers 1 and 2. Then worker 2 is killed."""
     job = Job(mlp, sgd, ParameterServerSettings(backup_workers=1), servers=2, workers=3)
     job.start_servers()
     workers = [job.worker(index) for index in range(3)]
@@ -382,7 +382,7 @@ def test_workers_whose_gradients_different_servers_dropped_do_not_wait_for_each_
 
 def test_a_restored_server_keeps_gradients_when_backup_workers_return_with_a_later_version(tmp_path: Path) -> None:
     """Server 0 continues from version 0. One worker returns with version 0, and waits at server 1 for the next gradient
-    of the other one. That returns with version 1, and waits at server 0 for an update with both gradients.
+    of the other one. The other one returns with version 1, and waits at server 0 for an update with both gradients.
     """
     job = Job(mlp, sgd, ParameterServerSettings(backup_workers=1, snapshot=tmp_path), servers=2, workers=3)
     job.start_servers()
@@ -571,8 +571,8 @@ def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_worker_that_waits_at_one_server_returns_to_another_that_was_restored(lost: int, tmp_path: Path) -> None:
-    """A server is lost after one worker has received its update 1, and before the other has. That worker then waits for
-    update 2 of the other server. The other one waits for update 1 of the restored server, which needs both gradients.
+    """A server is lost after worker 0 has received its update 1, and before worker 1 has. Worker 0 then waits for
+    update 2 of the other server. Worker 1 waits for update 1 of the restored server, which needs both gradients.
     """
     settings = ParameterServerSettings(snapshot=tmp_path, heartbeat_seconds=4.0, connect_seconds=240)
     job = Job(mlp, sgd, settings, servers=2, workers=2)
@@ -721,7 +721,7 @@ def test_a_server_that_was_lost_together_with_the_store_is_named() -> None:
 
 
 def test_a_worker_that_was_lost_and_came_back_is_awaited_by_a_new_server(tmp_path: Path) -> None:
-    """A server that is restored has no connections: whether the run has ended, it reads in the store."""
+    """A restored server has no connections, so it reads in the store whether the run has ended."""
     settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=1, reconnect_seconds=60)
     job = Job(mlp, sgd, settings, servers=2, workers=2)
     job.start_servers()
@@ -814,7 +814,9 @@ def test_an_old_push_is_refused() -> None:
 def test_the_age_of_a_push_counts_the_updates_since_the_first_loss(
     tmp_path: Path, max_age: int, steps: int, losses: int, says: str
 ) -> None:
-    """The parameters are of version 4, of which the first server that replaces theirs does not know."""
+    """The worker's parameters are of version 4. The first server that replaces the lost one begins with version 3, and
+    counts their age from there.
+    """
     settings = ParameterServerSettings(mode="asynchronous", max_age=max_age, snapshot=tmp_path, snapshot_every=3)
     job = Job(mlp, sgd, settings, servers=1, workers=2)
     job.start_servers()

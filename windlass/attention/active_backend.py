@@ -88,8 +88,8 @@ class BoundMask:
             raise AttributeError(name)
         raise AttributeError(
             f"the model reads {name!r} of its attention mask, which is not a tensor while the attention backend "
-            f"{self.backend.name!r} is active: it computes its attention itself. Use a model class whose attention is "
-            "called through transformers' AttentionInterface or windlass.attention"
+            f"{self.backend.name!r} is active: the model computes attention itself. Use a model class whose attention "
+            "is called through transformers' AttentionInterface or windlass.attention"
         )
 
 

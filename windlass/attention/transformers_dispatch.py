@@ -1,8 +1,8 @@
 """The attention function and the mask function that windlass registers with transformers, under the name "windlass".
 
-Without an active backend both do what transformers' `"sdpa"` does; layers with soft caps or sinks use `EagerBackend`. A
-model's code decides which layers get which mask, so sliding windows on some layers and bidirectional attention reach
-the backend unchanged; see [Note: active backends].
+Without an active backend both compute the same as transformers' `"sdpa"`; layers with soft caps or sinks use
+`EagerBackend`. A model's code decides which layers get which mask, so sliding windows on some layers and bidirectional
+attention reach the backend unchanged; see [Note: active backends].
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def replace_directory(source: Path, target: Path) -> None:
     former one is moved away first, and back if the renaming fails.
 
     Raises:
-        OSError: a directory cannot be renamed, or what a stopped process left cannot be removed.
+        OSError: a directory cannot be renamed, or the files of a stopped process cannot be removed.
     """
-    # Not `.NAME.replaced`, which may be the only copy of a checkpoint that is being replaced.
+    # Avoid the name `.NAME.replaced`, which may be the only copy of a checkpoint that is being replaced.
     old = target.absolute().with_name(f".{target.name}.previous")
     if os.path.lexists(target):
         _remove(old)  # left by a process that was stopped

@@ -49,7 +49,7 @@ class CollectiveActivity:
         return around
 
     def leave_wait(self, outer_wait: WaitScope | None) -> None:
-        """Record the end of this thread's innermost wait; `outer_wait` is what `enter_wait` returned for it."""
+        """Record the end of this thread's innermost wait; `outer_wait` is the result of `enter_wait` for it."""
         if outer_wait is None:
             self._wait_of_thread.pop(threading.get_ident(), None)
         else:

@@ -165,7 +165,7 @@ def _copy_on_stream(target: torch.Tensor, source: torch.Tensor) -> Pending:
         target.copy_(source, non_blocking=True)
         done = torch.cuda.Event()
         done.record(stream)
-    # keeps both tensors alive until the wait, since another stream uses their memory
+    # keep both tensors alive until the wait, since another stream uses their memory
     keep: list[torch.Tensor] = [target, source]
 
     def block() -> None:

@@ -136,7 +136,7 @@ class AsyncSave:
         return None
 
     def _write_in_background(self, save: CheckpointSave, ranks: CheckpointRanks, local_error: Exception | None) -> None:
-        # lower priority, so that training goes first on a shared core
+        # lower the priority, so that training goes first on a shared core
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:

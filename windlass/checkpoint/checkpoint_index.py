@@ -25,7 +25,7 @@ from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
 FORMAT = "windlass-checkpoint"
 FORMAT_VERSION = 1
 
-# Only plain names in the checkpoint's own directory, so that a forged index cannot refer to another file.
+# Accept only plain names in the checkpoint's own directory, so that a forged index cannot refer to another file.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors$")]
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Crc32 = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]

@@ -95,7 +95,7 @@ def load(
             count_and_names(word, names) for word, names in zip(("missing", "unexpected"), wrong, strict=True)
         )
         raise CheckpointError(f"{path} does not match: {summary}. {advice}")
-    # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
+    # Import here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
     collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first, on_overwrite)

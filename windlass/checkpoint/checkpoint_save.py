@@ -118,7 +118,7 @@ class CheckpointSave:
         try:
             path = ranks.run_on_first("preparing to save", self._create_staging)
             self._staging_path = path = self._create_node_staging(path, ranks) if use_node_local_storage else path
-            # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
+            # Import here: the first import of torch.distributed.checkpoint takes as long as that of torch.
             from windlass.checkpoint import collective_transfer
 
             self._writer = collective_transfer.plan_save(path, held, ranks, shared[0], [own for _, own in targets])

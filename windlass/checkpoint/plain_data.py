@@ -49,7 +49,7 @@ class _FoundTensors:
 
     Attributes:
         tensor_types: classes whose objects are stored as tensors.
-        keys: validator of all keys, as a load has one, so that what is saved can be loaded.
+        keys: validator of all keys, with the limits of a load, so that all saved data can be loaded.
     """
 
     prefix: str

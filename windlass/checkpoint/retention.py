@@ -2,9 +2,10 @@
 
 [Note: retention] `checkpoint.keep_last` counts finished windlass checkpoints of two kinds: those that this engine wrote
 to the directory, and those whose tag is `global_step` and a number (the default tag, so that a restarted run continues
-to count). Others are neither counted nor removed: tags that a user chose, DeepSpeed's checkpoints, directories that are
-not checkpoints. The newest ones stay, and so do the one just saved and the one that `latest` names. A checkpoint is
-renamed to a hidden name before its removal, so that a kill in the middle leaves nothing that looks like a checkpoint.
+to count). Neither counted nor removed are tags that a user chose, DeepSpeed's checkpoints, and directories that are not
+checkpoints. The newest checkpoints stay, and so do the one just saved and the one that `latest` names. A checkpoint
+is renamed to a hidden name before its removal, so that a kill in the middle leaves nothing that looks like a
+checkpoint.
 """
 
 from __future__ import annotations

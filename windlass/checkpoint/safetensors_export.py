@@ -200,7 +200,7 @@ def _write(
     shards = _split_into_files(entries, shard_size)
     names = [_SINGLE] if len(shards) == 1 else _shard_file_names(len(shards))
     for file_name, shard in zip(names, shards, strict=True):
-        # wide dtypes first, so that every tensor is aligned
+        # put wide dtypes first, so that every tensor is aligned
         shard = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
         remarks = {alias: name for alias, name in tied.items() if name in shard}
         stream_tensors(staging / file_name, shard, (stored.iter_parts(held[name]) for name in shard), remarks)

@@ -92,7 +92,8 @@ class TensorFileWriter:
         """Start to write the entry `name`, and return its crc32. A CPU tensor must not change before `wait`.
 
         Raises:
-            CheckpointError: the tensor has another shape than the entry or no memory, or the disk fails.
+            CheckpointError: the tensor has another shape than the entry, the tensor's storage was freed, or the disk
+                fails.
         """
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
@@ -319,7 +320,7 @@ class TensorFile:
 
 def lay_out_entries(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, int], int]:
     """Return the header of a file of these entries, the byte offset of each entry, and the file size in bytes."""
-    # wide dtypes first, so that every entry is aligned
+    # put wide dtypes first, so that every entry is aligned
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
     at: dict[str, int] = {}
     position = 0

@@ -85,7 +85,7 @@ class StagingCheckpoint:
                 if moved:
                     os.rename(former, final)
                 raise
-            # after the rename: without the file, another run would take this writer for dead
+            # remove the lock file after the rename: without it, another run would take this writer for dead
             (final / _LOCK).unlink(missing_ok=True)
             fsync_directory(self._directory)
         if moved:

@@ -1,4 +1,4 @@
-"""Writing of a safetensors file tensor after tensor, each part by part."""
+"""Writing of a safetensors file: one tensor after the other, and each tensor part by part."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class TorchFileWriter:
 
 def _bytes(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
     for part in parts:
-        # A conjugated or negated view has the memory of the other values.
+        # The memory of a conjugated or negated view has the values before the conjugation or negation.
         plain = part.detach().resolve_conj().resolve_neg()
         here = plain.to(device="cpu", dtype=dtype).contiguous()  # keeps the bytes alive while they are written
         yield tensor_bytes(here)

@@ -97,7 +97,7 @@ def check_teacher_directory(teacher: Path, student: Path) -> None:
 
 
 class DistillationStopped(SignalInterrupt):
-    """Raised after a stop request, once the training has saved its state."""
+    """Exception that ends a training after a stop request, once its state is saved."""
 
 
 def distil_directory(

@@ -35,7 +35,7 @@ def generate(
     ] = False,
 ) -> None:
     """Continue PROMPT with the model in DIRECTORY."""
-    # Imported late, so that `windlass generate --help` does not wait for torch.
+    # Import late, so that `windlass generate --help` does not wait for torch.
     from windlass.base.compute_device import local_device
     from windlass.cli.training.run_folder import export_directory_of
     from windlass.cli.training.text_continuation import generate_continuation

@@ -21,8 +21,8 @@ def report(
     ] = None,
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page of RUN: what ran on which machine, curves, phases of a step, checkpoints, warnings and the
-    configuration. The page is one file and opens without a network."""
+    """Write one HTML page of RUN: facts of the run and its machine, curves, phases of a step, checkpoints, warnings and
+    the configuration. The page is one file and opens without a network."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"cannot write a page to {out}: give a file in a folder that exists, as report.html")
     from windlass.cli.run_report.report_page import report_page

@@ -185,7 +185,7 @@ def serve(
     if replicas is None and needs_ranks(source, os.environ):
         replicas = 1  # if one rank of a model ends, all must be started again, which only another process can do
     if replicas is None:
-        # not for replicas, which check their options themselves, so that the router needs no torch
+        # replicas check their options themselves, so that the router needs no torch
         check_engine_options(directory, options)
     listener = bind_socket(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -74,7 +74,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over in an --out that contains a run.")] = False,
 ) -> None:
     """Train a causal language model on text, over local ranks, with ZeRO."""
-    # Imported late, so that `windlass train --help` does not wait for torch.
+    # Import late, so that `windlass train --help` does not wait for torch.
     from windlass.cli.training.train_options import TrainOptions
 
     options = TrainOptions(
@@ -124,7 +124,7 @@ def run_training(options: TrainOptions) -> int:
         if options.overwrite:
             _remove_earlier_run(plan)
         plan.result_file.unlink(missing_ok=True)
-    # Not in --out, because a full disk there is one of the failures to report.
+    # Use another folder than --out, because a full disk there is one of the failures to report.
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         failure = Path(folder, "failure")
         outcome = _launch_ranks(plan, failure)

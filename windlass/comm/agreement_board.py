@@ -68,7 +68,7 @@ class SharedMemoryBoard:
         place = self._base + 1 + self._number % 2 * WIDTH
         for at, number in enumerate(mine):
             self._counters.set(place + at, number)
-        # Raised last: this counter makes the integers visible to peers.
+        # Raise this counter last: it makes the integers visible to peers.
         self._counters.raise_to(self._base, self._number)
         return _PostedCounters(self, self._number, len(mine), what)
 

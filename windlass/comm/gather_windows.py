@@ -84,7 +84,7 @@ class GatherWindows:
         # The window may be larger than this shard.
         _like(self._blocks[window][self._group.index], own).copy_(own)
         self._counters.set(self._base + 2 + window, one.buffer.key)
-        # Set last: this counter makes the window visible to peers.
+        # Raise this counter last: it makes the window visible to peers.
         self._counters.raise_to(self._base, one.number)
         one.shown = True
         return True

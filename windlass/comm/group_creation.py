@@ -65,7 +65,7 @@ def new_process_group(
 
 
 def _discard_default_group() -> None:
-    """Discard what a failed creation of the default group left.
+    """Discard the remains of a failed creation of the default group.
 
     torch numbers groups from 0 in each process, also those whose creation fails, and ranks find each other by the
     number. Without the reset, a rank that failed once would wait for others that fail for the first time.

@@ -265,7 +265,7 @@ class MeshAxis:
 
     def _fill_broadcast(self, tensor: torch.Tensor, source: int) -> None:
         with self._what():
-            # Sent as bytes, because gloo does not support every dtype of a batch, such as int16.
+            # Send bytes, because gloo does not support every dtype of a batch, such as int16.
             self.group.broadcast(as_bytes(tensor), source)
 
     def _gather_objects(self, value: Any) -> list[Any]:

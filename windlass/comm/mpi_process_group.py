@@ -157,7 +157,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         _require("all_gather", source, output, output.numel() == source.numel() * self.size())
         elements = bytes_to_receive([output], self._cuda_aware)
         own = bytes_to_send([source], self._cuda_aware)
-        # In place if the caller's input is its part of the output, since buffers of MPI must not overlap.
+        # Gather in place if the caller's input is its part of the output, since buffers of MPI must not overlap.
         part = elements.memory.chunk(self.size())[self.rank()] if elements.memory.numel() else own
         given: Any = self._mpi.IN_PLACE if part.data_ptr() == own.data_ptr() else mpi_spec(self._mpi, own)
         return self._start(

@@ -136,7 +136,7 @@ class PairLink:
         return head.tolist()
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Receive into a contiguous CPU tensor, and return it. Raises what `receive_header` raises."""
+        """Receive into a contiguous CPU tensor, and return it. Raises the errors of `receive_header`."""
         self._transfer("recv", tensor)
         self.bytes_received += tensor.numel() * tensor.element_size()
         return tensor

@@ -39,7 +39,7 @@ def start_exchange(
     # All transfers start together: separate sends and receives would deadlock if all ranks send first.
     process_group = group.cpu_group if on_cpu else group.process_group
     operations = [
-        # Sent as bytes, because gloo does not support every dtype.
+        # Send bytes, because gloo does not support every dtype.
         dist.P2POp(operation, as_bytes(tensor), group.ranks[index], process_group, tag)
         for operation, transfers in ((dist.isend, sends), (dist.irecv, receives))
         for index, tensor in transfers

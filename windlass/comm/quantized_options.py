@@ -115,7 +115,7 @@ class LaneErrors:
             self._flat.mul_(factor)
 
     def forget(self) -> None:
-        """Return to the state before the first reduction. The owner of `storage` resets the storage."""
+        """Discard errors and counts, as before the first reduction. The owner of `storage` resets the storage."""
         self.is_open, self._flat = False, None
         self.reductions.zero_()
 

@@ -36,9 +36,12 @@ Sends = Mapping[int, torch.Tensor]
 
 
 def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) -> list[dist.Work]:
-    """Start to send and receive the uint8 tensors of dicts by the peer's group index. Return the started operations.
+    """Start the sends and receives of uint8 tensors. Return the started operations.
 
     Messages are matched by their tag; on NCCL, by their order.
+
+    Args:
+        sends, receives: tensor for each peer, by the peer's group index.
     """
     pg = group.process_group
     if dist.get_backend(pg) != "nccl":

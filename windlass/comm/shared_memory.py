@@ -105,7 +105,7 @@ class SharedMemory:
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot map a peer's memory ({error})"
             self.pids = [pid for pid, _, _, _ in offers]
-            # Also a barrier, after which no peer needs the descriptor.
+            # The all-gather is also a barrier, after which no peer needs the descriptor.
             if problem := _first_problem(group.all_gather_object(problem)):
                 raise CommunicationError(problem)
         finally:

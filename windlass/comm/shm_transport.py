@@ -170,7 +170,7 @@ class ShmTransport:
         round_number = self._rounds[lane]
         buffer.mark.lane, buffer.mark.round_number = lane, round_number
         self._counters.set(base + 2, buffer.ring_index)
-        # Set last: this counter makes the ring index and the buffer's content visible to peers.
+        # Raise this counter last: it makes the ring index and the buffer's content visible to peers.
         self._counters.raise_to(base, round_number)
         return round_number
 

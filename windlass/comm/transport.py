@@ -66,8 +66,7 @@ class BufferRequest:
 
 @dataclass
 class OfferMark:
-    """Last reduction for which peers were told to read a buffer: its lane, and its number in the lane; 0: none
-    so far."""
+    """Last reduction in which a buffer was offered to peers: its lane, and its number in the lane; 0: none so far."""
 
     lane: int = 0
     round_number: int = 0

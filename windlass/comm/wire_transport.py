@@ -210,7 +210,7 @@ class GlooTransport(_WireTransport):
         for start in range(0, own.numel(), span):
             for index in _peers(group, rotate=self.ways.rotate_peers):
                 theirs = local_shard(flat, index, group.size)[start : start + span]
-                # Sent as bytes, which every backend supports.
+                # Send bytes, which every backend supports.
                 works += _started(
                     dist.irecv(theirs.view(torch.uint8), group.ranks[index], group=pg, tag=tag),
                     dist.isend(own[start : start + span].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
@@ -268,7 +268,7 @@ class GlooReduction:
         pg, tag = group.process_group, self._tag
         for index in _peers(group, rotate=self._rotate):
             self._parts[index] = torch.empty_like(parts[index])
-            # Sent as bytes, which every backend supports.
+            # Send bytes, which every backend supports.
             self._works += _started(
                 dist.irecv(self._parts[index].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
                 dist.isend(parts[index].view(torch.uint8), group.ranks[index], group=pg, tag=tag),

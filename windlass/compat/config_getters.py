@@ -163,7 +163,7 @@ def get_scheduler_name(param_dict: dict[str, Any]) -> str | None:
 
 
 def get_scheduler_params(param_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `scheduler.params`, None if there is no scheduler."""
+    """Return `scheduler.params`; None if there is no scheduler."""
     return None if get_scheduler_name(param_dict) is None else _section_value(param_dict, words.SCHEDULER, "params")
 
 

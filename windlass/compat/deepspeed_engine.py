@@ -263,7 +263,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         It is `optimizer.clip_grad`, which a script may change; for an optimizer of the kind "basic"
         (`optimizer_kind_of`), the configuration's.
         """
-        # Not `self.optimizer`, which scripts replace by a wrapper. A substitute of the engine may have neither.
+        # Read `_optimizer`, because scripts replace `optimizer` by a wrapper. A substitute of the engine may lack both.
         optimizer: Any = getattr(self, "_optimizer", None)
         own = getattr(optimizer, KIND, "basic") == "basic"  # windlass sets no `clip_grad` on optimizers of this kind
         return self._config.gradient_clipping if own else float(optimizer.clip_grad)

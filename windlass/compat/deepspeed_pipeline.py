@@ -107,7 +107,7 @@ class PipelineModule(pipeline_sequential.PipelineSequential):
         """Return the configured topology; by default, one of stages and data-parallel replicas."""
         if self._topology is not None:
             return self._topology
-        # Made at each call, because `keep_stages` may change the number of stages.
+        # Make the topology at each call, because `keep_stages` may change the number of stages.
         return PipeDataParallelTopology(num_pp=self.num_stages, num_dp=dist.get_world_size() // self.num_stages)
 
     def mpu(self) -> PipelineParallelGrid:

@@ -1,4 +1,4 @@
-"""Commands `ds_io` and `ds_nvme_tune`: rates of a disk with one setting, and the setting that is the fastest."""
+"""Commands `ds_io`, which measures a disk with one setting, and `ds_nvme_tune`, which finds the fastest setting."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class CUDAQuantizer:
         """Return the values in `dtype`, by default fp16."""
         op = self.quantizer_cuda_module
         values: torch.Tensor
-        if op is sys.modules[__name__]:  # not through fp16, whose range is small
+        if op is sys.modules[__name__]:  # dequantize to fp32, because the range of fp16 is small
             values = op.dequantize_fp32(quantized_param, scale, scale.numel(), 8, op.Symmetric)
             return values.to(dtype or torch.float16)
         values = op.dequantize(quantized_param, scale, scale.numel(), 8, op.Symmetric)

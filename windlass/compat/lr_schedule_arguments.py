@@ -79,7 +79,7 @@ _SCHEDULE_ARGUMENTS[WARMUP_DECAY_LR] = _SCHEDULE_ARGUMENTS[WARMUP_LR]
 
 
 class _AnyOfTheRule(type):
-    """Metaclass of schedules: `isinstance` is also True for windlass's class of the same schedule."""
+    """Metaclass of schedules: `isinstance` is also True for an instance of windlass's own class of the schedule."""
 
     rule: type
 

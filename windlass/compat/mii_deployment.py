@@ -175,7 +175,7 @@ class MiiClient:
         try:
             ending.result()
         finally:
-            if ending.done():  # not so if this thread is interrupted: the loop then ends the requests by itself
+            if ending.done():  # False if this thread was interrupted: the loop then ends the requests by itself
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()

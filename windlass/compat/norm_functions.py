@@ -61,7 +61,7 @@ def get_flattened_grad_norm(
 ) -> float:
     """Return the norm of the gradients of flat buffers as one vector; -1 if it is not finite.
 
-    Every rank counts all its buffers, because a flat buffer does not tell which of its parameters are replicated.
+    Every rank counts all its buffers, because a flat buffer does not show which of its parameters are replicated.
 
     Raises:
         NotImplementedError: a mask is passed. A mask is not needed: flat buffers here hold each parameter once.

@@ -25,7 +25,7 @@ class OpBuilder:
 
     Attributes:
         TARGET_MODULE: dotted name of the module that `load` returns; empty if windlass does not have the op.
-        UNAVAILABLE_REASON: text of the error if the op is missing: the reason, or what to use instead.
+        UNAVAILABLE_REASON: text of the error if the op is missing: the reason, or the replacement.
     """
 
     NAME = "not_implemented"

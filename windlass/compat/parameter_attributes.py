@@ -116,8 +116,9 @@ def _shard_under_construction(parameter: nn.Parameter) -> None:
 def _substitute_released(parameter: nn.Parameter, frame: FrameType) -> torch.Tensor | None:
     """Return an empty tensor, whose shape a script in strict mode reads in place of a sharded parameter's.
 
-    None outside strict mode, and while the parameter's own shape is to be read. Also outside strict mode, peft's copy
-    of a layer (`modules_to_save`) reads no elements: it gathers only parameters without elements before it copies them.
+    Return None outside strict mode, and while the parameter's own shape is to be read. In either mode, peft's function
+    that copies a layer (`modules_to_save`) gets the empty tensor: it gathers only parameters of 0 elements before it
+    copies them.
     """
     reader = frame.f_globals.get("__name__", "")
     if (reader, frame.f_code.co_name) != _PEFT_COPY and (

@@ -181,7 +181,7 @@ class UlyssesSPDataLoaderAdapter:
 
     def __next__(self) -> dict[str, Any]:
         if not self._shards:
-            if self._batches is None:  # not earlier, so that the script can set its sampler's epoch first
+            if self._batches is None:  # made at the first batch, so that the script can set its sampler's epoch before
                 self._batches = iter(self.dl)
             try:
                 batch = next(self._batches)

@@ -24,7 +24,7 @@ _COLUMNS = 256  # width of a column block of a symmetric product
 
 
 class _Stopped(Exception):  # noqa: N818  ends a forward, and is not an error
-    """Raised to end a forward early."""
+    """Exception that ends a forward early."""
 
 
 def _stop(*_: Any) -> None:
@@ -69,7 +69,7 @@ class InputStatistics:
         group.all_reduce(self.largest, dist.ReduceOp.MAX)
         rows = group.all_reduce(torch.tensor([self.rows]))
         self.rows = int(rows)
-        # removes differences in the last bits that come from the order of the sum over ranks
+        # remove differences in the last bits that come from the order of the sum over ranks
         self.hessian = self.hessian.float().double()
 
     @property
@@ -312,7 +312,7 @@ class BlockCalibration:
                 loaded += users
             self._load_block(0, self.directory.read)
             self._record_calls()
-            for name in loaded:  # not needed again
+            for name in loaded:  # the blocks do not need these parameters
                 _free(self.model, name)
 
     def block(self, number: int, read: ReadTensor) -> CalibratedBlock:
@@ -488,7 +488,7 @@ class _BlockRecorder(nn.Module):
 
     def __init__(self, block: nn.Module, log: _CallLog) -> None:
         super().__init__()
-        # not a submodule, so that parameter names do not change
+        # do not register a submodule, so that parameter names do not change
         self.__dict__["_block"], self.__dict__["_log"] = block, log
 
     def __getattr__(self, name: str) -> Any:

@@ -9,9 +9,9 @@ within the limit of the loss, the uniform formats within the other limits are me
 [Note: measured token] Times of single matrix products do not add up to the time of a token. So the full model is timed
 in the chosen formats. Unless that time is within `TIME_TOLERANCE` of its limit, the time outside of the products is
 corrected by the difference and a new choice is made, until `_TIMINGS` choices were timed: a faster choice if the limit
-was exceeded, a choice of less loss if the model was faster than necessary. Of the choices within the limit, the one of
-the least loss is taken. If there is none, the uniform formats are timed. If none of them is within the limit either,
-the budget is refused with an error that names the least measured time.
+was exceeded, a choice with less loss if the model was faster than necessary. Of the choices within the limit, the one
+with the least loss is taken. If there is none, the uniform formats are timed. If none of them is within the limit
+either, the budget is refused with an error that names the least measured time.
 """
 
 from __future__ import annotations
@@ -352,9 +352,9 @@ class _Solver:
         return self._better_of_uniform(best, limits)
 
     def _least_measured(self, measured: Sequence[_Solution], limits: FormatLimits) -> _Solution:
-        """Return the choice of the least measured loss among `measured` and the uniform formats within the limits of
-        bytes and time. The losses of groups add up only approximately, so a budget is refused only after a
-        measurement."""
+        """Return the choice with the least measured loss, among `measured` and the choices of one format for all layers
+        that are within the limits of bytes and time. The sum of the losses of groups is only an estimate of the
+        model's loss, so a budget is refused only after a measurement."""
         tried = list(measured)
         if not tried:  # no choice within the other limits has a small enough sum of losses
             tried.append(self._measure(choose_formats(self.options, replace(limits, loss=None)).places))

@@ -72,8 +72,8 @@ def _removable(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> l
 
 
 def _removal_error(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> str | None:
-    """Remove some units in a copy of a model, and return a text about its error, or its first difference from the model
-    with these units set to 0; None: neither."""
+    """Remove some units in a copy of a model. Return a text about the error of the copy, or about its first difference
+    from the model in which these units are set to 0; None without an error or difference."""
     smaller, inputs = copy.deepcopy(model), _repeat(example, 2)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     # an odd number is removed from the beginning, so that code which regroups channels by fixed numbers fails

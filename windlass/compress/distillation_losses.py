@@ -52,7 +52,7 @@ def logits_divergence(
         counted: positions that count, `[...]`; None: all. Values at other positions, NaN included, add nothing.
 
     Raises:
-        ConfigError: `TopProbabilities` are of another temperature.
+        ConfigError: `TopProbabilities` have another temperature.
     """
     if isinstance(teacher, TopProbabilities) and teacher.temperature != temperature:
         raise ConfigError(

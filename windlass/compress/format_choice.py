@@ -6,7 +6,7 @@ multiplied resources, minus the least sum in its group. A choice within the limi
 costs plus the multiplied unused resources. So all choices within a given distance of the bound are built group by
 group: a partial choice is dropped if its reduced costs exceed the distance, if no completion is within the limits, or
 if another one is at least as good in the objective and all resources. The distance grows until a choice is found, and
-the best one is the optimum. After each group at most `_MOST_SUMS` partial choices remain, those of the least reduced
+the best one is the optimum. After each group at most `_MOST_SUMS` partial choices remain, those with the least reduced
 costs. If others were dropped, the result may exceed the optimum, by at most its distance from the bound
 (`FormatChoice.gap`).
 """
@@ -108,7 +108,7 @@ def total(groups: Sequence[Sequence[FormatOption]], chosen: Sequence[int], resou
 
 
 def _least(groups: Sequence[Sequence[FormatOption]], objective: str, limits: dict[str, float | None]) -> FormatChoice:
-    """Return the choice of the least objective within limits of resources.
+    """Return the choice with the least objective within limits of resources.
 
     Raises:
         UnmetLimitError: no choice is within the limits.

@@ -60,7 +60,7 @@ _REQUIRED_SETTINGS = (
 )
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SILU = ("silu", "swish")
-_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new")  # Gemma's first configurations say "gelu" and mean the tanh form
+_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new")  # in Gemma's first configurations "gelu" is the tanh form
 
 
 def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -> list[str]:

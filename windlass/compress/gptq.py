@@ -59,7 +59,7 @@ def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tupl
     """
     count, order, factor = weight.shape[1], columns.order, columns.factor
     grid = clipped_grid(form, weight, columns.diagonal)
-    # transposed, so that a column is contiguous
+    # transpose, so that a column is contiguous
     scale = grid.spread(grid.scale, count).t()[order]
     zero = grid.spread(grid.zero, count).t()[order]
     left = weight.t()[order]

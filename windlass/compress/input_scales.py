@@ -41,8 +41,8 @@ def activation_aware_scales(
     """Return scales that make important features larger before rounding, by Lin et al. 2023 (AWQ,
     https://arxiv.org/abs/2306.00978).
 
-    `s = mean|x| ** a`, divided by a constant, with the one of 20 values of `a` in [0, 1) that gives the least output
-    error of the rounded layers, see [Note: layer error]. In large matrices only evenly spaced rows are compared. Scales
+    `s = mean|x| ** a`, divided by a constant. Of 20 values of `a` in [0, 1), the one with the least output error of the
+    rounded layers is taken, see [Note: layer error]. In large matrices only evenly spaced rows are compared. Scales
     that make a weight larger than `SAFE_MAGNITUDE` are skipped.
 
     Args:

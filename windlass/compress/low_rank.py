@@ -106,7 +106,7 @@ def factorize_linear_layers(
         for part, factor in zip(pair, made[id(layer.weight)], strict=True):
             part.weight = factor
         pairs[name] = pair
-    # Replaced only now, so that an error leaves the model as it was.
+    # Replace the layers only now, so that an error leaves the model as it was.
     all_names = names_of_modules(model)
     for name, pair in pairs.items():
         for one in all_names[id(layers[name])]:

@@ -77,5 +77,5 @@ def apply_ranks(model: nn.Module, entry: Mapping[str, int]) -> None:
                 f"{layer.out_features}; save the model again"
             )
         pair = factor_pair(layer, rank)
-        for one in [place for place, module in places if module is layer] or [name]:  # a factor has no place before
+        for one in [place for place, module in places if module is layer] or [name]:  # a new factor is not in `places`
             model.set_submodule(one, pair)

@@ -83,8 +83,9 @@ def write_packed_directory(
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
     all. After an interruption, a call with the same arguments continues at the first incomplete layer.
 
-    Memory: the largest tensor, its packed form, and what rounding takes. Tokenizer and other small files are copied.
-    A layer whose format has no scale for its largest weight stays unquantized, and `PackedReport.kept` has the reason.
+    Memory: the largest tensor, its packed form, and the temporary memory of the rounding. Tokenizer and other small
+    files are copied. A layer whose format has no scale for its largest weight stays unquantized, and
+    `PackedReport.kept` has the reason.
 
     Args:
         formats: format of all linear layers; or a function that gets a layer's name in the files and returns its

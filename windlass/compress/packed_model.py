@@ -203,8 +203,8 @@ def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch
 
 
 def _groups_of_wide_scales(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:
-    """Return the group number of each input feature of a layer if the layer's format cannot store its scales, whose
-    range is wider in the file; None if it can, or if a scale is not finite."""
+    """Return the group number of each input feature if a scale in the file is outside the range of `SCALE_DTYPE`, so
+    that the layer is held in float32. None if all scales fit, or if a scale is not finite."""
     form, place = get_weight_format(name), directory.places[f"{layer}.weight_scale"]
     if not isinstance(form, CodedWeightFormat) or place.dtype == SCALE_DTYPE:
         return None

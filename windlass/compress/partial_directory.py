@@ -131,7 +131,7 @@ class PartialDirectory:
             total = sum(form.nbytes for parts in self._forms.values() for form in parts.values())
             write_json(self.path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         replace_directory(self.path, self.target)
-        # removed only now, so that a run that is stopped before the move can continue
+        # remove these files only now, so that a run that is stopped before the move can continue
         for name in (_PLAN, _JOURNAL):
             (self.target / name).unlink()
 
@@ -166,7 +166,7 @@ class PartialDirectory:
             with open_new(self.path / name) as file:
                 file.write(header)
                 file.truncate(self._sizes[name])
-        # written last, so that a plan exists only if all headers are complete
+        # write the plan last, so that it exists only if all headers are complete
         with open_new(self.path / _PLAN) as file:
             file.write(_json_bytes(self._plan))
 

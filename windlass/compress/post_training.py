@@ -172,7 +172,8 @@ class PostTraining:
     def _round_shared(
         self, place: int, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
     ) -> PackedWeight:
-        """Round a layer on one rank, which depends on `place`, and send the result to all other ranks."""
+        """Round a layer on one rank and broadcast the result. The number of the rank is `place` modulo the group's
+        size."""
         if self.group is None:
             return self._round_layer(layer, linear, form, statistics)
         source = place % self.group.size
@@ -327,7 +328,8 @@ def _fold_if_preserved(
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)
-    elements: list[int] = []  # in the inputs; without any (an expert without tokens), an equal output proves nothing
+    # sizes of the inputs; if all are 0 (an expert without tokens), an equal output proves nothing
+    elements: list[int] = []
     handle = consumers[0].register_forward_pre_hook(lambda module, inputs: elements.append(inputs[0].numel()))
     try:
         change = (block.run(0) - before).abs().amax(-1)

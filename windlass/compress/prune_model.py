@@ -107,7 +107,7 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
 
 def _copy_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the attributes of a module, and of its tables of parameters, buffers and submodules."""
-    names = ("_parameters", "_buffers", "_modules")  # a traced module has no tables here
+    names = ("_parameters", "_buffers", "_modules")  # missing in the `__dict__` of a traced module
     tables = {name: dict(attributes[name]) for name in names if name in attributes}
     return {**attributes, **tables}
 

@@ -226,7 +226,7 @@ def _state_width(config: Any, stated: Mapping[str, Any], group: UnitGroup, kept:
         size = reader.index.shape[1] // (query // key if group.kind == "groups" else 1)
         _set(config, stated, _QUERY_COUNTS, query, new_query)
         _set(config, stated, _KEY_COUNTS, key, new_key)
-        # not by getattr first: configurations whose layers differ refuse to be read as one
+        # `stated` first, because a configuration whose layers differ may raise when an attribute is read
         known = stated["head_dim"] if "head_dim" in stated else getattr(config, "head_dim", None)
         if known is None:
             config.head_dim = size

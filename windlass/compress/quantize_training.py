@@ -118,7 +118,7 @@ def prepare_quantize_training(
         if type(module) in COMPRESSED or isinstance(module, CompressedLayer):
             layer = replace_class(module, LayerCompression(name, clock))
             if layer.compression.weight is not None:
-                continue  # compression_training rounds it
+                continue  # the section compression_training rounds this layer
             if layer.weight.numel() % section.quantize_groups:
                 raise ConfigError(
                     f"quantize_training.quantize_groups is {section.quantize_groups}, which does not divide the "

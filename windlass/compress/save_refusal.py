@@ -1,4 +1,4 @@
-"""Refusal of `save_pretrained` for models with packed layers, whose files nothing could load."""
+"""Refusal of `save_pretrained` for models with packed layers, whose files no library could load."""
 
 from __future__ import annotations
 

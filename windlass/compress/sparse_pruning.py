@@ -94,7 +94,7 @@ def mask_of(scores: Tensor, pattern: SparsePattern) -> Tensor:
 
 def _sparsegpt_scores(weight: Tensor, diagonal: Tensor, is_read: Tensor) -> Tensor:
     """Return SparseGPT's scores; those of features that the calibration text never uses are below all others, in the
-    order of magnitude, since the damped factor says nothing about them."""
+    order of magnitude, since the damped factor has no information about them."""
     return torch.where(is_read, (weight / diagonal).square(), -1 / (1 + weight.abs()))
 
 

@@ -55,7 +55,7 @@ class ProductTimes:
             self._saved = self._wide - sum(self.seconds(group, ANCHOR_FORMAT) for group in groups)
             head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
             if head is not None and not any(model.get_submodule(n) is head for g in groups for n in g.names):
-                rows, columns = head.weight.shape  # the measured anchor has a packed head
+                rows, columns = head.weight.shape  # the head is packed in the model that `times.anchor` measured
                 self._saved += measure(rows, columns, "fp32") - measure(rows, columns, ANCHOR_FORMAT)
 
     @property

@@ -22,7 +22,7 @@ class Client(StrEnum):
 
 @dataclass(frozen=True)
 class AutoValues:
-    """The keys at "auto", classified by what one client does with them."""
+    """The keys at "auto", sorted by how one client treats them."""
 
     client: Client
     filled: Mapping[str, str]

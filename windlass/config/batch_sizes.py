@@ -29,7 +29,7 @@ class BatchSizes:
 class GivenBatchSize:
     """One of the three batch sizes as the user set it.
 
-    `value` is None if it was not set. `origin` tells in messages where the value comes from, and `location` the file
+    `value` is None if it was not set. `origin` is the source of the value, for messages, and `location` the file
     and line in which to change it.
     """
 

@@ -28,7 +28,7 @@ ShardingStyle = Annotated[str, AfterValidator(_check_sharding_style)]
 
 
 class ParallelConfig(ConfigSection):
-    """Number of ranks along each axis. Ranks that these sizes leave over (dp_shard) shard what the ZeRO stage shards.
+    """Number of ranks along each axis. The remaining ranks form the axis dp_shard, along which ZeRO shards.
 
     The world size is pp x dp_replicate x dp_shard x ep x sp x tp. Ranks are numbered row-major over these axes: tp
     varies fastest.

@@ -145,7 +145,7 @@ def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
         if name.rpartition("/")[2] in SCALAR_STATES:
             by_device.setdefault(value.device, {})[name] = value
     for found in by_device.values():
-        # one device read for all counts: a model may have a count per parameter
+        # read all counts from the device at once: a model may have a count per parameter
         numbers = torch.stack([value.detach().double() for value in found.values()]).tolist()
         for name, number in zip(found, numbers, strict=True):
             if not math.isfinite(number) or (name.endswith("/step") and not 0 <= number < _LARGEST):

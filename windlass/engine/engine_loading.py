@@ -512,7 +512,7 @@ def _load_or_mark_lost(
             check_first=lambda: check_counts(counts),
             on_overwrite=on_overwrite,
         )
-    except CheckpointError:  # raised on all ranks, so `check` can be called, a collective
+    except CheckpointError:  # raised on all ranks, so all of them call `check`, which is collective
         model.disk_health.check("a checkpoint was loaded in part", loses=True)
         raise
 

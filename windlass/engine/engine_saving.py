@@ -114,7 +114,7 @@ def save_engine(
         "client": client_state,
         **engine.metadata,
     }
-    require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
+    require_engine_data(plain, "the state of this engine", require_all=True)  # refuse data that no load accepts
     # Each buffer is saved by the first rank that has it (see `modules_with_saved_buffers`); copies on other ranks may
     # differ until the next forward.
     tensors = states.tensors | persistent_buffers(model.model, modules_with_saved_buffers(model.model, model.mesh))

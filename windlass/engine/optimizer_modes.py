@@ -32,7 +32,7 @@ def modes_of(optimizer: torch.optim.Optimizer) -> dict[str, Callable[..., None]]
 
 @torch.no_grad()
 def call_mode(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> None:
-    """Call the method `name` of the optimizer's class for one full parameter with its full states after the other.
+    """Call the method `name` of the optimizer's class for each full parameter, one at a time, with its full states.
     Collective.
 
     Parameters without states are left out. So are all parameters if the method, called without any, replaces no option

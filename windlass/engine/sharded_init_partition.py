@@ -23,7 +23,7 @@ class ShardedInitPartitioner:
     """Context in which parameters constructed under `zero.Init` have shapes but no memory. Collective.
 
     Inside the context, the model can be partitioned, e.g. for pipeline parallelism. On exit, the parameters are
-    gathered one after the other, and every rank keeps its part of each. Peak memory of a rank: its shard of the full
+    gathered one at a time, and every rank keeps its part of each. Peak memory of a rank: its shard of the full
     model, its part of the model, and one full parameter.
 
     Args:

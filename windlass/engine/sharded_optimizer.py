@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the saved groups have {[len(g['params']) for g in given]} parameters, this optimizer's have "
                 f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
             )
-        # Checked before anything changes, so that an error leaves groups and states as they were.
+        # Check before anything changes, so that an error leaves groups and states as they were.
         of_parameter = state_dict["state"]
         for parameter in (one for group in self.param_groups for one in group["params"]):
             require_states_on_device(parameter)
@@ -183,4 +183,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{dropped[0]!r} first; to train them with these states later, set requires_grad, call "
                 "engine.refresh() and load again, then freeze them if they should not be trained yet"
             )
-        self._model.choose_gradient_mode()  # the number of applied steps may be on the other side of a freeze
+        self._model.choose_gradient_mode()  # loaded step counts may cross a freeze

@@ -207,7 +207,7 @@ def _warn_of_ineffective_limits(section: AutoOffload, memory: TierMemory) -> Non
 
 
 def free_memory_of_rank(section: AutoOffload, device: torch.device) -> TierMemory:
-    """Return the bytes that this rank may use on each tier: the configuration's limits, or shares of what is free."""
+    """Return the bytes that this rank may use on each tier: the configured limits, or shares of the free memory."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = section.host_memory or int(_HOST_SHARE * available_memory(ranks=ranks))
     space = None

@@ -124,7 +124,7 @@ class TrialSteps(EngineObserver):
         self._forward = 0.0
         self._started = self._forward_started = self._update_started = time.perf_counter()
         self._fed: list[int] | None = None
-        # First of all hooks, since those of sequence parallelism leave only this rank's tokens of the batch.
+        # Run this hook before all others: those of sequence parallelism leave only this rank's tokens of the batch.
         engine.module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         engine.module.register_forward_hook(self._after_forward)
 
@@ -133,7 +133,7 @@ class TrialSteps(EngineObserver):
         self._device = model.device
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._fed is None and torch.is_grad_enabled():  # not of an evaluation before the training
+        if self._fed is None and torch.is_grad_enabled():  # skip the batches of an evaluation before the training
             first = next((t for t in iterate_tensors((args, kwargs)) if t.dim()), None)
             self._fed = list(first.shape) if first is not None else []
             if self._forecast is not None:

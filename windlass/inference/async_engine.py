@@ -196,7 +196,7 @@ class AsyncLLMEngine:
         params = params.clone()  # the caller may change its object before the engine's thread reads it
         constraint: OutputConstraint | None = None
         if params.structured_outputs is not None:
-            # compiled in another thread: a schema can take seconds, and other requests get their tokens meanwhile
+            # compile in another thread: a schema can take seconds, and other requests get their tokens meanwhile
             await self._call(self._engine.constraints.load)
             constraint = await asyncio.to_thread(self._engine.constraints.compile, params.structured_outputs)
         if bad_words is None and params.bad_words:  # encoding many words can take seconds too

@@ -86,8 +86,8 @@ class BlockManager:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks of undefined content: first those without cached content, then cached ones, the one
-        released longest ago first.
+        """Return `count` blocks of undefined content: first those without cached content, then cached ones, in the
+        order of their last release.
 
         Raises:
             OutOfBlocksError: fewer blocks are free; nothing is allocated.

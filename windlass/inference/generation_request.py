@@ -102,7 +102,8 @@ class GenerationRequest:
     """Request and its answers.
 
     Attributes:
-        cache_salt: bytes that identify what keys and values depend on besides tokens; see `AdapterStore.cache_salt`.
+        cache_salt: bytes that identify everything besides tokens on which keys and values depend; see
+            `AdapterStore.cache_salt`.
         sequences: only the first one until the prompt is computed; then all candidates.
         streams: report the request at every token, not only at its end.
     """

@@ -282,7 +282,7 @@ class InferenceModel(nn.Module):
         keeps_module = self._options.weights is None and not self._options.streams_weights and self._ranks is None
         tables = _describe_embeddings(self.module) if keeps_module else []
         if tables != self._tables:
-            # after e.g. `resize_token_embeddings` or `double`: an engine has a fixed vocabulary, dtype and device
+            # the model was changed, e.g. by `double`: an engine has a fixed vocabulary, dtype and device
             self.close()
         if self._llm is None:
             self._tables = tables

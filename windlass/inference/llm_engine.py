@@ -303,7 +303,7 @@ class LLMEngine:
         with own_modes():
             self.finish_started()
             self.runner.refresh_weights()
-            # not only the cached prefixes: blocks of a running request are added to the cache as they become full
+            # preempt running requests too: their blocks are added to the prefix cache as they become full
             self._table.preempt_all()
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class LoraLayer:
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the layer's output for `x` `[rows, in_features]`: `[rows, out_features]`, float32.
+        """Return the change of the layer's output for `x` `[rows, in_features]`: `[rows, out_features]`, float32.
 
         Collective over `axis`.
         """

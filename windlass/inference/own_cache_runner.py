@@ -166,7 +166,7 @@ class OwnCacheModelRunner:
             return list(self._recompute(ids, torch.tensor(wanted, device=self.device)))
         found: dict[int, torch.Tensor] = {}
         while state.num_computed < len(ids):
-            # the whole prompt at once, then one token at a time
+            # compute the whole prompt at once, then one token at a time
             stop = len(ids) if state.num_computed == 0 else state.num_computed + 1
             logits = self._forward_with_cache(state, ids[:stop], only_last=wanted == [stop - 1])
             first = stop - logits.shape[0]

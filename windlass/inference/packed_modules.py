@@ -334,7 +334,7 @@ def _has_packable_kind(module: nn.Module) -> bool:
 
 
 def find_other_dtype(model: nn.Module) -> tuple[str, torch.dtype] | None:
-    """Return the name and dtype of a linear weight that only its dtype keeps from being packed; None: there is none."""
+    """Return the name and dtype of a linear weight that could be packed in another dtype; None: there is none."""
     for name, module in model.named_modules():
         if _has_packable_kind(module) and (dtype := module.get_parameter("weight").dtype) not in _PACKABLE_DTYPES:
             return f"{name}.weight", dtype

@@ -41,7 +41,7 @@ class PreemptedBlocks:
         self._directory: ProcessDirectory | None = None
         if options.swap_directory is not None and runner.block_nbytes:
             try:
-                # also removes the files of killed processes, which have keys and values of users' texts
+                # this also removes the files of killed processes, which have keys and values of users' texts
                 self._directory = ProcessDirectory(Path(options.swap_directory), "kv")
             except StorageError as error:
                 raise StorageError(f"swap_directory {options.swap_directory} cannot be used: {error}") from error

@@ -51,7 +51,7 @@ def make_runner(
     ranks: RankChannel | None = None,
     streamed: StreamedModules | None = None,
 ) -> ModelRunner:
-    """Return the fastest runner that computes what the model computes. Collective over `ranks`.
+    """Return the fastest runner that computes the same logits as the model. Collective over `ranks`.
 
     Args:
         max_model_len: largest number of tokens of a sequence, if `options.max_model_len` is None.
@@ -151,7 +151,7 @@ def _make_own_cache_runner(
     reason: str,
 ) -> ModelRunner:
     """Return a runner that uses the model's own cache, or no cache if that cache gives other logits or an error. Log
-    `reason`, for which no paged KV cache is used. Collective over `ranks`.
+    `reason`: why no paged KV cache is used. Collective over `ranks`.
 
     Raises:
         ModelError: the packed weights give other logits than the model's own weights.
@@ -315,8 +315,8 @@ class PlainLogits:
         self._has_room = False
 
     def find_last_difference(self, own: OwnCacheModelRunner, options: EngineOptions) -> str | None:
-        """Compare the logits of each sequence's last token, which attends to the full sequence even if attention is not
-        causal. Return the difference as `find_difference` does.
+        """Compare the runner's logits of each sequence's last token with the plain model's. The last token attends to
+        the full sequence even if attention is not causal. Return the difference as `find_difference` does.
         """
         if not self._sequences:
             return None

@@ -33,7 +33,7 @@ class ShardedLoraAdapters:
             self._channel.send(RankCommand.CALL, ("add_adapter", (name, weights)))
             try:
                 self._adapters.add_weights(name, weights)
-            except ModelError as error:  # all ranks fail alike, so the channel stays usable
+            except ModelError as error:  # all ranks raise the same error, so the channel stays usable
                 problem = error
         if problem is not None:
             raise problem

@@ -41,7 +41,7 @@ class StagedModelSource:
             split_for_inference(self, axis)
             _keep_local_ties(self)
 
-        # no warning about tensors of other stages in the files, which this model does not have
+        # suppress the warning about tensors of other stages in the files, which this model does not have
         changes = {"__init__": build, "__module__": kind.__module__, "_keys_to_ignore_on_load_unexpected": [r"."]}
         staged: Any = type(kind.__name__, (kind,), changes)
         model, facts = staged.from_pretrained(

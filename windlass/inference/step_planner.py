@@ -110,7 +110,7 @@ class StepPlanner:
             if self.alone:  # the request waits for blocks of other requests, which must run to free them
                 self.alone.clear()
             elif not plan.preempted and not plan.admitted and not has_started:
-                raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
+                raise RuntimeError("no sequence can run, although the KV cache has room for each; report this as a bug")
             return None
         self._count_prompt_work(chosen)
         if copies:

@@ -700,7 +700,7 @@ def _is_tabulated(operator: Operator, dependent: set[StorageKey], constants: Any
         if ref.storage not in dependent and ref.storage[0] != "constant":
             return False
         if ref.storage[0] == "constant" and isinstance(constants[ref.storage[1]], torch.nn.Parameter):
-            return False  # may be trained
+            return False  # training may change the parameter
     if operator.name == "aten.cat.default":
         dimension = operator.inputs[1] if len(operator.inputs) > 1 else operator.named.get("dim", 0)
         return bool(dimension in (-1, len(operator.outputs[0].size) - 1))

@@ -35,7 +35,7 @@ _ADVICE = "see dmesg; if the disk works, delete the file, and it is made again f
 
 
 class WeightLender(Protocol):
-    """Reader that lends the units of a weight file to forwards. A unit is weights that are read together."""
+    """Reader that lends the units of a weight file to forwards. A unit is a set of weights that are read together."""
 
     stats: StreamStats
 
@@ -308,7 +308,7 @@ def _find_stacked(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     found = []
     for module in model.modules():
         names = [name for name, p in module.named_parameters(recurse=False) if p.dim() >= _STACKED_DIMS]
-        # Not torch.nn: a model may read the weight of an nn.Conv1d without calling the module.
+        # Exclude torch.nn: a model may read the weight of an nn.Conv1d without calling the module.
         own = not type(module).__module__.startswith("torch.nn")
         if own and names and not any(True for child in module.children() for _ in child.parameters()):
             found.append((module, names))

@@ -56,7 +56,7 @@ def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms
 
 def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> int:
     """Draw a token from `scores` `[vocabulary]` on the CPU, without native kernels."""
-    # relative to the highest score, or a low temperature would overflow
+    # subtract the highest score, or a low temperature would overflow
     scaled = (scores - scores.max()) / params.temperature
     # numpy selects few of many elements several times faster than torch
     weights: FloatArray = scaled.exp().numpy()

@@ -109,7 +109,7 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
             if getattr(config, name, None) is None:
                 setattr(config, name, value)
     if config.top_k is None:
-        # not after `settings`: as in transformers, an argument of None draws from all tokens
+        # set the default before `settings` applies: as in transformers, an argument of None draws from all tokens
         config.top_k = _DEFAULT_TOP_K
     unused = config.update(**settings)
     if any(value is not None for name, value in unused.items() if name != "synced_gpus"):

@@ -185,7 +185,7 @@ class MappedFile:
             warnings.simplefilter("ignore")  # torch warns that the memory is read-only
             self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._faults = -1
-        self._left = 0  # bytes to request until the faults are counted again
+        self._left = 0  # bytes to request before the next count of page faults
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Let the system read a range before it is used.

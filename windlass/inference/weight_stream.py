@@ -111,7 +111,7 @@ class WeightStream:
                 f"weights_buffer_bytes is {buffer_bytes}, and the largest product has {largest} bytes of weights; "
                 f"write at least that, or {least} so that the next ones are read ahead"
             )
-        # At most a quarter of the weights: a larger ring would not save reads, as each forward reads each byte once.
+        # Limit the ring to a quarter of the weights: a larger one saves no reads, as each forward reads each byte once.
         wanted = max(least, min(_READ_AHEAD + largest, page_up(sum(self._sizes) // 4)))
         self.buffer_bytes = wanted if buffer_bytes is None else page_up(buffer_bytes + 1) - 4096
         self._buffer = source.allocate_buffer(self.buffer_bytes)

@@ -3,8 +3,8 @@
 [Note: low-bit panels] A unit is 32 input features of the 16 outputs of a panel, in 8 steps of 4 features. With 8-bit
 codes each step is a cache line with 4 features of each output. With narrower codes the 8 steps together take as
 many cache lines as a code has bits. A product of few rows expands codes in registers; for many rows a thread first
-expands its panels to bytes (8-bit codes to halves where the processor has no dot product of bytes), so that every width
-is multiplied by the same micro-kernel.
+expands its panels to bytes, so that the same micro-kernel multiplies codes of every width. (8-bit codes are expanded to
+16-bit integers where the processor has no dot product of bytes.)
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LowBitPanels:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def foreign_weight(self, number: int, bias: torch.Tensor | None, is_bf16: bool, quantize_inputs: bool) -> Any:
-        """Return the weight as an object of the native module; `address` is what `foreign_product` takes.
+        """Return the weight as an object of the native module; `address` is the argument of `foreign_product`.
 
         The object has the addresses of these panels and of `bias`, which must outlive it.
         """

@@ -77,7 +77,7 @@ class MappedBytes:
 
 
 def _ended_mapping() -> MappedBytes:
-    """Return an ended mapping. A copied or unpickled tensor gets it, because such a tensor owns its memory."""
+    """Return a mapping that has ended, for a copied or unpickled tensor: such a tensor owns its memory."""
     return MappedBytes(mmap.mmap(-1, _PAGE), 0)
 
 

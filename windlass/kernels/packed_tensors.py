@@ -58,7 +58,8 @@ def check_matrix(weight: torch.Tensor, name: str) -> None:
 
 def check_finite(weight: torch.Tensor, name: str, problem: str) -> None:
     wide = weight.float() if weight.dtype.itemsize == 1 else weight  # torch has no isfinite for float8
-    if not wide.numel() or bool(torch.stack(wide.aminmax()).isfinite().all()):  # without a large temporary
+    # `aminmax` needs no temporary tensor, unlike `isfinite` of all elements.
+    if not wide.numel() or bool(torch.stack(wide.aminmax()).isfinite().all()):
         return
     finite = torch.isfinite(wide)
     if not bool(finite.all()):

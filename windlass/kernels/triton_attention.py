@@ -128,7 +128,7 @@ def _attend_tile(
         if HAS_SCALES:
             scores *= tl.load(key_scales + block * BLOCK + offset, mask=key_position < length, other=0.0)[None, :]
         if HAS_SOFTCAP:
-            # tanh by exp, in the form that cannot overflow
+            # compute tanh by exp, in the form that cannot overflow
             bent = tl.exp(-2.0 * tl.abs(scores) / softcap)
             scores = tl.where(scores < 0, -1.0, 1.0) * softcap * (1.0 - bent) / (1.0 + bent)
         seen = key_position[None, :] <= position[:, None]

@@ -60,8 +60,8 @@ def build_launcher_command(launcher: str, plan: LaunchPlan, options: LauncherOpt
     """Build the command that starts all ranks of `plan`.
 
     Raises:
-        LaunchError: the backend does not exist, cannot do what the plan requires or lacks an option, or a host name is
-            invalid.
+        LaunchError: the backend does not exist, does not support a feature of the plan or lacks an option, or a host
+            name is invalid.
     """
     for host in plan.hosts:
         check_host_name(host.name)

@@ -72,7 +72,7 @@ class SshConnectionOptions:
         if self.venv_script is not None:
             script = self.venv_script if os.path.isabs(self.venv_script) else os.path.join(cwd, self.venv_script)
             agent = f"{shell_command(['.', script]).removeprefix('exec ')} && {agent}"
-        # wrapped in sh, because the user's login shell there may be any shell
+        # run the command by sh, because the user's login shell there may be any shell
         return shell_command(["sh", "-c", agent])
 
 

@@ -85,7 +85,8 @@ class _WarningHandler(logging.Handler):
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return properties of this machine that explain the speed of a run. The value of an unknown one is the reason."""
+    """Return properties of this machine that explain the speed of a run. If a property cannot be determined, its value
+    is the reason."""
     return {
         "host": os.uname().nodename,
         "cpu": try_fact(hardware_facts.cpu_facts),

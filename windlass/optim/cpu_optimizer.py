@@ -59,7 +59,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    # Declared without values: GradScaler tests whether they are set.
+    # These attributes have no default, because GradScaler tests whether they are set.
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
     low_precision_copies: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS

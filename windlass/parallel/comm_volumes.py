@@ -105,7 +105,7 @@ def count_local_layers(layers: int, stages: int, pipeline_rank: int) -> int:
 
 
 def count_local_tokens(workload: StepWorkload, ranks: int) -> int:
-    """Return the most tokens of a micro-batch that one of `ranks` ranks has, each of whose sequences they share."""
+    """Return the largest number of a micro-batch's tokens on one rank, if `ranks` ranks share each sequence."""
     return workload.samples * -(-workload.tokens // (workload.samples * ranks))
 
 

@@ -137,7 +137,7 @@ class OffloadedTensor:
         coming, self._pending_fetch = self._pending_fetch or self._stored.fetch(), None
         coming.wait()
         self._counters.fetched_bytes += self.nbytes
-        # With a collective store all ranks must fetch alike, but the value may be freed earlier on some ranks.
+        # With a collective store all ranks must make the same fetches, but some ranks may free the value earlier.
         if not self._store.is_collective:
             self._last_fetched = ref(coming.value)
         return coming.value

@@ -172,7 +172,7 @@ def receive_gradient(
 
     Raises:
         CommunicationError: a sparse fragment has more rows than its maximum, or a row index outside the fragment; or
-            the flag that says if a dense fragment has a gradient is not 0 or 1.
+            the flag of a dense fragment (1: it has a gradient) is not 0 or 1.
     """
     numbers = link.receive(torch.empty(len(dense) + len(sparse), dtype=COUNTS)).tolist()
     present, counts = numbers[: len(dense)], numbers[len(dense) :]

@@ -6,10 +6,10 @@ update with an optimizer of its own. So no worker has parameters that a replica 
 continues with the next update. Workers repeat pushes that were not answered. Pushes are numbered, so that a repeated
 push counts once.
 
-[Note: bound on staleness] In bounded mode only the last server holds workers. Servers count steps differently while a
-worker joins, reconnects or has a push refused (`max_age`), so two servers that both held workers could hold each of two
-workers for the other one. A worker pushes to the last server last, and pulls from it first: a pull that it lets pass
-finds on all servers the gradients of the steps that it has counted.
+[Note: bound on staleness] In bounded mode only the last server lets workers wait. While a worker joins, reconnects or
+has a push refused (`max_age`), servers count its steps differently. If two servers let workers wait, one could let
+worker A wait for B, and the other one worker B for A. A worker pushes to the last server last, and pulls from it first.
+So when the last server answers a pull, all servers have the gradients of the steps that it has counted.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class ParameterServer:
             worker, version, step = self._welcome(link, ticket)
             if worker < 0:
                 return
-            # inside the `try`: if this fails, the worker is removed below
+            # send inside the `try`: if this fails, the worker is removed below
             link.send([MessageKind.WELCOME, version, step])
             while not said_bye:
                 kind, *numbers = link.receive_header()
@@ -364,21 +364,21 @@ class ParameterServer:
             return worker, self._clock.version, self._clock.steps[worker]
 
     def _await_steps(self, worker: int, *, is_new: bool) -> None:
-        """Let a new worker of a bounded run wait for the workers of the server that this one replaces: they have made
-        more steps than the snapshot has, and the new worker begins at the step of the slowest. The caller holds the
-        lock.
+        """Let a new worker of a bounded run wait until the workers of the server that this one replaces have connected.
+        They have made more steps than the snapshot records, and the new worker begins at the step of the slowest of
+        them. The caller holds the lock.
         """
         if not is_new or self._settings.mode != "bounded" or not self._holds_workers or self._here.generation == 1:
             return
         self._newcomers.add(worker)
-        self._clock.steps.pop(worker, None)  # assumed, or of an earlier process: no measure for this one or the others
+        self._clock.steps.pop(worker, None)  # an assumed count, or one of an earlier process: no worker may wait for it
         self._changed.notify_all()
         while self._clock.absent - self._newcomers and not self._ends:
             self._changed.wait()
         self._newcomers.discard(worker)
 
     def _is_alike(self, link: PairLink, caller: str, model: int, settings: int) -> bool:
-        """Return True if the caller has the same model and settings; else send it the problem."""
+        """Return True if the caller has the same model and settings; else send it a text about the difference."""
         problem = ""
         if model != self._layout.fingerprint:
             problem = (
@@ -508,7 +508,7 @@ class ParameterServer:
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
         reason, began, waited = "", time.monotonic(), 0.0
         with self._changed:
-            # Computed anew each time: a worker that connects later may make updates possible again.
+            # Compute this anew each time: a worker that connects later may make updates possible again.
             while not (possible := self._may_pull(worker, wanted)) and not self._ends:
                 if reason := self._clock.stuck_because():
                     break
@@ -562,7 +562,7 @@ class ParameterServer:
 
     def _make_update(self) -> None:
         """Make one update, on the replicas too."""
-        # Added in the order of worker numbers, so that the sum does not depend on the order of arrival.
+        # Add in the order of worker numbers, so that the sum does not depend on the order of arrival.
         gradient = mean_gradient([self._pending[number] for number in sorted(self._pending)])
         counted, lost = dict(self._clock.waiting), set()
         for replica, link in self._replicas.items():

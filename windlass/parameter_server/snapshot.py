@@ -52,7 +52,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """Return what `write_snapshot` wrote.
+    """Return the content of a file of `write_snapshot`.
 
     Raises:
         CheckpointError: the file has another format version.
@@ -64,7 +64,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
 
 def read_data(path: Path) -> dict[str, Any]:
-    """Return what `write_snapshot` wrote, with None for each tensor: only the header of the file is read.
+    """Return the content of a file of `write_snapshot`, with None for each tensor: only the header of the file is read.
 
     Raises:
         CheckpointError: the file has another format version.
@@ -87,7 +87,7 @@ def encode_content(content: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
 
 
 def decode_content(data: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return what `encode_content` encoded.
+    """Return the content that `encode_content` encoded.
 
     Raises:
         CheckpointError: the content is of another version.
@@ -100,7 +100,7 @@ def decode_content(data: str, tensors: Mapping[str, Tensor | None]) -> dict[str,
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of numpy, such as a learning rate from `np.logspace`, as Python's; any other value as it is."""
+    """Convert a numpy number, e.g. a learning rate from `np.logspace`, to Python's; return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -48,7 +48,7 @@ class UpdateClock:
 
     @property
     def needed(self) -> int:
-        """Number of gradients of the next synchronous update."""
+        """Number of gradients that the next synchronous update needs."""
         return max(1, self.workers - len(self.retired - self.waiting.keys()) - self.settings.backup_workers)
 
     @property
@@ -84,8 +84,8 @@ class UpdateClock:
         """
         if self.settings.mode == "synchronous" and pulled > self.version:
             self.version = pulled
-            # With backup workers, a worker whose gradient waits here may wait at another server for the worker that
-            # joins, which waits here. So the next update takes the gradient.
+            # With backup workers, keep the gradients that wait here. A worker that sent one may wait at another server
+            # for the joining worker, and the joining worker waits here for the next update.
             if not self.settings.backup_workers:
                 self.waiting.clear()
         self.absent.discard(worker)

@@ -99,8 +99,9 @@ class ParameterServerWorker:
     def pull(self) -> int:
         """Receive the parameters into the model, and return their version, as `version` does.
 
-        In synchronous mode this waits for the update of this worker's last gradient, unless a server had made that
-        already; in bounded mode, until the slowest worker is at most `staleness` steps behind.
+        In synchronous mode the call waits for the update to which this worker's last gradient belongs, unless a server
+        has dropped that gradient because it had made the update before. In bounded mode it waits until the slowest
+        worker is at most `staleness` steps behind.
 
         Raises:
             ServerLostError: a server was lost and not replaced.
@@ -117,8 +118,8 @@ class ParameterServerWorker:
         servers may have used their parts.
 
         Returns:
-            False if the gradient was dropped: a server has made its synchronous update already, or has an earlier
-            gradient of this worker for that.
+            False if the gradient was dropped: a server has made the synchronous update already, or has an earlier
+            gradient of this worker for the same update.
 
         Raises:
             ModelError: a gradient is not finite. Nothing was sent.
@@ -129,7 +130,7 @@ class ParameterServerWorker:
         self._check_gradients()
         gradients = [self._gradient_of(server) for server in self._servers]
         results = []
-        # Counted even if a server fails below: the servers that have this gradient would treat a next gradient with the
+        # Count the push even if a server fails below: servers that have this gradient would treat a next one with the
         # same number as a repetition.
         self.pushes += 1
         self._number += 1
@@ -155,7 +156,7 @@ class ParameterServerWorker:
         """Leave the run. The servers end when all workers have left. A second call does nothing."""
         if self._has_left:
             return
-        # recorded in the store too, for servers that do not receive BYE, e.g. a replica that takes over later
+        # record the end in the store too, for servers that do not receive BYE, e.g. a replica that takes over later
         try:
             self._rendezvous.leave(self.index, retires=True)
         except StoreLostError as error:  # no process reads the record
@@ -242,7 +243,7 @@ class ParameterServerWorker:
             self._pulled[server] = min(self._pulled[server], restored)
             if last is not None:
                 self._last[server] = (min(last[0], restored), *last[1:])
-        # Set only after the answer, so that a server that is too slow for this call can be called again.
+        # Set the address only after the answer, so that a server that is too slow now can be called again.
         self._addresses[server] = address
         self._links[server] = link
         self._silent.discard(server)
@@ -274,8 +275,8 @@ class ParameterServerWorker:
         link, layout = self._links[server], self._layout
         synchronous = self._settings.mode == "synchronous"
         last = self._last.get(server)
-        # A server that dropped the last gradient may need the next one for an update, for which another worker waits
-        # that another server needs. So this worker waits at no server.
+        # If a server dropped the last gradient, this worker waits at no server. Else it could wait at one server for
+        # another worker, which waits at the server whose update needs the next gradient of this worker.
         wanted = last[0] + 1 if last is not None and synchronous and not self._was_late else 0
         link.send([MessageKind.PULL, wanted])
         version = self._receive(link, MessageKind.PARAMETERS, lambda: self._return_to_others(server))[0]
@@ -298,7 +299,7 @@ class ParameterServerWorker:
 
     def _return_to_others(self, waits_for: int) -> None:
         """Connect with servers that have replaced lost ones, while a pull from server `waits_for` waits for other
-        workers. A worker for which this one waits may wait for it at such a server.
+        workers. One of those workers may itself wait at such a server, until this worker has connected with it.
         """
         if len(self._servers) == 1 or not self._rendezvous.has_store(self._settings.heartbeat_seconds):
             return

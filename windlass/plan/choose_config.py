@@ -28,7 +28,7 @@ STATES, PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization.o
 
 @dataclass(frozen=True)
 class Rung:
-    """Configuration of the ladder.
+    """Rung of the ladder: a ZeRO stage, activation checkpointing, and the tiers of states and parameters.
 
     Attributes:
         stage: ZeRO stage.
@@ -119,7 +119,7 @@ class Choice:
 
     @property
     def tried(self) -> list[TriedRung]:
-        """Rungs that were planned."""
+        """Rungs whose memory was planned, which excludes those that `initialize` refuses."""
         return [one for one in self.walked if isinstance(one, TriedRung)]
 
     @property

@@ -62,7 +62,7 @@ class HeapModel:
         self._release()
 
     def allocate(self, number: int, nbytes: int) -> None:
-        """Place a memory block of `nbytes` under `number`. Only `run` frees blocks: those that it allocated."""
+        """Place a memory block of `nbytes` under `number`. Blocks of other callers than `run` are never freed."""
         chunk = max(_SMALLEST, -(-(nbytes + _HEADER) // _GRAIN) * _GRAIN)
         needed = chunk + _REMAINDER
         at = bisect_left(self._by_size, (needed, 0))

@@ -80,7 +80,7 @@ class OptimizerStates:
         return [numel * self._dtype.itemsize] * wide + ([numel * narrow] if narrow else [])
 
     def of_parameter(self, shape: torch.Size, *, hidden: bool) -> list[int]:
-        """Return the bytes of each state of a parameter that is stepped whole.
+        """Return the bytes of each state of a parameter, for an optimizer that steps whole parameters.
 
         Args:
             hidden: The parameter is a hidden matrix, which Muon orthogonalizes.

@@ -90,7 +90,7 @@ def _check(context: ServerContext, fields: CompletionRequest) -> tuple[Completio
     """Return the fields, and each prompt as text or tokens."""
     context.lora_of(fields.model)
     max_prompts, max_queued = context.settings.max_prompts, context.engine.max_queued
-    # refused at once, because no retry of a request with more prompts than the queue can hold would succeed
+    # refuse at once, because no retry of a request with more prompts than the queue can hold would succeed
     most = max_prompts if max_queued is None else min(max_prompts, max_queued)
     return fields, normalize_prompts(fields.prompt, "prompt", most)
 

@@ -111,7 +111,7 @@ def load_llm_engine(
     Raises:
         WindlassError: the directory has no model, or an option does not fit it.
     """
-    # imported here, because the router of replicas needs neither torch nor a model
+    # import here, because the router of replicas needs neither torch nor a model
     from windlass.inference.async_engine import AsyncLLMEngine
     from windlass.inference.engine_factory import make_engine
     from windlass.inference.engine_options import EngineOptions

@@ -160,7 +160,7 @@ async def merge(streams: list[AsyncIterator[Result]]) -> AsyncGenerator[tuple[in
         finally:
             await _close(streams[0])
         return
-    # Bounded, so that iterators do not run ahead of a slow client.
+    # The queue is bounded, so that iterators do not run ahead of a slow client.
     queue: asyncio.Queue[tuple[int, Result | _Ended]] = asyncio.Queue(len(streams))
 
     async def forward(index: int, stream: AsyncIterator[Result]) -> None:

@@ -38,13 +38,13 @@ class AnswerPiece:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities: many if the client has read slowly, since a piece has all that is new."""
+        """Number of log-probabilities. A piece has all tokens since the previous piece, so a slow client gets many."""
         return sum(map(len, self.logprobs or ()))
 
 
 @dataclass
 class AnswerProgress:
-    """Part of one answer that was sent already."""
+    """Progress of one answer: the part that was already sent."""
 
     characters: int = 0
     tokens: int = 0
@@ -287,7 +287,7 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
             await context.in_tokenizer_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
         )
     except (TypeError, UnicodeError) as error:
-        # e.g. a lone surrogate that a template decoded from a nested escape sequence
+        # the text has e.g. a lone surrogate that a template decoded from a nested escape sequence
         raise ApiError(400, f"the text of the prompt is not valid Unicode: {error}", code="invalid_text") from error
     if None in ids:
         raise ApiError(

@@ -112,7 +112,7 @@ class RequestModel(BaseModel):
             return cls.model_validate(known)
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False)
-            # only the first problem, because each member of a union reports its own
+            # report only the first problem, because each member of a union reports its own
             path = (*parents, *(str(part) for part in problems[0]["loc"]))
             place, field = ".".join(path), path[0] if path else None
             message = f"{place}: {problems[0]['msg']}"

@@ -121,7 +121,7 @@ class _Answer:
         async with contextlib.aclosing(self._changes()) as changes:
             async for change in changes:
                 if not self.events_sent:
-                    # sent only once the engine has accepted the request, so that an earlier error has an HTTP status
+                    # the engine has accepted the request: an earlier event would keep errors from having an HTTP status
                     for kind in ("created", "in_progress"):
                         yield self._encode({"type": f"response.{kind}", "response": self._body("in_progress")}, False)
                 # the events that end an item repeat the log-probabilities of all its events

@@ -193,7 +193,7 @@ class OptionalCalls:
             except (ValueError, RecursionError):
                 self._count = 0
                 return None
-            # Parsed again, because the decoder also takes NaN, 1e999 and any depth, which clients may fail to read.
+            # Parse the text again, because the decoder also takes NaN, 1e999 and any depth, which clients may not read.
             call = self._call_of(_parse_or_none(text[:end]), known_only=True)
             if call is None:
                 self._count = 0

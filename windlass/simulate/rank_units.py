@@ -253,7 +253,7 @@ def _is_in_decoder(model: nn.Module, path: str) -> bool:
         owner = owner.rpartition(".")[0]
         own = getattr(model.get_submodule(owner), "config", None)
         if own is not None:
-            # Compared by class, because some models copy the configurations of their parts.
+            # Compare classes, because some models copy the configurations of their parts.
             return isinstance(own, type(whole.get_text_config(decoder=True)))
     return False
 

@@ -101,7 +101,7 @@ class DiskTier:
             return extent
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve space for `nbytes` bytes in total, including what is allocated, so that a full disk fails early.
+        """Reserve space for `nbytes` bytes in total, including the allocated ones, so that a full disk fails early.
 
         `nbytes` must count each extent as whole pages of 4096 bytes.
 

@@ -193,7 +193,7 @@ class TransferQueue:
                     self._failed_transfers.append(transfer)
             extent.transfers.remove(transfer)
             transfer.data, transfer.partial_pages = None, []
-            # Set last: to a poll, which runs without the lock, None means that the result is recorded.
+            # Clear `request` last: to a poll, which runs without the lock, None means that the result is recorded.
             transfer.request = None
 
     def _build_error(self, transfer: DiskTransfer, error: int, file: int, offset: int, done: int) -> StorageError:

@@ -73,8 +73,8 @@ def memory_timeline(
 ) -> list[MemorySample]:
     """Return samples of the memory from `start` to `end`: at most 2,001, including the peak.
 
-    Activations and temporary tensors are what torch's allocator has beyond its content at `start`, without unsharded
-    parameters.
+    The bytes of activations and temporary tensors are those that torch's allocator has added since `start`, less the
+    bytes of unsharded parameters.
 
     Args:
         held: memory at `start`.

@@ -91,7 +91,7 @@ def make_rank_profile(
     device: str,
     transport: str,
 ) -> RankProfile:
-    """Return the profile of this rank from what was recorded."""
+    """Return the profile of this rank, made from the recorded data."""
     start, end = log.steps[0].start / 1000, log.steps[-1].end / 1000
     changes = [(when / 1000, holder, size) for when, holder, size in log.held_bytes]
     allocations = operators.allocations if operators is not None else None

@@ -80,7 +80,7 @@ class TraceProfiler(EngineObserver):
         trace_ranges.install_recorder(self._log)
 
     def cancel(self) -> None:
-        """Stop recording and drop what was recorded; does nothing if nothing is recorded."""
+        """Stop recording and drop the recorded data; does nothing if nothing is recorded."""
         self._take()
 
     def stop(self) -> RankProfile:

@@ -117,7 +117,7 @@ def start_forecast(
         order_path: File with the `ForecastOrder`.
         raw: The program's own configuration.
         base: Bytes of the process without the model.
-        own_checkpointing: The program enables activation checkpointing itself, whatever the configuration says.
+        own_checkpointing: The program enables activation checkpointing itself, whatever the configuration requests.
     """
     order = ForecastOrder.read(order_path)
     facts = facts_of(model, base)
@@ -248,7 +248,9 @@ class CandidatePlanner:
     def _trace(
         self, config: Config, layout: PlannedLayout, rank: int, micro: int, batch: BatchShape, target: Target
     ) -> ActivationTrace:
-        """Return the trace of a micro-batch, extrapolated from those of one and two samples if these are alike."""
+        """Return the trace of a micro-batch, extrapolated from those of one and two samples if both create and free the
+        same storages in the same order.
+        """
         dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
         # The axes divide the model and its batches, and tiling and recomputation change what autograd saves.
         parallel = (config.parallel.model_dump_json(), config.pipeline.model_dump_json())

@@ -87,7 +87,7 @@ class RayTrials:
     def __call__(self, calls: Sequence[TrialCall]) -> list[TrialEnd]:
         """Run the trials, and return the `TrialEnd` of each trial in the order of `calls`."""
         tune = self._ray.tune
-        # one bundle: all ranks of a trial are on one host
+        # request one bundle: all ranks of a trial are on one host
         trainable = tune.with_resources(run_call, tune.PlacementGroupFactory([self._resources]))
         tuner = tune.Tuner(
             trainable,

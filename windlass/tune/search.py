@@ -1,6 +1,6 @@
 """Order of trials by a model of their cost, which each measurement corrects.
 
-[Note: search of configurations] The first trial measures what predictions need. Predictions, corrected by the
+[Note: search of configurations] The first trial measures the inputs of the predictions. Predictions, corrected by the
 measurements so far, choose each following trial ([Note: choice of trials]). The search ends when the budget of trials
 or of time is spent, or when no trial promises a gain and the best one's neighbours have all been measured, except those
 that cannot fit in memory. So a wrong prediction mainly costs trials, and a stopped search returns its best

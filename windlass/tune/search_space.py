@@ -61,7 +61,7 @@ _LONGEST_NAME = 200  # a file system allows 255 bytes, and files add their exten
 
 @dataclass(frozen=True)
 class Dimension:
-    """Searched key.
+    """Configuration key that is searched, and its candidate values.
 
     Attributes:
         key: Dotted key.

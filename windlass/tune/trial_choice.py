@@ -192,7 +192,7 @@ class TrialChoice:
         return _cumulative(-mean / deviation)
 
     def _durations(self, ran: Sequence[TrialRecord], mean: Array) -> Array:
-        """Return the expected seconds of each trial: its steps, and what comes before and after them."""
+        """Return the expected seconds of each trial: its steps, its start, and its end."""
         timed = [one for one in ran if one.measured and one.seconds]
         if not timed:
             return np.ones(len(self._ranked))

@@ -58,7 +58,7 @@ _BATCH = ((MICRO, "micro"), (ACCUMULATION, "accumulation"), (TRAIN, "train_batch
 
 
 def summary_lines(outcome: TuningOutcome) -> list[str]:
-    """Return lines about what the table does not show, e.g. configurations that were not run, or an interruption."""
+    """Return lines about facts that the table lacks, e.g. configurations that were not run, or an interruption."""
     lines = []
     discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
     if discarded:

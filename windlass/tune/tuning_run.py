@@ -351,9 +351,9 @@ class TuningRun:
         if record.measured and prepared.job.forecast and self._shares_memory_with_forecast():
             Path(call.result).unlink()
             if not self.settings.trials and self._budget > _FEWEST:
-                # The run with the forecast uses one trial of the budget, although its record is replaced. Not so if the
-                # user set the number of trials, or if the budget is the smallest one: then only candidates count, so
-                # that a small space is measured completely.
+                # The run with the forecast uses one trial of the budget, although its record is replaced. If the user
+                # set the number of trials, or if the budget is the smallest one, only candidates count, so that a
+                # small space is measured completely.
                 self._budget, self.state.budget = self._budget - 1, self.state.budget - 1
             again = self._run(candidate, ends_early=ends_early)
             return replace(again, seconds=record.seconds + again.seconds)

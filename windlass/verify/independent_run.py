@@ -19,7 +19,7 @@ class IndependentRun:
 
     Batches, random states, optimizer options and the decisions to skip steps are those of the sharded run. So are the
     gradients at which a replayed backward begins: those of the model's outputs, and of parameters that the loss uses
-    directly. An error in a loss that is computed outside of the model therefore affects both runs alike.
+    directly. An error in a loss that is computed outside of the model therefore affects both runs equally.
 
     Args:
         reference: the unsharded copy.

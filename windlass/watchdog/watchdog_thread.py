@@ -242,7 +242,7 @@ class WatchdogThread:
             self._control_store.post_decision(
                 f"{diagnosis.headline} (the table of all ranks is in the output of rank {self._rank})"
             )
-            # time for the others to read the decision; this process may serve the store
+            # give the others time to read the decision; this process may serve the store
             time.sleep(2.5 * self.limits.beat_interval)
             self._end_process()
 
@@ -303,7 +303,7 @@ class WatchdogThread:
         self._decision_event.set()
         if self._end_record is not None:  # the main thread is exiting already: give it time to end the process
             time.sleep(_CHECK_OUT_TIMEOUT_S)
-        # in a thread, since the main thread may hold a stream's lock
+        # flush in a thread, since the main thread may hold a stream's lock
         flushing = threading.Thread(target=_flush_streams, daemon=True)
         flushing.start()
         flushing.join(1.0)

@@ -995,7 +995,7 @@ class ShardedModel:
         written: list[Pending] = []
         failed: Exception | None = None
         assert self.update is not None
-        # Read before the update runs, because the update may change both properties for the next step.
+        # Read these properties before the update runs, because it may change both for the next step.
         publishes, communicates = self.update.publishes_itself, self.update.takes_local_gradients
         try:
             for batch in batches:

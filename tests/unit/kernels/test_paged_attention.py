@@ -331,7 +331,7 @@ def test_writes_that_do_not_fit_are_refused(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_scales_are_float32_whatever_the_default_dtype_is(path: str) -> None:
-    """Native code reads and writes them by their address."""
+    """Native code reads and writes the scales by their address."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         cache = make_kv_cache(4, 16, 3, 20, 12, torch.int8, path=path)

@@ -1,4 +1,5 @@
-"""Tests of offloaded saved tensors: each moved once and fetched before its use, never parameters, no silent errors."""
+"""Tests of offloaded saved tensors: each is moved once and fetched before its use, parameters are never moved, and
+errors are raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the files of a tier: private, removed with the tier or after a dead process, and no others removed."""
+"""Tests of the files of a tier: they are private, and are removed with the tier, or later if the process was killed. No
+other files are removed."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
     copied: dict[str, dict[str, int]] = {}
     labels = list(trainees)
     for round_index in range(work.rounds):
-        # slow drift of the machine then affects all configurations equally
+        # reverse every second round, so that slow drift of the machine affects all configurations equally
         for label in labels if round_index % 2 == 0 else reversed(labels):
             for step in range(work.steps + 1):
                 before = _copied_bytes(trainees[label])
@@ -150,7 +150,7 @@ def _copied_bytes(trainee: BenchEngine) -> dict[str, int]:
 
 
 def _timed_step(trainee: BenchEngine, work: TrainingTask, device: torch.device, number: int) -> tuple[float, float]:
-    # only two batches, so that the loss falls
+    # use only two batches, so that the loss falls
     draw = torch.Generator().manual_seed(1000 * dist.get_rank() + number % 2)
     tokens = torch.randint(0, work.vocabulary, (work.batch, work.length), generator=draw).to(device)
     synchronize(device)

@@ -211,7 +211,7 @@ async def _short(client: Any, seed: int, vocabulary: int) -> float:
 async def _timed_short(client: Any, seed: int, vocabulary: int, progress: Progress, task: Any) -> float:
     first = await _short(client, seed, vocabulary)
     progress.advance(task)
-    # a pause of random length, so that requests arrive at any moment of a step
+    # pause for a random time, so that requests arrive at any moment of a step
     await asyncio.sleep(random.Random(seed).random() * 0.05)
     return first
 

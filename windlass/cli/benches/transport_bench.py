@@ -94,7 +94,7 @@ def run_transport_bench(
     everything = [TransportMeasurement(setting) for setting in settings]
     alone = BenchSizes(**{**vars(sizes), "rounds": 1})
     for round_index in range(sizes.rounds):
-        # slow drift of the machine then affects all settings equally
+        # reverse every second round, so that slow drift of the machine affects all settings equally
         for found in everything if round_index % 2 == 0 else reversed(everything):
             if not found.failure:
                 console.print(

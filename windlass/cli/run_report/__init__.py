@@ -1,1 +1,1 @@
-"""Page of a run: `run_data` reads what a run left on disk, `svg_charts` draws curves, `report_page` makes the page."""
+"""Page of a run: `run_data` reads the files of a run, `svg_charts` draws curves, `report_page` makes the page."""

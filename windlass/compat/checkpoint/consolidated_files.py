@@ -129,7 +129,7 @@ def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def _write_safetensors(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dtype) -> None:
     once = {name: weight for name, weight in shard.items() if weight.name == name}
     entries = {name: TensorEntry(weight.dtype_as(dtype), weight.shape) for name, weight in once.items()}
-    # wide dtypes first, so that each tensor is aligned
+    # put wide dtypes first, so that each tensor is aligned
     entries = dict(sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize))
     tied = {name: weight.name for name, weight in shard.items() if weight.name != name}
     stream_tensors(path, entries, (_iter_parts(once[name]) for name in entries), tied)
@@ -146,7 +146,7 @@ def _write_torch(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dty
 def _iter_parts(weight: StoredWeight) -> Iterator[torch.Tensor]:
     with weight.stored:
         for part in weight.stored.iter_parts(weight.stored_name):
-            # rounded to this dtype first, as by `read_full`; the writer then casts to the dtype of the file
+            # round to this dtype first, as `read_full` does; the writer then casts to the dtype of the file
             yield part.to(weight.dtype)
 
 

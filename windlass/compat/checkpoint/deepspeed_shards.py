@@ -23,7 +23,7 @@ from windlass.compat.checkpoint.torch_file import literal_entry as entry_of_byte
 
 @dataclass
 class DeepSpeedShards:
-    """Collection of tensor records, by name: where in the files the elements of each tensor are.
+    """Tensor records by name. A record has the places of the tensor's elements in the files.
 
     Args:
         path: the directory of the files.
@@ -110,7 +110,7 @@ class DeepSpeedShards:
         self.tensors[name] = TensorRecord(shape, dtype_code(tensor.dtype), (chunk,))
 
     def require(self, fits: Any, what: str) -> None:
-        """Raise CheckpointError unless `fits`. The message says that the files disagree about `what`."""
+        """Raise CheckpointError unless `fits`. The message states that the files disagree about `what`."""
         if not fits:
             raise CheckpointError(
                 f"{self.path}: its files disagree about {what}; a file is damaged, missing or of another version of "

@@ -40,7 +40,7 @@ class BackendCapabilities:
 
 
 BACKEND_CAPABILITIES: dict[str, BackendCapabilities] = {
-    # Omitted for gloo: 16-bit floats, because it rounds at every rank where a sum in float32 rounds once; and averages,
+    # Gloo has no 16-bit floats here, because it rounds at every rank where a sum in float32 rounds once; nor averages,
     # which only newer versions support.
     "gloo": BackendCapabilities(
         {**dict.fromkeys(_BASIC, _INTEGERS | _FLOATS), **dict.fromkeys(_BITWISE, _INTEGERS)}, receives_from_any=True

@@ -30,7 +30,7 @@ class MultiTensorApply:
 class _SetGradNoneMixin(torch.optim.Optimizer):
     """Mixin whose `zero_grad` follows `set_grad_none`."""
 
-    set_grad_none: bool = True  # value in copies: torch does not copy attributes of optimizers
+    set_grad_none: bool = True  # copies of an optimizer use this value: torch does not copy attributes
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients to None, or to zero."""
@@ -45,7 +45,7 @@ class FusedAdam(_SetGradNoneMixin, torch.optim.Adam):
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
-    adam_w_mode = 1  # value in copies: torch does not copy attributes of optimizers
+    adam_w_mode = 1  # copies of an optimizer use this value: torch does not copy attributes
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Load balancing without a loss, by a bias on each expert's score that moves against its load (arXiv:2408.15664)."""
+"""Load balancing without an auxiliary loss: each expert's score has a bias, which falls while the expert's load is
+above the mean and rises while it is below (arXiv:2408.15664)."""
 
 from __future__ import annotations
 

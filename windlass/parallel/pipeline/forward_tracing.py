@@ -93,7 +93,7 @@ class _ProbeLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = get_hidden_states(args, kwargs)
-        # Cut from the hidden states, so that the graph of the result shows which of them the model uses in another way.
+        # Detach the output, so that the graph of the result shows which hidden states the model uses in another way.
         returned = (hidden.detach().requires_grad_() if hidden.requires_grad else hidden) + 0
         named = [*enumerate(args), *kwargs.items()]
         learns = [str(name) for name, value in named if value is not hidden and _requires_grad(value)]
@@ -186,7 +186,7 @@ def _trace_list(
 def _add_modules_of_loss(plan: ForwardTrace, model: nn.Module, layers: nn.Module) -> ForwardTrace:
     """Trace the forward with labels too, and add the modules that only this forward calls.
 
-    Labels have no meaning known here: if the forward fails with zeros of the shape of the ids, `plan` is returned
+    The meaning of the labels is unknown: if the forward fails with zeros of the shape of the ids, `plan` is returned
     unchanged.
     """
     ids = plan.example_kwargs.get("input_ids")
@@ -208,7 +208,7 @@ def _add_modules_of_loss(plan: ForwardTrace, model: nn.Module, layers: nn.Module
 def make_trial_kwargs(model: nn.Module, example_kwargs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
     """Yield keyword arguments for trial forwards: without a mask, with a 4-dimensional mask, with a mask of ones.
 
-    On the meta device a model can't read the values of a mask, and of a 4-dimensional mask models do not read them. If
+    On the meta device a model can't read the values of a mask, and models do not read those of a 4-dimensional mask. If
     `example_kwargs` is not None, only a copy of it is yielded.
     """
     if example_kwargs is not None:
@@ -251,7 +251,7 @@ def _trace_once(
         for handle in handles:
             handle.remove()
     _check_calls(calls, len(real))
-    # The last stage has the modules that are called after the layers, and so their outputs before the layers too.
+    # The result may use an early output of a module that is called after the layers too: the last stage has the module.
     _check_result(result, calls, {node: name for node, name in early_nodes.items() if len(real) not in order[name][0]})
     plan = ForwardTrace(path, len(real), output_form, example_kwargs=kwargs, example_hidden=calls[0].hidden.detach())
     for name in outer:

@@ -110,7 +110,7 @@ def _gpipe(rank: int, ranks: int, num_micro_batches: int, virtual_stages: int) -
 
 
 def _one_forward_one_backward(rank: int, ranks: int, num_micro_batches: int, virtual_stages: int) -> RankActions:
-    """Return a rank's forwards until its first backward, then one forward and one backward in turn, then the last
+    """Return a rank's forwards until its first backward, then forwards and backwards alternately, then the last
     backwards.
     """
     forwards, backwards = (

@@ -86,7 +86,7 @@ class PipelineSequential(nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self.has_dynamic_shapes = dynamic_shape
-        # Not registered as a submodule here: `_bind_stages` registers a loss module on the rank of the last stage.
+        # Do not register a submodule here: `_bind_stages` registers a loss module on the rank of the last stage.
         self.__dict__["loss_fn"] = loss_fn
         self.tied_modules = nn.ModuleDict()
         self.shared_parameters: dict[str, tuple[int, ...]] = {}

@@ -184,7 +184,7 @@ class _ScheduleRunner:
             case ActionKind.RECEIVE_GRADIENT:
                 passing.receive_gradient(stage, micro)
             case ActionKind.SEND_GRADIENT:
-                # Last use of the state: this stage's backward has stored the gradients in the input leaves.
+                # This is the last use of the state: this stage's backward has stored the gradients in the input leaves.
                 passing.send_gradient(stage, micro, self._backward_states.pop((stage, micro)).input_leaves)
             case ActionKind.FORWARD:
                 self._forward(stage, micro)
@@ -248,7 +248,7 @@ class _ScheduleRunner:
             # Without gradients (evaluation) there is no backward that would free the state.
             if learns and result.loss is not None:
                 self._backward_states[stage, micro_batch] = self._backward_state_of_loss(arrived.leaves, result.loss)
-            # Detached, so that the result does not keep the graph alive.
+            # Detach the loss, so that the result does not keep the graph alive.
             loss = None if result.loss is None else result.loss.detach()
             self.results[micro_batch] = MicroBatchResult(loss, result.output if self._keep_outputs else None)
             return
@@ -277,7 +277,7 @@ class _ScheduleRunner:
         if not loss.requires_grad:
             return _BackwardState(input_leaves, [], [])
         scale = self._callbacks.loss_factor()
-        # In float32, so that a 16-bit loss does not overflow.
+        # Scale in float32, so that a 16-bit loss does not overflow.
         root = loss if scale == 1.0 else loss.float() * scale
         return _BackwardState(input_leaves, [get_gradient_edge(root)], [torch.ones_like(root)])
 

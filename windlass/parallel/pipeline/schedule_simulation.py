@@ -110,7 +110,9 @@ def simulate_schedule(
                 moved = True
     stuck = [f"rank {rank} at {order[at[rank]]}" for rank, order in enumerate(schedule) if at[rank] < len(order)]
     if stuck:
-        raise ModelError(f"the ranks of this schedule wait for each other: {', '.join(stuck)}; change their order")
+        raise ModelError(
+            f"the ranks of this schedule wait for each other: {', '.join(stuck)}; change the order of its actions"
+        )
     played.end_time = max(free)
     return played
 

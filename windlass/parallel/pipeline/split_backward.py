@@ -82,7 +82,7 @@ class SplitBackward:
         self._groups = graph.groups()
         entries = {entry for group in self._groups for entry in group.entries}
         hooks = [entry.node.register_prehook(partial(_record_gradients, entry)) for entry in entries]
-        # Only edges that lead to an input leaf: the others lead only to parameters and run in the second part.
+        # Keep only edges that lead to an input leaf: the others lead only to parameters and run in the second part.
         on_path = [
             (e, s) for e, s in zip(self._edges, self._output_gradients, strict=True) if graph.reaches_leaf(e.node)
         ]

@@ -104,12 +104,12 @@ class StageTransfers:
         # that the stage sends, _GRADIENT for the input whose gradients the stage returns.
         self._active_layouts: dict[tuple[int, int, int], MessageLayout] = {}
         self._receiving: dict[tuple[int, int, int], _InFlightTransfer] = {}  # keys: kind, stage, micro-batch
-        self._sending: dict[tuple[int, int], dict[int, _InFlightTransfer]] = {}  # keys: kind, stage; micro-batch
+        self._sending: dict[tuple[int, int], dict[int, _InFlightTransfer]] = {}  # keys: (kind, stage), micro-batch
         self._failed_activations: set[tuple[int, int]] = (
             set()
         )  # stages and micro-batches whose activation a failed rank never sends
-        # Values passed between stages of a single rank. Keys: stage that receives an activation, or minus the stage
-        # that sent a gradient; micro-batch.
+        # Values passed between stages of a single rank. Keys: the stage that receives an activation (or, negative, the
+        # stage that sent a gradient), and the micro-batch.
         self._handed_over: dict[tuple[int, int], Any] = {}
 
     @property
@@ -157,7 +157,7 @@ class StageTransfers:
 
         A call that ran out of memory may be repeated.
         """
-        # Set if an earlier call failed after the header: the header must not be received twice.
+        # `known` is set if an earlier call failed after the header: the header must not be received twice.
         known = self._active_layouts.get((_GRADIENT, stage, micro_batch))
         if known is None and not self.has_dynamic_shapes:
             known = self._received_layouts.get((stage, key))
@@ -187,7 +187,7 @@ class StageTransfers:
                 self._take_received(_ACTIVATION, stage, micro_batch),
                 self._active_layouts[_GRADIENT, stage, micro_batch],
             )
-            # Unpickled only here, because a user's class may raise. By now the header and the tensors have been
+            # Unpickle only here, because a user's class may raise. By now the header and the tensors have been
             # received, so sender and receiver are at the same position in the schedule.
             form = replace(form, skeleton=pickle.loads(form.skeleton))
         leaves, through = [], []

@@ -97,7 +97,7 @@ class StubInput(StubModule):
     """Stub of an embedding, or another module before the layers.
 
     Later modules use only the shape of its output, so the output is a single zero, expanded. The stub of an embedding
-    has those of its options that exclude sharding of its weight, because all stages decide alike on tied weights.
+    copies the options for which a weight cannot be sharded, so that all stages make the same decision for tied weights.
     """
 
     def __init__(self, path: str, shape_rule: OutputShapeRule, state: StageForwardState, module: nn.Module) -> None:

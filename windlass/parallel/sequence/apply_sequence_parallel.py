@@ -127,7 +127,7 @@ class SequenceParallel:
         given = batch.get("shift_labels") if batch.get("shift_labels") is not None else batch.get("labels")
         if not self._accepts_kwargs:
             batch.pop("shift_labels", None)
-        # Set before the contexts are entered: post_forward exits them, also after an error.
+        # Store the call before the contexts are entered: post_forward exits them, also after an error.
         self._active_calls[-1] = call
         call.exit_stack.enter_context(use_shard(share))
         call.exit_stack.enter_context(self.loss.with_labels(given))
@@ -276,7 +276,8 @@ def sequence_parallel_of(model: Any) -> SequenceParallel | None:
 
 
 def _without_pooled_token(output: Any) -> Any:
-    """Return a model's output without `pooler_output`: it is of this rank's first token, not of the sequence's."""
+    """Return a model's output without `pooler_output`: this rank computed it from its own first token, which may not be
+    the first token of the sequence."""
     if not isinstance(output, Mapping) or output.get("pooler_output") is None:
         return output
     return type(output)(**{name: value for name, value in output.items() if name != "pooler_output"})

@@ -33,7 +33,8 @@ class ReplayContext:
     def autocast(self) -> Iterator[None]:
         """Restore autocast, with its cache of casts disabled.
 
-        A cast that a forward without a graph has cached would cut the next use of that weight from its graph.
+        A cast that was cached in a forward without a graph has no graph: the next forward would use the cached tensor,
+        and the weight would get no gradient.
         """
         with torch.autocast(self._device.type, enabled=self._autocast, dtype=self._dtype, cache_enabled=False):
             yield

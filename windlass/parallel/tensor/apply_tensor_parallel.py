@@ -250,7 +250,7 @@ class _PlanApplier:
         for parameter in stack.partial_parameters:
             mark_partial_gradient(self._parameters[parameter], self._axis.name)
         draws = LocalRng(self._axis) if self._has_dropout else None
-        # before the hooks of the layers, which run first: a layer may itself be such a module
+        # add these hooks before those of the layers, which run first: a layer may itself be such a module
         for salt, name in enumerate(stack.full_sequence_modules):
             inside = FullSequenceHook(sequence_sharding, salt if self._has_dropout else None)
             self._modules[name].register_forward_pre_hook(inside.pre_forward, prepend=True, with_kwargs=True)

@@ -112,7 +112,7 @@ def _shard_head_norm(
     if not _HEAD_NORM.fullmatch(leaf):
         _check_trained_numbers(name, child, head_partition, entries)
         # A module for the features of a head, such as a norm or an embedding of distances, computes with local heads.
-        # Assumed: any other module, such as `q_a_layernorm`, acts before the features are split into heads. Each rank
+        # Assume that other modules, such as `q_a_layernorm`, act before the features are split into heads. Each rank
         # then has its complete gradient.
         each = {parameter.shape[-1] if parameter.dim() else 0 for parameter in child.parameters()}
         return [ModuleShard(name, ShardStyle.PARTIAL, chain=chain)] if each == {head_size} else []
@@ -151,8 +151,9 @@ def _shard_head_norm(
 def _check_trained_numbers(
     name: str, child: nn.Module, head_partition: HeadPartition, entries: Mapping[str, PlanEntry]
 ) -> None:
-    """Raise a ModelError if a module trains a single number, e.g. a temperature, and the user's table does not say
-    where it acts: on scores and heads each rank has a part of its gradient, before the heads the complete gradient.
+    """Raise a ModelError if a module trains a single number, e.g. a temperature, and the user's table has no entry for
+    it. Each rank computes only a part of its gradient if the number acts on scores or heads, and the complete gradient
+    if it acts before the heads, which the module does not show.
     """
     for leaf, parameter in child.named_parameters(prefix=name):
         known = leaf in entries or any(holder in entries for holder in iterate_parent_names(leaf) if holder)

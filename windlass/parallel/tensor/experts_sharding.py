@@ -79,7 +79,7 @@ class FirstRankBias:
     def pre_forward(self, module: nn.Module, args: Any) -> None:
         bias = module._parameters[self._name]
         assert bias is not None
-        # keeps the bias in the graph: every rank takes part in the sum of its gradient
+        # keep the bias in the graph: every rank takes part in the sum of its gradient
         vars(module)[self._name] = bias * 0
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:

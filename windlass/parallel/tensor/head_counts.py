@@ -35,10 +35,10 @@ _INPUT_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.(?:size\(\)|shape)\
 
 
 def requires_input_width(module: nn.Module, projection: str) -> bool:
-    """Return True if an attention module's forward gives the result of its heads as many features as its input has.
+    """Return True if an attention module's forward reshapes the result of its heads to the width of its input.
 
-    Some forwards, e.g. TrOCR's, reshape the result of their heads to the number of features that they read from the
-    shape of `hidden_states`. The result of some of the heads has fewer.
+    Some forwards, e.g. TrOCR's, read this width from the shape of `hidden_states`. They fail on a rank with only a part
+    of the heads, whose result has fewer features.
 
     Args:
         projection: name of the layer that multiplies the result of all heads. After it, the width is that of the input.

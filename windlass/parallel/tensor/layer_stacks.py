@@ -87,7 +87,7 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
     children, holders = _called_children(name, layer)
     inside = [inner for inner, child in children.items() if not _is_token_wise(inner, child, plan)]
     if any(heads.module_name == name for heads in plan.head_partitions):
-        inside = [name]  # its heads need the full sequence, and so do its norms and its residual connection beside them
+        inside = [name]  # the layer is an attention module: its heads, norms and residual need the full sequence
     for inner in inside:
         if any(
             not is_inside(shard.name, inner) for chain in _chains_in(inner, plan) for shard in plan.chain_shards(chain)

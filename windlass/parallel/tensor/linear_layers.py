@@ -144,7 +144,7 @@ def is_stub(module: nn.Module) -> bool:
 
 
 def is_pipeline_stage(model: nn.Module) -> bool:
-    """Return True if other ranks have further layers of the model: the other stages of its pipeline."""
+    """Return True if `model` is a part of a pipeline, so that other ranks have its other layers."""
     stages, total = getattr(model, "stages", None), getattr(model, "total_stages", None)
     if isinstance(stages, list) and isinstance(total, int):
         return len(stages) < total

@@ -93,7 +93,8 @@ class LocalHeadsConfig:
 class LocalHeadBias:
     """Pre-forward hook of attention: keep only the rank's heads of biases that are added to the scores.
 
-    The backward gathers the gradients of all heads, so that what computes a bias gets the same gradient on each rank.
+    The backward gathers the gradients of all heads, so that the code that computes a bias gets the same gradient on
+    each rank.
 
     Args:
         names: names of the bias arguments.

@@ -27,7 +27,8 @@ from windlass.parallel.tensor.rank_ranges import count_elements
 Cuts = tuple[tuple[str, int, Ranges], ...]  # packed tensor, its dimension and the ranges that are kept, in elements
 
 _WHOLE = "weight_shape"  # packed tensor whose values are the sizes of the full matrix; replicated
-# Factor of a test: 64 parts take exactly 64 times the words of one part only if a part fills its last word.
+# Factor for a check of packed sizes: 64 parts take exactly 64 times the words of one part only if a part fills its last
+# word.
 _MANY = 64
 
 

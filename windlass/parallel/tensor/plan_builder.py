@@ -238,7 +238,7 @@ def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard
         )
     if layout.down_bias is not None:
         shards.append(ModuleShard(f"{name}.{layout.down_bias}", ShardStyle.PARTIAL, chain=name))
-    # Trained activations, whose number all features share: each rank computes the gradient of its features.
+    # Trained activation functions with one parameter for all features: each rank's gradient covers only its features.
     numbers = [leaf for leaf, parameter in module.named_parameters() if "." in leaf and parameter.numel() == 1]
     return [*shards, *(ModuleShard(f"{name}.{leaf}", ShardStyle.PARTIAL) for leaf in numbers)]
 

@@ -52,10 +52,10 @@ class StackSequenceSharding:
         self.axis, self.modules_with_partial_gradients = axis, modules_with_partial_gradients
         self._rank_sizes: list[int] = []  # tokens of each rank in the current forward
         self._num_samples = 0  # samples in the current forward
-        # flags: the first layer ran on this rank; it received a length that does not divide evenly
+        # flags: the first layer ran on this rank; its sequence length is not a multiple of the number of ranks
         self._has_first_layer, self._is_uneven = (False, False)
-        self._layer_arguments: list[weakref.ref[torch.Tensor]] = []  # those of the last layer but its hidden states
-        # results of modules of the layer for these arguments, and the names of the modules
+        self._layer_arguments: list[weakref.ref[torch.Tensor]] = []  # last layer's arguments except hidden states
+        # results of that layer's modules for these arguments, and the names of the modules
         self._results_of_arguments: list[tuple[weakref.ref[torch.Tensor], str]] = []
 
     def shard_input(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -88,8 +88,8 @@ class StackSequenceSharding:
         return next((name for ref, name in self._results_of_arguments if ref() is tensor), None)
 
     def is_layer_argument(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is an argument of the current layer besides its hidden states, has the memory of one
-        or was computed from one by a module of the layer.
+        """Return True if a tensor is an argument of the current layer other than its hidden states, shares memory with
+        such an argument, or was computed from one by a module of the layer.
         """
         memory = tensor.untyped_storage().data_ptr()
         kept = [one for ref in self._layer_arguments if (one := ref()) is not None and one.layout is torch.strided]
@@ -150,21 +150,21 @@ class PartArguments:
         fits, is_even = value.shape[:-1] == hidden.shape[:-1], len(set(sizes)) == 1
         if is_even and not (fits and value.numel()):
             return False
-        # The length may be that of the part of one rank alone. If it is that of all parts, and these are equally long,
-        # only the values show whether the ranks have different tokens.
+        # If the ranks have different numbers of tokens, an argument is a part if its length fits on every rank. If the
+        # numbers are equal, a replicated argument may have this length too, so the ranks compare values: parts differ.
         sample = torch.full((_SAMPLES + 1,), float(fits), device=value.device)
         if value.numel():  # the part of a rank may be empty
             sample[1:] = sample_elements(value)
         found = self._sequence_sharding.axis.all_gather(sample).unflatten(0, (-1, _SAMPLES + 1))
         if not is_even:
             return bool(found[:, 0].all())
-        # Values that are computed alike on all ranks may be rounded differently.
+        # Replicated values may be rounded differently on each rank.
         return not torch.allclose(found, found[:1].expand_as(found), rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
 def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return `_SAMPLES` elements at equal distances, from the first to the last, of a tensor that has elements."""
-    # in integers: a float32 does not hold every index above 2^24
+    # compute with integers: a float32 does not hold every index above 2^24
     at = torch.arange(_SAMPLES, device=tensor.device) * (tensor.numel() - 1) // (_SAMPLES - 1)
     return tensor.detach().take(at)
 
@@ -195,7 +195,7 @@ def _check_full_gradient(axis: MeshAxis, name: str, sources: Sequence[Any] | Non
         ModelError: the gradients differ, and a parameter would be trained with them. Raised on all ranks.
     """
     found = axis.all_gather(sample_elements(gradient).float()).unflatten(0, (-1, _SAMPLES))
-    # Gradients that are computed alike on all ranks may be rounded differently. The comparison is False for NaN.
+    # Equal gradients may be rounded differently on each rank. The comparison is False for NaN.
     if not float((found - found[:1]).abs().max()) > 1e-2 * float(found.abs().max()):
         return
     if sources is None or any(not _has_partial_gradient(one, axis) for one in _trained_parameters(sources)):
@@ -267,7 +267,7 @@ class StackInputHook:
                 if value.grad_fn is None:
                     checked[id(value)] = _FullGradient.apply(axis, name, value)
                 elif current_backward_id() == -1:  # else a recomputation, and the forward has registered the hook
-                    # not the node itself: a hook that holds its own node would never be freed
+                    # refer to the node's inputs, because a hook that holds its own node would never be freed
                     sources = [one for one, _ in value.grad_fn.next_functions if one is not None]
                     value.register_hook(partial(_check_full_gradient, axis, name, sources))
             return checked[id(value)]
@@ -359,8 +359,8 @@ class AttentionGatherHook:
 
 
 class ArgumentResultHook:
-    """Forward hook of a module in a layer: record what it computes from arguments of the layer besides the hidden
-    states (`StackSequenceSharding.record_result`).
+    """Forward hook of a module in a layer: record its output if its input is an argument of the layer other than the
+    hidden states (`StackSequenceSharding.record_result`).
     """
 
     def __init__(self, name: str, sequence_sharding: StackSequenceSharding) -> None:

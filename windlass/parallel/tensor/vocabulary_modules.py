@@ -37,7 +37,7 @@ def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) 
     for name, module in modules.items():
         if name in found or not (name in requested or module in ends):
             continue
-        tied = {name, *find_tied_modules(modules, name)}  # on other stages too, which decide as this stage does
+        tied = {name, *find_tied_modules(modules, name)}  # includes stubs, so that all pipeline stages decide alike
         local = {one for one in tied if not is_stub(modules[one])}
         why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(tied)) if why), "")
         if why and any(entries[one].is_from_user for one in requested & tied):

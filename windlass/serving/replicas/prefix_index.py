@@ -88,7 +88,7 @@ class ReplicaLoad:
 
     def insert(self, hashes: Iterable[int]) -> None:
         """Add the prefixes of a prompt. Beyond a fixed number, the least recently used prefixes are dropped."""
-        # from long to short, so that short prefixes, without which the long ones are unreachable, are dropped last
+        # add long prefixes first, so that short prefixes, without which the long ones are unreachable, are dropped last
         for known in reversed(list(hashes)):
             self._hashes[known] = None
             self._hashes.move_to_end(known)

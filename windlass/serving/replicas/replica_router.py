@@ -66,7 +66,7 @@ class ReplicaRouter:
         self.counter = RequestCounter()
         self.registry = CollectorRegistry()
         self.metrics = HttpMetrics(self.registry, "router")
-        # sockets in a directory that other users cannot enter
+        # put sockets into a directory that other users cannot enter
         self._directory = tempfile.TemporaryDirectory(prefix="windlass-")
         if len(os.fsencode(self._socket_path(len(environments)))) > _MAX_SOCKET_PATH_BYTES:
             self._directory.cleanup()

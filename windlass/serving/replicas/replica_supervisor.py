@@ -159,7 +159,7 @@ class ReplicaSupervisor:
             try:
                 await self._start_once()
             except Exception as error:  # an error that ended this task would not be logged
-                # no traceback for a ReplicaStartError (has the error of the process) or an OSError (no process started)
+                # log no traceback for a ReplicaStartError (has the process's error) or an OSError (no process started)
                 cause = None if isinstance(error, ReplicaStartError | OSError) else error
                 logger.error("replica %d could not be started again: %s", self.index, error, exc_info=cause)
                 send_signal(self._process, signal.SIGKILL)  # an unexpected error may leave the process running

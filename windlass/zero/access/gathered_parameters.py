@@ -112,7 +112,7 @@ class GatheredParameters:
             model.finish_update()
         for _, place in self._places:
             kinds = ["parameters"] if place.unit.reshards else []
-            if self._rank is not None:  # the end of the context sets both
+            if self._rank is not None:  # the end of the context sets the parameters and the master weights
                 kinds = ["parameters", "master_weights"]
             place.model.state_offloader.require_on_device(place.name, place.unit, *kinds)
         for parameter, init_shard in self._init_shards:

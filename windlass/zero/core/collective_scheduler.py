@@ -206,7 +206,7 @@ class CollectiveScheduler:
             self._start(code)
         self._reshard_gathered_for_peers(0)
         kind, _ = self._phase
-        # Also stored as the latest list of its kind, for phases that have no list of their own yet.
+        # Store the list also as the latest of its kind, for phases that have no list of their own yet.
         recorded = _RecordedPhase(tuple(self._recorded), self._begun_unsharded)
         self._previous[self._phase] = self._previous[kind, _LATEST] = recorded
         self._phase, self._recorded = None, []

@@ -45,7 +45,7 @@ class CompletionOrder:
 
     def _finish_first(self) -> None:
         first = self._in_flight.popleft()
-        # Set before waiting: `first` has left the queue even if `wait` raises.
+        # Set `done` before the wait: `first` has left the queue even if `wait` raises.
         first.done = True
         first.inner.wait()
 

@@ -128,7 +128,7 @@ def reduce_step_status(
     vector.fit(slots)
     # Replicas (MiCS) may reduce in different orders, so only the ranks of one replica are compared.
     replicas, replica = (mesh.dense.replicate.size, mesh.dense.replicate.index) if policy.state else (1, 0)
-    # float64, so that counts and squares of hashes are exact.
+    # use float64, so that counts and squares of hashes are exact
     facts = torch.zeros(vector.size + 2 + 2 * replicas, dtype=torch.float64)
     for number, (slot, pending) in enumerate(zip(slots, gradients.unreduced(), strict=True)):
         facts[number] = float(pending)

@@ -274,7 +274,7 @@ class GradientReducer:
                 "result"
             )
         if self._callbacks.on_gradient is not None:
-            # Called before the gradient is scaled and moved to the buffer.
+            # Call the hook before the gradient is scaled and moved to the buffer.
             self._callbacks.on_gradient(slot.unit, index, gradient)
         self._touched = True
         if self._contiguous:

@@ -57,7 +57,7 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
                     tensor.register_hook(lambda _: runtime.register_backward())
 
     before = torch.compiler.disable(begin)
-    # Prepended, so that the phase begins before hooks of the script touch parameters.
+    # Prepend the hook, so that the phase begins before hooks of the script touch parameters.
     return [
         model.register_forward_pre_hook(before, prepend=True),
         # `always_call`, so that an exception in the forward also closes the phase.
@@ -179,7 +179,7 @@ def _hook_inputs(
     passed = _Boundary.apply(exit_backward, *leaves)
     new = {id(old): through for old, through in zip(leaves, passed, strict=True)}
     call.leaves, call.given = list(zip(passed, leaves, strict=True)), (args, kwargs)
-    # In place, because the block may add to the caller's lists and dicts.
+    # Replace in place, because the block may add to the caller's lists and dicts.
     return replace_tensors(args, new, in_place=True), replace_tensors(kwargs, new, in_place=True)
 
 

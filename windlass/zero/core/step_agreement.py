@@ -53,7 +53,7 @@ class StepAgreement:
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
         self._traffic, self._device, self._has_local_failure = traffic, device, has_local_failure
         self._norm_vector = NormVector(mesh, device)
-        # Over all ranks, so that either all of them repeat the exchange or none does.
+        # Ask all ranks, so that either all of them repeat the exchange or none does.
         self._has_replicas = any(mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units)))
         self._replicas_summed = False  # True once this step's gradients are summed over replicas
         self._warned_uneven = False

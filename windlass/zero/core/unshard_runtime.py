@@ -283,7 +283,7 @@ class UnshardRuntime:
             names: Parameters to name in reports of hangs; by default all parameters of the first unit.
         """
         self._callbacks.require_parameters(units)
-        # Counted first, because the sync may reshard units without users.
+        # Count the users first, because the sync may reshard units without users.
         for unit in units:
             unit.users += 1
         try:

@@ -64,7 +64,7 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
     local = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
     with WaitScope("the comparison of models"):
         summaries = data.all_gather_object(local)
-    # Without `numel`, which may differ for experts.
+    # Leave out `numel`, which may differ for experts.
     kinds = [[one[:4] for one in of_rank] for of_rank in summaries]
     if all(one == kinds[0] for one in kinds):
         return

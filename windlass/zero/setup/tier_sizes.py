@@ -19,7 +19,7 @@ _BEYOND = 2  # more blocks at the peak: a backward unshards the next block befor
 
 @dataclass(frozen=True)
 class TierSizes:
-    """Bytes of all units of a rank.
+    """Bytes that a rank needs: those of its units, which can move between tiers, and all others.
 
     Attributes:
         units: Bytes by unit, in model order.

@@ -103,7 +103,7 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     its own, equal in all stages. So is each trainable parameter in no group of the optimizer, except experts, if
     these are few: some of them may join a group later, and the gradients of the others stay after a step.
     """
-    # Not experts: ranks may hold different numbers of them, and must have the same number of units.
+    # Experts are left out: ranks may hold different numbers of them, and must have the same number of units.
     waiting = [p for p in model.parameters() if p.requires_grad and id(p) in rules.unstepped]
     apart = {id(p) for p in waiting if not get_placement(p).key.is_expert}
     if len(apart) > _MOST_APART:

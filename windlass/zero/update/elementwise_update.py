@@ -262,7 +262,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
     def _gradient(chunk: UpdateChunk, gradient: torch.Tensor, divisor: float) -> torch.Tensor:
         if gradient.dtype != chunk.state_dtype:
             gradient = gradient.to(chunk.state_dtype)
-        # In place is safe, because the gradient is dropped after the step.
+        # Scale in place: the gradient is dropped after the step.
         if divisor != 1.0:
             gradient.div_(divisor)
         return gradient

@@ -275,7 +275,8 @@ class MasterWeights:
         return bool(self.chunks_of(unit)) and self._same_memory(unit) is None
 
     def full_span(self, unit: Unit) -> torch.Tensor | None:
-        """Return the master weights of this rank's state span; None if they are parameters themselves or on NVMe."""
+        """Return the master weights of this rank's state span; None if the parameters serve as master weights, or if
+        the master weights are on NVMe."""
         return self._separate_masters.get(unit.index)
 
     def write_back(self, chunk: UpdateChunk, *, keep: bool = False) -> Pending:

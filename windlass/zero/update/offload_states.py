@@ -54,7 +54,7 @@ class StateOffloader:
         self._units, self._slots, self._masters = units, slots, masters
         self._device, self._ledger = device, ledger
         self._offloaded: list[_OffloadedTensors] = []
-        self._kinds: frozenset[str] = frozenset()  # kinds of the last `offload`, equal on all ranks that called alike
+        self._kinds: frozenset[str] = frozenset()  # kinds of the last `offload`, equal on ranks with equal calls
 
     @property
     def has_offloaded(self) -> bool:
@@ -64,7 +64,7 @@ class StateOffloader:
     def require_on_device(self, name: str, unit: Unit, *kinds: str) -> None:
         """Check that the values of these kinds of a unit are not offloaded, before they are read or set.
 
-        Depends on the unit and on the offloaded kinds alone, so that ranks which offloaded alike raise together.
+        Depends only on the unit and on the offloaded kinds, so ranks that offloaded the same kinds raise together.
 
         Args:
             name: parameter that is read or set, for the message.

@@ -86,7 +86,7 @@ class QuantizationErrors:
         self._memory.wait()
 
     def forget(self) -> None:
-        """Return to the state before the first reduction."""
+        """Discard all errors, as before the first reduction."""
         self._memory.drop()
         for _, errors in self._lanes:
             errors.forget()

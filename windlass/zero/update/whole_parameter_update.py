@@ -328,7 +328,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
         moves = [_PointToPointMoves(dp_group) for dp_group in self._dp_groups]
         for owned in todo:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
-            # Read from `owned.tensor`, not from `values`: the optimizer may have replaced the tensor's data instead of
+            # Read `owned.tensor`, not `values`: the optimizer may have replaced the tensor's data instead of
             # writing to it.
             full = owned.tensor.detach().reshape(-1) if id(owned) in values else None
             for rank, start, stop, offset in self._spans(owned):
