@@ -730,6 +730,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     ) -> None:
         """Move this rank's states from the device to host memory until `reload_states`, to free device memory.
 
+        Until then forwards need the parameters on the device, and backwards the gradients too; steps and checkpoints
+        need all states. Calls raise if values that they need are offloaded. Optimizers with local steps, `DiLoCo` and
+        `ZeroOneAdam`, need all states for a forward.
+
         Args:
             include: any of `optimizer_states`, `master_weights`, `parameters`, `gradients`, all by default; or
                 DeepSpeed's names for them, `optim_states`, `hp_params`, `lp_params`, `lp_grads`, and
