@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +71,40 @@ def test_a_command_without_an_answer_is_named() -> None:
         pool._timeout_s = 0.5
         with pytest.raises(RankPoolError, match="rank 0: no answer to 'fail' in 0.5 s"):
             pool.ask("fail", rank=1, kind="")
+
+
+_SLOW = """
+import os, time
+if "WINDLASS_ECHO" in os.environ:  # a rank of the pool
+    print("importing", flush=True)
+    time.sleep(30)
+class Worker: ...
+"""
+_POOL = """
+import sys
+from slow_worker import Worker
+from windlass.cli.benches.rank_pool import RankPool
+if __name__ == "__main__":
+    try:
+        with RankPool(Worker, 2, label="slow", env={"WINDLASS_ECHO": "on"}) as pool:
+            pool.ask("answer")
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_while_ranks_import_their_worker_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "slow_worker.py").write_text(_SLOW)
+    (tmp_path / "pool.py").write_text(_POOL)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "pool.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # the group that a terminal sends its Ctrl-C to
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["importing\n"] * 2
+        os.killpg(process.pid, signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (130, "")

@@ -79,6 +79,14 @@ def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not a model: it has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_name_that_is_neither_a_directory_nor_on_the_hub(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, "runs/absent") == 1
+    error = capsys.readouterr().err
+    assert "cannot load the model of runs/absent: " in error
+    assert error.endswith("no such directory exists: check the path, or the name on the hub\n")
+
+
 def test_the_default_address_is_loopback(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

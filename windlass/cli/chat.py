@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +21,7 @@ from windlass.base.printable_console import PrintableConsole
 from windlass.base.text import escape_unprintable
 
 if TYPE_CHECKING:
+    from windlass.serving.engine_loading import EngineSource
     from windlass.serving.served_engine import ServedEngine
 
 _HELP = "/clear starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -57,14 +60,24 @@ def chat(
     }
     console = PrintableConsole(soft_wrap=True, highlight=False, markup=False)
     with asyncio.Runner() as runner:
-        with console.status(f"loading {model}"):
-            engine = runner.run(EngineSource(directory, options).load())
+        engine = _load(EngineSource(directory, options), runner, console)
         try:
             conversation = Conversation(engine, params, system)
             _accept_any_bytes()
             talk(conversation, runner, console, _read_line)
         finally:
             runner.run(engine.shutdown(drain=False))
+
+
+def _load(source: EngineSource, runner: asyncio.Runner, console: Console) -> ServedEngine:
+    try:
+        with console.status(f"loading {source.model}"):
+            return runner.run(source.load())
+    except KeyboardInterrupt:
+        # The loading thread may be in native code, where the end of the interpreter would abort the process.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(128 + signal.SIGINT)
 
 
 class Conversation:

@@ -203,7 +203,8 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, *, what: str =
         if what == "tokenizer":
             reason = one_line(" ".join(text.split()), 400)
             raise ModelError(_describe_missing_tokenizer(path, reason)) from error
-        raise ModelError(f"cannot load the {what} of {path}: {text.splitlines()[0]}") from error
+        absent = "" if directory.exists() else "; no such directory exists: check the path, or the name on the hub"
+        raise ModelError(f"cannot load the {what} of {path}: {text.splitlines()[0]}{absent}") from error
 
 
 def _is_empty(tokenizer: Any) -> bool:

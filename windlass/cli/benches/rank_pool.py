@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -59,7 +61,8 @@ class RankPool:
         for rank in range(nproc):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, make_worker, rank, init_method), daemon=True)
-            with temporary_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
+            variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with temporary_environment(variables), _interrupts_held():
                 process.start()
             there.close()
             self._ends.append(here)
@@ -117,6 +120,18 @@ class RankPool:
     def _end_of(self, rank: int) -> str:
         self._processes[rank].join(_AFTER_FAILURE_S)
         return f"ended with exit code {self._processes[rank].exitcode}"
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold back Ctrl-C inside the context. A process that starts in it never receives Ctrl-C, not even while it imports
+    modules, before it ignores the signal itself."""
+    resource_tracker.ensure_running()  # its own start, by the first process, would release SIGINT again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(connection: Connection, make_worker: Callable[[int, str], Any], rank: int, init_method: str) -> None:
