@@ -225,8 +225,9 @@ def park_between_steps(stage: int, parks: bool) -> RankTrace:
             before = place.used
             engine.offload_states()
             assert place.used < before
-            with pytest.raises(ModelError, match="reload_states"):
-                engine(**batch)
+            for refused in (engine.step, lambda: engine(**batch))[: 2 if stage == 3 else 1]:  # noqa: B023
+                with pytest.raises(ModelError, match="reload_states"):
+                    refused()
             engine.reload_states()
             assert place.used == before
     trace.params = whole_params(engine.module)
