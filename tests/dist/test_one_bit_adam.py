@@ -63,6 +63,11 @@ class Case:
     params: tuple[tuple[str, Any], ...] = (("freeze_step", FREEZE),)
     begin: int = FREEZE  # steps before the simulation begins
     steps: int = 5
+    masked: str = ""  # name of a parameter of which every third element has no momentum
+
+    def mask(self, numel: int) -> torch.Tensor:
+        """Return the flat mask of the masked parameter."""
+        return (torch.arange(numel) % 3 != 0).float()
 
     def config(self, folder: str = "") -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
@@ -128,8 +133,19 @@ def snapshot(engine: Any) -> dict[str, Any]:
     }
 
 
+def begin(case: Case, folder: str) -> Any:
+    """Return an engine for the case. A masked parameter has a group of its own."""
+    if not case.masked:
+        return start(specimen(case.model), case.config(folder))
+    model = oracle.build(specimen(case.model), dist.get_rank())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masked = named.pop(case.masked)
+    groups = [{"params": list(named.values())}, {"params": [masked], "exp_avg_mask": case.mask(masked.numel())}]
+    return windlass.initialize(model=model, model_parameters=groups, config=case.config(folder))[0]
+
+
 def run_case(case: Case, folder: str) -> dict[str, Any]:
-    engine = start(specimen(case.model), case.config(folder))
+    engine = begin(case, folder)
     train(engine, case, 0, case.begin)
     found = {"frozen": snapshot(engine)}
     moved: Counter[str] = Counter()
@@ -214,9 +230,9 @@ class Simulation:
                 owed = mean[part] + self.server[name][part]
                 mean[part] = passed(owed, case)
                 self.server[name][part] = owed - mean[part]
-            self.m[name] = mean
+            self.m[name] = self.masked(name, mean)
         else:
-            self.m[name] = self.m[name] * BETA1 + mean
+            self.m[name] = self.masked(name, self.m[name] * BETA1 + mean)
         change = self.m[name] / ((self.v[name] / case.corrected(BETA2, FREEZE)).sqrt() + EPS)
         change[self.v[name] == 0] = 0
         change = case.bounded(change, case.corrected(BETA1, step))
@@ -227,6 +243,10 @@ class Simulation:
         for part in self.pieces[name]:
             move = passed(self.x[name][part] - self.replicas[name][part].float(), case)
             self.replicas[name][part] = (self.replicas[name][part].float() + move).to(case.dtype)
+
+    def masked(self, name: str, momentum: torch.Tensor) -> torch.Tensor:
+        """Return a momentum, or the mean of messages, in which the elements that a mask excludes are zero."""
+        return momentum * self.case.mask(momentum.numel()) if name == self.case.masked else momentum
 
     def _local(self, step: int, rank: int) -> dict[str, torch.Tensor]:
         """Return the gradient of one rank: the mean over its micro-batches."""

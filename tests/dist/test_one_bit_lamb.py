@@ -83,7 +83,7 @@ class LambSimulation(Simulation):
             self.server[name][part] = owed - mean[part]
         if self.case.stage:
             mean = BETA1 * before + mean
-        self.m[name] = mean
+        self.m[name] = mean = self.masked(name, mean)
         rebuilt = (mean - BETA1 * before) / (1 - BETA1)
         self.fresh[name] = BETA2 * self.fresh[name] + (1 - BETA2) * rebuilt * rebuilt
         frozen = self.v[name].sqrt() + EPS

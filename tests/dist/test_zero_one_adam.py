@@ -114,7 +114,7 @@ class ZeroOneSimulation(Simulation):
             return
         parts = [gradient * (1 - BETA1) for gradient in gradients]
         if kind is StepKind.COMPRESSED:
-            self.m[name] = self.m[name] * BETA1 + self._two_phases(name, parts)
+            self.m[name] = self.masked(name, self.m[name] * BETA1 + self._two_phases(name, parts))
             self._move(name, step)
         elif case.stage:
             for rank, part in enumerate(parts):
@@ -126,7 +126,7 @@ class ZeroOneSimulation(Simulation):
             for one in self.summed:
                 one[name] = torch.zeros_like(received)
             for number in range(steps):
-                self.m[name] = self.m[name] * BETA1 + received
+                self.m[name] = self.masked(name, self.m[name] * BETA1 + received)
                 self._move(name, step - steps + 1 + number)
         else:
             self._gather(kind, name, step, parts)
@@ -140,13 +140,13 @@ class ZeroOneSimulation(Simulation):
         """Simulate a local step of every rank at stage 0, and in a SYNC step also the synchronization."""
         root, case = self._root(name), self.case
         for rank, part in enumerate(parts):
-            self.own[rank][name] = self.own[rank][name] * BETA1 + part
+            self.own[rank][name] = self.masked(name, self.own[rank][name] * BETA1 + part)
             move = self.own[rank][name] / root * (LR / case.corrected(BETA1, step))
             move[self.v[name] == 0] = 0
             self.change[rank][name] = self.change[rank][name] * (1 - LR * DECAY) + move
         decay = self.decayed * self.x[name]
         if kind is StepKind.SYNC:
-            mean = self._two_phases(name, [one[name] * root for one in self.change])
+            mean = self.masked(name, self._two_phases(name, [one[name] * root for one in self.change]))
             move = mean / root
             move[self.v[name] == 0] = 0
             self.x[name] = self.x[name] - (decay + case.bounded(move, case.corrected(BETA1, step) * self.rates))

@@ -18,9 +18,10 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, split_checkp
 from windlass.kernels.update_tensors import count_scales
 from windlass.optim import quantized_states
 from windlass.optim.elementwise_optimizers import SCALAR_STATES
+from windlass.optim.one_bit_adam import MOMENTUM_MASK
 
-# keys of parameter groups that select an implementation: they are not restored, since each run chooses its own
-IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable", "state_dtype"})
+# Keys of parameter groups that are not restored, since each run chooses its own: implementations, and masks of momenta.
+UNRESTORED_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable", "state_dtype", MOMENTUM_MASK})
 
 
 def read_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> PlainCheckpoint:
@@ -126,7 +127,7 @@ def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str
             "the optimizer with the saved groups"
         )
     values = stored.engine_data["groups"][found.pop()]["values"]
-    kept = {key: value for key, value in values.items() if key not in IMPLEMENTATION_KEYS}
+    kept = {key: value for key, value in values.items() if key not in UNRESTORED_KEYS}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
 
 

@@ -42,6 +42,12 @@ class OpBuilder:
         """Return True if torch was built for AMD's GPUs."""
         return torch.version.hip is not None
 
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """Return the version of ROCm for which torch was built; (0, 0) without ROCm."""
+        major, minor, *_ = (torch.version.hip or "0.0").split(".")
+        return int(major), int(minor)
+
     def absolute_name(self) -> str:
         return f"deepspeed.ops.{self.name}"
 

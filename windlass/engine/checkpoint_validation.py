@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
+from windlass.checkpoint.torch_state_dicts import UNRESTORED_KEYS
 from windlass.engine.optimizer_groups import GroupMatch, GroupMetadata
 from windlass.optim.cpu_lamb import CPULamb
 from windlass.optim.elementwise_optimizers import SCALAR_STATES, get_step_class, is_elementwise, probe_state
@@ -71,7 +71,7 @@ def check_saved_groups(optimizer: torch.optim.Optimizer, match: GroupMatch, save
         if "params" in values:
             raise CheckpointError("the hyper-parameters of the checkpoint have the key 'params'; load another one")
         for key, value in values.items():
-            if key in group and key not in IMPLEMENTATION_KEYS:
+            if key in group and key not in UNRESTORED_KEYS:
                 require_compatible(value, group[key], f"the hyper-parameter {key!r} of optimizer group {number}")
 
 

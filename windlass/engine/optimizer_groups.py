@@ -16,8 +16,8 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint.checkpoint_load import count_and_names
-from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
-from windlass.optim.one_bit_adam import count_earlier_steps
+from windlass.checkpoint.torch_state_dicts import UNRESTORED_KEYS
+from windlass.optim.one_bit_adam import MOMENTUM_MASK, count_earlier_steps
 from windlass.parallel.placement import get_global_name
 
 GroupMetadata = list[dict[str, Any]]
@@ -30,7 +30,7 @@ def group_metadata(optimizer: torch.optim.Optimizer | None, model: nn.Module) ->
     names = {id(p): get_global_name(p, name) for name, p in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key != "params"}
+        values = {key: value for key, value in group.items() if key not in ("params", MOMENTUM_MASK)}
         groups.append({"parameters": [names[id(p)] for p in group["params"]], "values": values})
     return groups
 
@@ -97,7 +97,7 @@ def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: Gro
 def load_hyperparameters(
     optimizer: torch.optim.Optimizer, match: GroupMatch, saved: GroupMetadata, applied_steps: int
 ) -> None:
-    """Load the saved hyper-parameters, except choices of an implementation (`foreach`, ...), and log the match.
+    """Load the saved hyper-parameters, except those that each run chooses (`foreach`, ...), and log the match.
 
     Args:
         applied_steps: number of optimizer steps before the save. If another optimizer made these steps, an optimizer
@@ -106,7 +106,7 @@ def load_hyperparameters(
     for group, number in zip(optimizer.param_groups, match.source, strict=True):
         if number is None:
             continue
-        values = {k: v for k, v in saved[number]["values"].items() if k not in IMPLEMENTATION_KEYS}
+        values = {k: v for k, v in saved[number]["values"].items() if k not in UNRESTORED_KEYS}
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     if not any("applied_steps" in group["values"] for group in saved) and count_earlier_steps(optimizer, applied_steps):
         counted = plural(applied_steps, "step")

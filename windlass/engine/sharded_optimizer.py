@@ -11,7 +11,7 @@ import torch
 from windlass.base.errors import ModelError, WindlassError
 from windlass.base.log import logger
 from windlass.base.text import plural
-from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
+from windlass.checkpoint.torch_state_dicts import UNRESTORED_KEYS
 from windlass.engine.optimizer_modes import modes_of
 from windlass.optim.elementwise_optimizers import enable_fused_step
 from windlass.zero.access.full_values import full_states, set_full_state
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             require_states_on_device(parameter)
         dropped = []
         for group, saved in zip(self.param_groups, given, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in {"params", *IMPLEMENTATION_KEYS}})
+            group.update({key: value for key, value in saved.items() if key not in {"params", *UNRESTORED_KEYS}})
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 states = of_parameter.get(number, {})
                 keep_states(parameter, states)

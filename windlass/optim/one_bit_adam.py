@@ -11,6 +11,8 @@ from windlass.base.errors import ConfigError
 from windlass.optim.hyperparameter_checks import check_hyperparameters
 
 FREEZE_STEP = 100_000
+MOMENTUM_MASK = "exp_avg_mask"
+"""Key of a parameter group whose value excludes elements from compressed steps; see `OneBitAdam`."""
 
 
 class OneBitAdam(torch.optim.AdamW):
@@ -19,6 +21,10 @@ class OneBitAdam(torch.optim.AdamW):
 
     The first `freeze_step` steps are those of `torch.optim.AdamW`. Afterwards the variance is constant, gradients are
     no longer reduced in full, and ranks exchange one bit for each element. Outside an engine every step is AdamW's.
+
+    A group may have the key `exp_avg_mask`, a tensor with as many elements as each parameter of the group. In
+    compressed steps momenta are multiplied by it. It is 0 for elements whose gradient is always 0, which one bit cannot
+    represent. Checkpoints do not contain it, because it may differ between runs.
 
     Without `bias_correction` moments are used as they are, in all steps; an engine is needed then.
 

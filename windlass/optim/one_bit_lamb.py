@@ -26,7 +26,8 @@ class OneBitLamb(Lamb):
     The first `freeze_step` steps are those of `Lamb`, and keep a moving average of each trust ratio as `coeff_freeze`.
     Afterwards the variance is constant, and the trust ratio of a step is this average times a factor. The factor
     follows the largest quotient of two denominators of LAMB: one with the frozen variance, the other with a variance
-    that is computed from the compressed momenta. Outside an engine every step is LAMB's.
+    that is computed from the compressed momenta. Outside an engine every step is LAMB's. Groups may have a mask of
+    momenta, as those of `OneBitAdam`.
 
     Source: Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
     Speed", arXiv:2104.06069, algorithm 2.

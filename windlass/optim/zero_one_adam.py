@@ -40,7 +40,8 @@ class ZeroOneAdam(torch.optim.AdamW):
     of the interval, which begins with 1 and doubles after every `var_update_scaler` such steps; the other steps are
     compressed. At the interval 1 steps are AdamW's. After `var_freeze_step`, step s synchronizes if it is a multiple of
     the local interval, which begins with 1 and doubles after every `local_step_scaler` steps, up to
-    `local_step_clipper`; the other steps are local. Outside an engine every step is AdamW's.
+    `local_step_clipper`; the other steps are local. Outside an engine every step is AdamW's. Groups may have a mask of
+    momenta, as those of `OneBitAdam`.
 
     Source: Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", arXiv:2202.06009,
     algorithm 1, with DeepSpeed's policies.

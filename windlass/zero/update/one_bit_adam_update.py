@@ -47,6 +47,7 @@ from windlass.zero.update.compressed_phase import (
     warn_of_late_parameter,
 )
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
+from windlass.zero.update.momentum_mask import apply_momentum_mask, check_momentum_masks
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
@@ -65,6 +66,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
+        check_momentum_masks(optimizer, [chunk.unit for chunk in self.chunks])
         self._shards = context.shards_states
         self._phase = CompressedPhase(
             optimizer, context, self.chunks, self.rank_state_keys(optimizer, self._shards), self.codec_of(optimizer)
@@ -190,7 +192,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
             momentum.mul_(given["betas"][0]).add_(received)
         else:
             momentum.copy_(received)
+        self._mask(segment, momentum, options)
         self._move(segment, values, options)
+
+    def _mask(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> None:
+        """Set the elements of a fragment's momentum or message to zero that the mask of its group excludes."""
+        piece, unit = segment.piece, segment.chunk.unit
+        apply_momentum_mask(values, options[id(segment.parameter)], unit, piece.index, piece.start)
 
     def _step_exactly(
         self, segment: ParameterSegment, values: torch.Tensor, gradient: torch.Tensor, options: Options

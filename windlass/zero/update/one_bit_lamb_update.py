@@ -20,6 +20,7 @@ from windlass.optim.one_bit_lamb import move_lamb_values, take_lamb_momentum
 from windlass.parallel.placement import Placement
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_phase import CompressedPhase, Options, error_keys, warn_of_late_parameter
+from windlass.zero.update.momentum_mask import apply_momentum_mask, check_momentum_masks
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
@@ -39,6 +40,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
+        check_momentum_masks(optimizer, [chunk.unit for chunk in self.chunks])
         self._masters = context.masters
         keys = self.rank_state_keys(optimizer, context.shards_states)
         self._phase = CompressedPhase(optimizer, context, self.chunks, keys)
@@ -97,10 +99,9 @@ class OneBitLambUpdate(WholeParameterUpdate):
             if self._is_stepped(owned, used, options):
                 if "exp_avg" not in self._inner.state[owned.tensor]:
                     warn_of_late_parameter(owned.name)
-                momentum = self._shaped(owned, gradient=True)
-                numbers[row] = take_lamb_momentum(
-                    self._shaped(owned), momentum, self._inner.state[owned.tensor], options[id(owned.parameter)]
-                )
+                momentum, given = self._shaped(owned, gradient=True), options[id(owned.parameter)]
+                apply_momentum_mask(momentum, given, owned.chunk.unit, owned.index)
+                numbers[row] = take_lamb_momentum(self._shaped(owned), momentum, self._inner.state[owned.tensor], given)
         combine_parts(self._axes, [owned.placement for owned in parts], numbers[:, :2], numbers[:, 2], batch)
         for owned, of_whole in zip(parts, numbers.tolist(), strict=True):
             if self._is_stepped(owned, used, options):

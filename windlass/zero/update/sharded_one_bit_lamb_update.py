@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.optim.lamb import ratio_of_norms, sum_of_squares
+from windlass.optim.one_bit_adam import MOMENTUM_MASK
 from windlass.optim.one_bit_lamb import lamb_denominator, next_factor
 from windlass.zero.update.compressed_phase import Options
 from windlass.zero.update.elementwise_update import ParameterSegment
@@ -147,7 +148,14 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             state[FACTOR] = torch.ones((), dtype=torch.float32)
             state.setdefault(COEFFICIENT, torch.ones((), dtype=torch.float32))
         state["step"] += 1
-        state["exp_avg"].mul_(beta1).add_(mean)
+        momentum = state["exp_avg"].mul_(beta1)
+        if options[id(segment.parameter)].get(MOMENTUM_MASK) is not None:
+            decayed = momentum.clone()
+            momentum.add_(mean)
+            self._mask(segment, momentum, options)
+            mean = momentum - decayed
+        else:
+            momentum.add_(mean)
         gradient = mean / (1 - beta1)
         state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 

@@ -153,6 +153,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         momentum, beta1 = self._opened(segment, values)["exp_avg"], options[id(segment.parameter)]["betas"][0]
         for _ in range(self._repeats if self.kind is StepKind.SYNC else 1):
             momentum.mul_(beta1).add_(received)
+            self._mask(segment, momentum, options)
             self._move(segment, values, options)
 
     # Local steps at stage 0.
@@ -185,6 +186,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if not float(rates):
             momentum.copy_(state["exp_avg"])
         momentum.mul_(given["betas"][0]).add_(gradient)
+        self._mask(segment, momentum, options)
         state["step"] += 1
         rate, decay = self._rate(segment, options), float(given["lr"]) * given["weight_decay"]
         root = self._denominator(segment, change, options)
@@ -199,6 +201,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _take_common_step(self, segment: ParameterSegment, mean: torch.Tensor, options: Options) -> None:
         """Apply the mean of all ranks' changes and the weight decay to the master weights. Set the common momentum."""
         state, master = self._inner.state[segment.tensor], self._master(segment)
+        self._mask(segment, mean, options)
         rates = float(state[RATES])
         move = (mean / self._denominator(segment, mean, options)).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
         decay = master.to(move.dtype) * float(state[DECAY])
