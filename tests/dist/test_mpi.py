@@ -26,11 +26,19 @@ from tests.oracle import Recipe
 from windlass.observe.environment.backend_support import collective_support, operator_support
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def mpi(request: pytest.FixtureRequest) -> Iterator[MpiWorld]:
-    world = MpiWorld(request.param)
-    yield world
-    world.close()
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, MpiWorld]]:
+    started: dict[int, MpiWorld] = {}
+    yield started
+    for world in started.values():
+        world.close()
+
+
+@pytest.fixture(params=[2, 4])
+def mpi(request: pytest.FixtureRequest, worlds: dict[int, MpiWorld]) -> MpiWorld:
+    if request.param not in worlds:
+        worlds[request.param] = MpiWorld(request.param)
+    return worlds[request.param]
 
 
 def call_everything() -> int:
@@ -40,12 +48,50 @@ def call_everything() -> int:
     collectives.locate()
     collectives.move_everything()
     collectives.exchange_everything()
+    collectives.talk_in_pairs()
+    collectives.premultiply()
+    collectives.out_of_order()
     move_uneven()
     return cases
 
 
 def test_collectives_equal_the_plain_ones(mpi: MpiWorld) -> None:
     assert mpi.run(call_everything)[0] > 15
+
+
+@pytest.mark.slow
+def test_every_operator_on_every_dtype_equals_the_plain_reduction(mpi: MpiWorld) -> None:
+    assert mpi.run(collectives.reduce_everything, "gloo", timeout=300.0)[0] > 150
+
+
+@pytest.mark.parametrize("mpi", [4], indirect=True)
+def test_groups_use_global_ranks(mpi: MpiWorld) -> None:
+    mpi.run(collectives.sub_groups)
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+def test_invalid_arguments_are_refused_before_anything_is_sent(mpi: MpiWorld) -> None:
+    mpi.run(collectives.refuse_everything)
+
+
+def miss_a_barrier() -> str:
+    """Return this rank's error of a monitored barrier in which the last rank does not take part."""
+    from datetime import timedelta
+
+    from windlass.compat import collectives as comm
+
+    text = ""
+    if comm.get_rank() < comm.get_world_size() - 1:
+        with pytest.raises(RuntimeError) as caught:
+            comm.monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+        text = str(caught.value)
+    comm.barrier()
+    return text
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+def test_monitored_barrier_names_the_missing_rank(mpi: MpiWorld) -> None:
+    assert "missing after 0 s: rank 1" in mpi.run(miss_a_barrier)[0]
 
 
 def move_uneven() -> None:
