@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist import parallel_runs
 from tests.dist import test_collectives as collectives
 from tests.dist import test_diloco as diloco
 from tests.dist import test_one_bit_adam as one_bit
@@ -217,6 +219,53 @@ def test_ranks_train_as_one_process(mpi: MpiWorld, precision: str) -> None:
     wanted = expected("tied", recipe)
     for actual in zip(*mpi.run(train, recipe), strict=True):
         assert not complaints(list(actual), wanted, recipe)
+
+
+PARALLEL = [
+    parallel_runs.Case("llama", (("pp", 2),), stage=1, accumulation=2),
+    parallel_runs.Case("gpt2", (("tp", 2),), stage=3, tied=True),
+    parallel_runs.Case("llama", (("sp", 2),), stage=2),
+    parallel_runs.Case("llama", (("sp", 2),), stage=3, sequence="ring"),
+    parallel_runs.Case("mixtral", (("ep", 2),), stage=2),
+    parallel_runs.Case("llama", (("pp", 2), ("tp", 2)), stage=3, tied=True, accumulation=2),
+    parallel_runs.Case("mixtral", (("ep", 2), ("sp", 2)), stage=3, sequence="ring"),
+    parallel_runs.Case("llama", (("pp", 2),), stage=2, world=4, accumulation=4),
+]
+
+
+# Call of MPI that carries the messages of an axis.
+MESSAGES = {"pp": "send", "tp": "all_reduce", "ulysses": "all_to_all_single", "ring": "send", "ep": "all_to_all_single"}
+
+
+def train_parallel(case: parallel_runs.Case) -> tuple[parallel_runs.Found, set[str]]:
+    """Train two steps. Return the trace, and the names of the calls of MPI."""
+    from windlass.comm.mpi_process_group import MpiProcessGroup
+
+    calls, start = set[str](), MpiProcessGroup._start
+
+    def noted(group: MpiProcessGroup, name: str, *more: Any) -> Any:
+        calls.add(name.split()[0])
+        return start(group, name, *more)
+
+    with patch.object(MpiProcessGroup, "_start", noted):
+        return parallel_runs.train(case, 2), calls
+
+
+@pytest.mark.parametrize(
+    ("mpi", "case"),
+    [
+        pytest.param(case.ranks, replace(case, transport="mpi"), marks=[pytest.mark.slow] if number else [])
+        for number, case in enumerate(PARALLEL)
+    ],
+    indirect=["mpi"],
+    ids=str,
+)
+def test_parallel_ranks_train_as_one_process(mpi: MpiWorld, case: parallel_runs.Case) -> None:
+    by_rank = mpi.run(train_parallel, case)
+    parallel_runs.hold_all(case, [found for found, _ in by_rank], parallel_runs.plain, 2)
+    for axis, _ in case.axes:
+        call = MESSAGES[case.sequence if axis == "sp" else axis]
+        assert all(call in calls for _, calls in by_rank), (axis, by_rank[0][1])
 
 
 ONE_BIT = [one_bit.Case(0, transport="mpi"), one_bit.Case(2, transport="mpi", accumulation=2)]
