@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,14 +15,18 @@ import torch.distributed as dist
 
 from tests.dist import parallel_runs
 from tests.dist import test_collectives as collectives
+from tests.dist import test_compressed_collectives as compressed
+from tests.dist import test_compressed_lists as compressed_lists
 from tests.dist import test_diloco as diloco
 from tests.dist import test_one_bit_adam as one_bit
 from tests.dist import test_one_bit_lamb as lamb
 from tests.dist import test_power_sgd as power_sgd
+from tests.dist import test_quantized_messages as zero_plus
 from tests.dist import test_zero_one_adam as zero_one
 from tests.dist.equivalence_runs import Setting, complaints, expected, train_rank
 from tests.dist.harness import run_ranks
 from tests.dist.mpi_ranks import MpiWorld
+from tests.dist.quick_rows import in_shares
 from tests.dist.test_gloo_collective_support import what_works
 from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
 from tests.oracle import Recipe
@@ -268,40 +273,122 @@ def test_parallel_ranks_train_as_one_process(mpi: MpiWorld, case: parallel_runs.
         assert all(call in calls for _, calls in by_rank), (axis, by_rank[0][1])
 
 
-ONE_BIT = [one_bit.Case(0, transport="mpi"), one_bit.Case(2, transport="mpi", accumulation=2)]
-ZERO_ONE = [replace(zero_one.CASE, transport="mpi", stage=stage) for stage in (0, 1)]
-LAMB = [replace(lamb.CASE, transport="mpi", stage=stage) for stage in (0, 2)]
-DILOCO = [
-    replace(diloco.CASE, transport="mpi"),
-    diloco.with_params(
-        replace(diloco.CASE, transport="mpi"), codec="identity", fragments=2, overlap_steps=2, mixing=0.5
-    ),
-]
+# ------------------------------------------------------------------------------------------------ compressed messages
 
 
-def train_compressed(folder: str) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("mpi", "codecs"),
+    [
+        (2, ("identity", "sign")),
+        *(
+            pytest.param(ranks, (*compressed.CODECS, *compressed.OTHER_CODECS), marks=pytest.mark.slow)
+            for ranks in (2, 4)
+        ),
+    ],
+    indirect=["mpi"],
+)
+def test_compressed_collectives_equal_their_explicit_computation(mpi: MpiWorld, codecs: tuple[str, ...]) -> None:
+    counts = mpi.run(compressed.all_cases, "mpi", codecs, timeout=240.0)
+    assert counts == [len(codecs) * len(compressed.SHAPES) * len(compressed.DTYPES)] * mpi.world
+    assert max(mpi.run(compressed.beside_plain, "mpi")) <= (0.0 if mpi.world == 2 else 1e-3)
+    mpi.run(compressed.along_axes_and_rings, "mpi")
+
+
+@pytest.mark.parametrize(
+    ("mpi", "codec"),
+    [(2, "sign"), *(pytest.param(4, codec, marks=pytest.mark.slow) for codec in ("sign", "int4", "int8", "topk"))],
+    indirect=["mpi"],
+)
+def test_compressed_lists_with_error_feedback_equal_their_simulation(mpi: MpiWorld, codec: str) -> None:
+    mpi.run(compressed_lists.two_phases, "mpi", codec)
+
+
+ZERO_PLUS: dict[str, tuple[list[zero_plus.Case], Callable[..., None]]] = {
+    "lossless": (zero_plus.EXACT, partial(zero_plus.require_exact, zero_plus.EXACT)),
+    "lossy": (zero_plus.LOSSY, partial(zero_plus.require_bounds, zero_plus.LOSSY)),
+    "one lossy": (zero_plus.LOSSY[:2], partial(zero_plus.require_bounds, zero_plus.LOSSY[:2])),
+    "bytes": (zero_plus.TWO_HOPS, zero_plus.require_bytes),
+}
+
+
+@pytest.mark.parametrize(
+    ("mpi", "law"),
+    [
+        (2, "one lossy"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2, "lossless"), (2, "lossy"), (4, "bytes"))),
+    ],
+    indirect=["mpi"],
+)
+def test_quantized_messages_are_exact_or_within_their_bounds(mpi: MpiWorld, law: str) -> None:
+    cases, require = ZERO_PLUS[law]
+    require(mpi.run(zero_plus.run_cases, [replace(case, transport="mpi") for case in cases], timeout=120.0))
+
+
+# The quick row runs the first two cases of each optimizer.
+OPTIMIZERS: dict[str, list[one_bit.Case]] = {
+    "one_bit": [one_bit.Case(0), one_bit.Case(2, accumulation=2), one_bit.Case(1, clipping=0.1)],
+    "zero_one": [replace(zero_one.CASE, stage=stage) for stage in (0, 1, 2)],
+    "lamb": [replace(lamb.CASE, stage=stage) for stage in (0, 2, 1)],
+    "diloco": [
+        diloco.CASE,
+        diloco.with_params(diloco.CASE, codec="identity", fragments=2, overlap_steps=2, mixing=0.5),
+    ],
+}
+LAWS: dict[str, Any] = {
+    "one_bit": one_bit.require_law,
+    "zero_one": zero_one.require_law,
+    "lamb": lamb.require_law,
+    "diloco": diloco.require_law,
+}
+
+
+def train_compressed(cases: dict[str, list[one_bit.Case]], folder: str) -> dict[str, Any]:
     return {
-        "one_bit": one_bit.run_cases(ONE_BIT, folder),
-        "zero_one": one_bit.run_cases(ZERO_ONE, folder),
-        "lamb": [lamb.run_lamb(case, folder) for case in LAMB],
-        "diloco": diloco.run_all(DILOCO),
+        "one_bit": one_bit.run_cases(cases["one_bit"], folder),
+        "zero_one": one_bit.run_cases(cases["zero_one"], folder),
+        "lamb": [lamb.run_lamb(case, folder) for case in cases["lamb"]],
+        "diloco": diloco.run_all(cases["diloco"]),
         "power_sgd": power_sgd.with_hook(5, "mpi"),
     }
 
 
-@pytest.mark.parametrize("mpi", [2], indirect=True)
-def test_compressed_optimizers_equal_their_simulations(mpi: MpiWorld, tmp_path: Path) -> None:
-    by_rank = mpi.run(train_compressed, str(tmp_path), timeout=120.0)
-    laws: list[tuple[str, list[Any], Any]] = [
-        ("one_bit", ONE_BIT, one_bit.require_law),
-        ("zero_one", ZERO_ONE, zero_one.require_law),
-        ("lamb", LAMB, lamb.require_law),
-        ("diloco", DILOCO, diloco.require_law),
-    ]
-    for name, cases, require_law in laws:
-        for number, case in enumerate(cases):
+@pytest.mark.parametrize(
+    ("mpi", "every"),
+    [(2, False), *(pytest.param(ranks, True, marks=pytest.mark.slow) for ranks in (2, 4))],
+    indirect=["mpi"],
+)
+def test_compressed_optimizers_equal_their_simulations(mpi: MpiWorld, every: bool, tmp_path: Path) -> None:
+    cases = {
+        name: [replace(case, transport="mpi", ranks=mpi.world) for case in (of_one if every else of_one[:2])]
+        for name, of_one in OPTIMIZERS.items()
+    }
+    by_rank = mpi.run(train_compressed, cases, str(tmp_path), timeout=240.0)
+    for name, require_law in LAWS.items():
+        for number, case in enumerate(cases[name]):
             require_law(case, [found[name][number] for found in by_rank])
     power_sgd.require_hook([found["power_sgd"] for found in by_rank])
+
+
+@pytest.mark.parametrize(
+    ("mpi", "case"),
+    [
+        (2, one_bit.Case(2)),
+        pytest.param(4, one_bit.Case(0, ranks=4), marks=pytest.mark.slow),
+        pytest.param(2, diloco.OVERLAPPED, marks=pytest.mark.slow),
+    ],
+    indirect=["mpi"],
+)
+def test_a_resumed_run_is_exact(mpi: MpiWorld, case: one_bit.Case, tmp_path: Path) -> None:
+    case = replace(case, transport="mpi")
+    at = one_bit.FREEZE + 2
+    one_bit.require_equal_runs(*(mpi.run(run, case, str(tmp_path), at) for run in (one_bit.save, one_bit.resume)))
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+@in_shares
+def test_a_nan_is_named_and_never_enters_the_error_feedback(mpi: MpiWorld, every: bool) -> None:
+    cases = [replace(case, transport="mpi") for case in (one_bit.BAD if every else one_bit.BAD[:1])]
+    one_bit.require_a_named_nan(cases, mpi.run(one_bit.errors_around_a_nan, cases))
 
 
 def fail() -> list[str]:
