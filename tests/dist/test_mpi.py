@@ -23,6 +23,7 @@ from tests.dist import test_one_bit_lamb as lamb
 from tests.dist import test_power_sgd as power_sgd
 from tests.dist import test_quantized_messages as zero_plus
 from tests.dist import test_zero_one_adam as zero_one
+from tests.dist.device_tensor import DeviceTensor, EmulatedGpu
 from tests.dist.equivalence_runs import Setting, complaints, expected, train_rank
 from tests.dist.harness import run_ranks
 from tests.dist.mpi_ranks import MpiWorld
@@ -210,6 +211,101 @@ def test_tensors_that_do_not_fit_are_refused_before_mpi_writes_to_them(mpi: MpiW
     assert texts[0].startswith("all_gather over MPI: a tensor of shape [2] and torch.float32 does not fit one of")
     assert texts[4] == "all_gather over MPI: 1 tensors for 2 ranks; pass one for each"
     assert texts[6].startswith("all_to_all_single over MPI: [3, 3] are not 2 numbers that add up to the 4 rows")
+
+
+Put = Callable[[torch.Tensor], torch.Tensor]
+
+
+def device_calls(group: Any, put: Put, dtype: torch.dtype) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yield the name and the outputs of every method of the process group that moves tensors. `put` moves its inputs
+    and outputs to a device."""
+    rank, size = group.rank(), group.size()
+    last, before, following = size - 1, (rank - 1) % size, (rank + 1) % size
+    average, reduce, root = dist.AllreduceOptions(), dist.ReduceOptions(), dist.BroadcastOptions()
+    average.reduceOp, reduce.rootRank, root.rootRank = dist.ReduceOp.AVG, last, last
+
+    def own(*shape: int) -> torch.Tensor:
+        return put((torch.arange(torch.Size(shape).numel()) + 3.0 * rank).view(shape).to(dtype))
+
+    def blank(*shape: int) -> torch.Tensor:
+        return put(torch.zeros(shape, dtype=dtype))
+
+    def each(make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        return [make(3) for _ in range(size)]
+
+    def wait(name: str, work: Any, *outputs: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+        work.wait()
+        return name, list(outputs)
+
+    for name, tensor in (("all_reduce", own(2, 3)), ("all_reduce of columns", own(2, 3).t())):
+        yield wait(name, group.allreduce([tensor]), tensor)
+    tensor = own(3)
+    yield wait("average", group.allreduce([tensor], average), tensor)
+    tensor = own(3)
+    yield wait("reduce", group.reduce([tensor], reduce), tensor)
+    tensor = blank(3)
+    yield wait("reduce_scatter", group.reduce_scatter([tensor], [each(own)]), tensor)
+    tensor = blank(3)
+    yield wait("reduce_scatter_tensor", group.reduce_scatter_single(tensor, own(size, 3)), tensor)
+    tensor = own(3)
+    yield wait("broadcast", group.broadcast([tensor], root), tensor)
+    parts = each(blank)
+    yield wait("all_gather", group.allgather([parts], [own(3)]), *parts)
+    tensor = blank(size, 3)
+    yield wait("all_gather_into_tensor", group.all_gather_single(tensor, own(3)), tensor)
+    tensor = blank(3, size).t()
+    yield wait("all_gather into columns", group.all_gather_single(tensor, own(3)), tensor)
+    parts = each(blank)
+    yield wait("gather", group.gather([parts] if rank == last else [], [own(3)], root), *parts)
+    tensor = blank(3)
+    yield wait("scatter", group.scatter([tensor], [each(own)] if rank == last else [], root), tensor)
+    tensor = blank(size, 2)
+    yield wait("all_to_all_single", group.all_to_all_single(tensor, own(size, 2), [], []), tensor)
+    parts = each(blank)
+    yield wait("all_to_all", group.alltoall(parts, each(own)), *parts)
+    sent, tensor = group.send([own(3)], following, 0), blank(3)
+    yield wait("recv", group.recv([tensor], before, 0), tensor)
+    sent.wait()
+
+
+def stage(cuda_aware: bool) -> None:
+    """Check the results for tensors of an emulated GPU, and that MPI uses host memory unless it is CUDA-aware."""
+    from datetime import timedelta
+
+    from mpi4py import MPI
+
+    from windlass.comm import mpi_elements, mpi_process_group
+
+    group = mpi_process_group.MpiProcessGroup(MPI, MPI.COMM_WORLD.Dup(), cuda_aware, timedelta(seconds=20))
+    spec, where = mpi_elements.mpi_spec, ""
+
+    def checked(mpi: Any, memory: torch.Tensor, *counts: Any) -> Any:
+        assert isinstance(memory, DeviceTensor) == cuda_aware, (where, "memory for MPI")
+        assert not (cuda_aware and gpu.pending), (where, "MPI does not wait for the stream")
+        return spec(mpi, memory, *counts)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        wanted = dict(device_calls(group, lambda tensor: tensor, dtype))
+        with (
+            EmulatedGpu() as gpu,
+            patch.object(mpi_elements, "mpi_spec", checked),
+            patch.object(mpi_process_group, "mpi_spec", checked),
+        ):
+            calls = device_calls(group, gpu.put, dtype)
+            for where in wanted:
+                gpu.copies.clear()
+                name, outputs = next(calls)
+                assert name == where and bool(gpu.copies) != cuda_aware, (where, gpu.copies)
+                assert all(tensor.device.type == "cuda" for tensor in outputs)
+                for found, expected in zip(outputs, wanted[where], strict=True):
+                    assert found.tolist() == expected.tolist(), (where, dtype)
+    group.shutdown()
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+@pytest.mark.parametrize("cuda_aware", [False, True])
+def test_gpu_tensors_are_staged_unless_mpi_is_cuda_aware(mpi: MpiWorld, cuda_aware: bool) -> None:
+    mpi.run(stage, cuda_aware)
 
 
 def train(recipe: Recipe) -> list[Any]:
